@@ -35,6 +35,12 @@ from cuda_kernels.kernel import ARCHITECTURES
 
 SUITES = ("casts", "products", "attention", "hardware", "host", "training")
 
+OTHER_COMMANDS = {
+    "errors of FP8 attention": "benchmarks.attention_numerics",
+    "first run": "benchmarks.first_run",
+}
+"""Modules that write files of another form, by the first words of the files' ``what``."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
@@ -105,6 +111,11 @@ def _save(document: dict[str, Any], path: Path | None) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     document = json.loads(path.read_text())
+    for what, module in OTHER_COMMANDS.items():
+        if document.get("what", "").startswith(what):
+            raise SystemExit(
+                f"{path} was written by python -m {module}; this takes what python -m benchmarks --json wrote"
+            )
     if "suites" not in document:
         raise SystemExit(f"{path} was not written by this version of python -m benchmarks")
     return document

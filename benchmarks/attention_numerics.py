@@ -35,7 +35,7 @@ from benchmarks.contenders import attention_data
 from benchmarks.contenders.attention_data import DRAWN, LATE, LIMITS, Inputs
 from benchmarks.measuring import machine
 from benchmarks.measuring.files import write
-from lightning_fp8.ops.attention import Band, Codes, backward, cast, forward, rows_of_mean
+from lightning_fp8.attention.ops import Band, Codes, backward, cast, forward, rows_of_mean
 
 NAMES = ("O", "dQ", "dK", "dV")
 GPT = ("gpt middle", "gpt end")

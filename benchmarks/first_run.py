@@ -85,6 +85,8 @@ KERNELS = {
     "quantize rows": "quantize-row-bfloat16-e4m3fn-140x264",
     "quantize 1x128": "quantize-1x128-bfloat16-e4m3fn-140x264",
     "quantize 128x128": "quantize-128x128-bfloat16-e4m3fn-140x264-power_2-no_columnwise",
+    "quantize by columns' scales": "quantize_columns-bfloat16-e4m3fn-140x264",
+    "transpose": "transpose-e4m3fn-140x264",
     "update_scales": "update_scales-1024x70",
     "normalize": "norm-rms-bf16-given",
     "normalize, transposed": "norm-rms-bf16-long-both-known",

@@ -19,8 +19,7 @@ from benchmarks.contenders.operations import Call
 from benchmarks.measuring.plan import Plan
 from benchmarks.suites import attention, casts, products
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 
 ATTENTION = {"attention forward": FORWARD, "attention dQ": BACKWARD, "attention dK and dV": BACKWARD}
 """The pass in which what is meant runs."""
@@ -39,13 +38,10 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
         return Call(calls[name], torch.randn(shape, device=plan.device).bfloat16())
     if name in works:
         work = works[name]
-        layouts = [Layout(layout) for layout in products.PAIRS[work.scaling]]
-        left, right = (
-            products.operand(rows, work.k, layout.value, plan) for rows, layout in zip((work.m, work.n), layouts)
-        )
-        options_text = format_scaled_mm_options(layouts[0], layouts[1], work.out, work.fast)
-        operands = left.data, left.scale_inv, right.data, right.scale_inv, options_text
-        return lambda: torch.ops.lightning_fp8.scaled_mm(*operands)
+        layouts = products.PAIRS[work.scaling]
+        left, right = (products.operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), layouts))
+        gemm = Gemm(*layouts, work.out, work.fast)
+        return lambda: scaled_mm_op.call(left.data, left.scale_inv, right.data, right.scale_inv, gemm, None)
     if name in ATTENTION:
         problem = (attention.TINY if plan.dry else attention.FULL)[0]
         return Ops(problem, inputs(problem, plan.device)).prepared(ATTENTION[name])

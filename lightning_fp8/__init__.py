@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any
 from lightning_fp8.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_fp8.attention.context_parallel import get_batch_on_this_cp_rank
+    from lightning_fp8.attention.modules import DotProductAttention
     from lightning_fp8.autocast import fp8_autocast
     from lightning_fp8.callbacks import FP8Callback
-    from lightning_fp8.checkpoint.export import export_te_state_dict
-    from lightning_fp8.checkpoint.load import load_te_state_dict
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
-    from lightning_fp8.modules import (
-        DotProductAttention,
+    from lightning_fp8.master_weights import with_master_weights
+    from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
+    from lightning_fp8.modules.linear import Linear
+    from lightning_fp8.modules.norm import LayerNorm, RMSNorm
+    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, update_fp8_scales
+    from lightning_fp8.modules.transformer import (
         InferenceParams,
-        LayerNorm,
-        LayerNormLinear,
-        LayerNormMLP,
-        Linear,
         MultiheadAttention,
-        RMSNorm,
         RotaryPositionEmbedding,
         TransformerLayer,
     )
-    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
+    from lightning_fp8.parallel.checkpoint import checkpoint
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
+    from lightning_fp8.primary_weights import fp8_model_init
     from lightning_fp8.recipes import (
         DelayedScaling,
         Float8BlockScaling,
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
         MXFP8BlockScaling,
         make_recipe,
     )
+    from lightning_fp8.te.export import export_te_state_dict
+    from lightning_fp8.te.load import load_te_state_dict
 
 _HOMES = {
     "DelayedScaling": "recipes",
-    "DotProductAttention": "modules",
+    "DotProductAttention": "attention.modules",
     "FP8Callback": "callbacks",
     "FP8FabricPrecision": "plugin.fabric",
     "FP8Precision": "plugin.precision",
@@ -53,24 +55,29 @@ _HOMES = {
     "Float8CurrentScaling": "recipes",
     "Float8RowwiseScaling": "recipes",
     "Format": "formats",
-    "InferenceParams": "modules",
-    "LayerNorm": "modules",
-    "LayerNormLinear": "modules",
-    "LayerNormMLP": "modules",
-    "Linear": "modules",
+    "InferenceParams": "modules.transformer",
+    "LayerNorm": "modules.norm",
+    "LayerNormLinear": "modules.fused",
+    "LayerNormMLP": "modules.fused",
+    "Linear": "modules.linear",
     "MXFP8BlockScaling": "recipes",
-    "MultiheadAttention": "modules",
-    "RMSNorm": "modules",
-    "RotaryPositionEmbedding": "modules",
-    "TransformerLayer": "modules",
+    "MultiheadAttention": "modules.transformer",
+    "RMSNorm": "modules.norm",
+    "RotaryPositionEmbedding": "modules.transformer",
+    "TransformerLayer": "modules.transformer",
+    "checkpoint": "parallel.checkpoint",
     "convert_module": "convert.conversion",
-    "export_te_state_dict": "checkpoint.export",
+    "export_te_state_dict": "te.export",
     "fp8_autocast": "autocast",
+    "fp8_model_init": "primary_weights",
     "fp8_state_dict": "modules.state",
+    "get_batch_on_this_cp_rank": "attention.context_parallel",
     "load_fp8_state_dict": "modules.state",
-    "load_te_state_dict": "checkpoint.load",
+    "update_fp8_scales": "modules.state",
+    "load_te_state_dict": "te.load",
     "make_recipe": "recipes",
     "onnx_export": "export.context",
+    "with_master_weights": "master_weights",
 }
 """Where each public name lives."""
 
@@ -95,14 +102,19 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "__version__",
+    "checkpoint",
     "convert_module",
     "export_te_state_dict",
     "fp8_autocast",
+    "fp8_model_init",
     "fp8_state_dict",
+    "get_batch_on_this_cp_rank",
     "load_fp8_state_dict",
     "load_te_state_dict",
     "make_recipe",
     "onnx_export",
+    "update_fp8_scales",
+    "with_master_weights",
 ]
 
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
-from lightning_fp8.delayed import regions
-from lightning_fp8.delayed.instances import any_history
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
+from lightning_fp8.delayed.history import any_history
+from lightning_fp8.delayed.update import region_begins, update_calibrated
 from lightning_fp8.functions.shared_input import forget_inputs
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
@@ -71,6 +70,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
+waiting: list[Callable[[], None]] = []
+"""Called once, where the next region begins that is enabled: what waits until a model is sharded puts itself here."""
+
 before_attention: list[Callable[[], bool]] = []
 """Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here, and
 says whether there are any."""
@@ -91,6 +93,18 @@ def is_repeating() -> bool:
     return in_backward() and _thread.backward != _current_backward()
 
 
+def context_of_forward(last: FP8Context | None) -> tuple[FP8Context, bool]:
+    """The context that a layer's forward runs under, and whether it runs inside a backward pass.
+
+    Args:
+        last: the context of the layer's last forward, which a recomputed forward runs under.
+    """
+    backward = torch._C._current_graph_task_id()
+    if backward == NO_BACKWARD:
+        return _thread.context, False
+    return (last or _thread.context) if _thread.backward != backward else _thread.context, True
+
+
 def _current_backward() -> int:
     """The number of the backward pass that autograd is running on this thread."""
     return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
@@ -98,7 +112,10 @@ def _current_backward() -> int:
 
 @contextmanager
 def fp8_context(context: FP8Context) -> Iterator[None]:
-    """Make ``context`` the current one inside; updates no scales."""
+    """Make ``context`` the current one inside."""
+    if context.enabled and not torch.compiler.is_compiling():
+        while waiting:
+            waiting.pop(0)()
     previous, backward = _thread.context, _thread.backward
     active = context.enabled or context.calibrating
     _thread.context = context
@@ -116,11 +133,15 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
 class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
-    The backward pass and the recomputation of checkpointed activations belong outside; they follow the context of their
-    forward, unless they enter a region themselves. Regions nest, the innermost rules; a region is its thread's. Where
-    no plugin looks after the model, entering the outermost active region with gradients enabled updates the delayed
-    scales from what was seen since the last update, once after each step of a ``torch.optim.Optimizer`` that holds
-    parameters of the model; before the first such step, and where there is no such optimizer, in every region.
+    The backward pass and the recomputation of checkpointed activations belong outside. The backward pass follows the
+    context of its forward. What is recomputed follows the context of the layer's *last* forward, unless it enters a
+    region itself: a forward of the same layer in another context, between a checkpointed forward and its backward pass,
+    changes what is recomputed. Regions nest, the innermost rules. Regions are thread-local.
+
+    A step of a ``torch.optim.Optimizer`` updates the delayed scales of the layers whose parameters it holds, from the
+    amaxes since its last step. Where no such optimizer steps, call ``update_fp8_scales(model)`` after each step; until
+    then tensors are scaled by their own amaxes. If several recipes or groups are in use between two steps, the last
+    outermost region says whether and over which group amaxes are reduced.
 
     Args:
         enabled: False runs modules in high precision, also inside an enabled region.
@@ -146,7 +167,7 @@ class fp8_autocast(ContextDecorator):
         _check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
-        self._regions: list[tuple[Any, bool]] = []
+        self._regions: list[Any] = []
         self._reaches_attention = False
 
     def _recreate_cm(self) -> fp8_autocast:
@@ -159,31 +180,22 @@ class fp8_autocast(ContextDecorator):
         if self.context.attention and not torch.compiler.is_compiling():
             reached = [prepare() for prepare in before_attention]
             self._reaches_attention = any(reached)
-        noted = False
         if not _thread.active_regions and not in_backward() and (recipe := self._observing):
-            if torch.is_grad_enabled():
-                update_without_plugin(recipe, self.context.group)
-                noted = True
-            elif self.context.calibrating:
-                regions.enter()
-                noted = True
+            region_begins(recipe, self.context.group, training=torch.is_grad_enabled())
         evaluating = not current_context().observe
         entered = fp8_context(replace(self.context, observe=False) if evaluating else self.context)
         entered.__enter__()
-        self._regions.append((entered, noted))
+        self._regions.append(entered)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        entered, noted = self._regions.pop()
-        entered.__exit__(*exception)
-        if noted:
-            regions.leave()
+        self._regions.pop().__exit__(*exception)
         quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
         if self.context.enabled and not quiet and not any_history():
             warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
         calibrated = not _thread.active_regions and self.context.calibrating and exception[0] is None
         if calibrated and (recipe := self._observing):
-            update_without_plugin(recipe, self.context.group, calibrated=True)
+            update_calibrated(recipe, self.context.group)
 
     @property
     def _observing(self) -> DelayedScaling | None:

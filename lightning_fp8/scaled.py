@@ -8,15 +8,18 @@ are ``scale_a`` and ``scale_b``, as ``torch._scaled_mm`` calls them.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from functools import lru_cache
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.formats import E8M0_DTYPE, Float8
+from lightning_fp8.formats import E8M0_DTYPE, Float8, float8_of
 
 
 class Role(Enum):
@@ -33,6 +36,8 @@ class Role(Enum):
     DQKV = "dqkv"
     DO = "do"
     DP = "dp"
+
+    __hash__ = object.__hash__  # without a frame of Python, as dicts ask for it
 
     @property
     def is_gradient(self) -> bool:
@@ -56,9 +61,17 @@ class Layout(Enum):
     """The elements of a K-major GEMM operand ``[R, K]`` that share one scale.
 
     Attributes:
+        code: the value, as ops take it.
         block: rows and columns that share a scale; None stands for all of them.
         scale_dtype: the dtype of ``scale_inv``.
+        has_one_scale: one scale serves the whole tensor, and its transposed copy; only such a scale can be given.
+        scales_along_k: a row has several scales.
+        has_one_scale_per_row: each row has one scale of its own.
+        transposes: the transposed tensor has the same blocks, so that its codes are these codes transposed.
+        scale_major: the dimension along which kernels keep neighbouring scales side by side in memory.
     """
+
+    scale_major: Literal["k", "mn"]
 
     TENSOR = "tensor"
     """One scale, shape ``[]``."""
@@ -71,33 +84,16 @@ class Layout(Enum):
     MX_1X32 = "1x32"
     """E8M0 scales of shape ``[R, ceil(K / 32)]``."""
 
+    __hash__ = object.__hash__  # without a frame of Python, as dicts ask for it
+
     def __init__(self, value: str) -> None:
-        self.block, self.scale_dtype = _BLOCKS_AND_DTYPES[value]
-
-    @property
-    def has_one_scale(self) -> bool:
-        """Whether one scale serves the whole tensor, and its transposed copy; only such a scale can be given."""
-        return self.block == (None, None)
-
-    @property
-    def scales_along_k(self) -> bool:
-        """Whether a row has several scales."""
-        return self.block[1] is not None
-
-    @property
-    def has_one_scale_per_row(self) -> bool:
-        """Whether each row has one scale of its own."""
-        return self.block == (1, None)
-
-    @property
-    def scale_major(self) -> Literal["k", "mn"]:
-        """The dimension along which kernels keep neighbouring scales side by side in memory."""
-        return "mn" if self.scales_along_k and self.block[0] == 1 else "k"
-
-    @property
-    def transposes(self) -> bool:
-        """Whether the transposed tensor has the same blocks, so that its codes are these codes transposed."""
-        return self.block[0] == self.block[1]
+        self.code = value
+        self.block, self.scale_dtype = block, _ = _BLOCKS_AND_DTYPES[value]
+        self.has_one_scale = block == (None, None)
+        self.scales_along_k = block[1] is not None
+        self.has_one_scale_per_row = block == (1, None)
+        self.transposes = block[0] == block[1]
+        self.scale_major = "mn" if self.scales_along_k and block[0] == 1 else "k"
 
     def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Rows and columns of one block of a ``[rows, columns]`` operand; at least 1 × 1."""
@@ -114,22 +110,79 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """The cast of one role under a recipe: format, layout, and how an amax becomes a scale."""
+    """One cast: what a recipe says of a role, the options of every op that casts, and the variant of its kernels.
+
+    Attributes:
+        float8: the format of the codes.
+        layout: which elements share a scale.
+        power_2_scale: scales from the tensor's own amaxes are rounded down to powers of two.
+        amax_epsilon: those amaxes count as at least this.
+        rowwise: the operand of x is asked for.
+        columnwise: the operand of xᵀ is asked for.
+        scale_is_nonzero: the given scale is known not to be 0.
+        key: :attr:`flat`, computed once.
+    """
 
     float8: Float8
     layout: Layout
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    rowwise: bool = True
+    columnwise: bool = False
+    scale_is_nonzero: bool = False
 
-    text: str = field(init=False, repr=False, compare=False)
-    """The cast as options of an op: ``"e4m3 1x128 power_2"``; see ``lightning_fp8.ops.quantize.options``."""
+    schema: ClassVar[str] = (
+        "ScalarType dtype, str layout, bool power_2_scale, float amax_epsilon, bool rowwise, bool columnwise, "
+        "bool scale_is_nonzero"
+    )
+    key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
+    _epsilon: str = field(init=False, repr=False, compare=False)
+    _usages: tuple[Cast, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        options = " power_2" * self.power_2_scale + f" epsilon={self.amax_epsilon!r}" * bool(self.amax_epsilon)
-        object.__setattr__(self, "text", f"{self.float8.name.lower()} {self.layout.value}{options}")
+        # All usages at once: torch.compile reads them, and makes none.
+        own = self.rowwise, self.columnwise, self.scale_is_nonzero
+        usages = []
+        for usage in product((False, True), repeat=3):
+            cast = self if usage == own else copy(self)
+            for name, value in zip(("rowwise", "columnwise", "scale_is_nonzero"), usage):
+                object.__setattr__(cast, name, value)
+            scales = self.layout.value, bool(self.power_2_scale), float(self.amax_epsilon)
+            object.__setattr__(cast, "key", (self.float8.dtype, *scales, *usage))
+            object.__setattr__(cast, "_epsilon", repr(float(self.amax_epsilon)))
+            usages.append(cast)
+        for cast in usages:
+            object.__setattr__(cast, "_usages", tuple(usages))
+
+    def usage(self, rowwise: bool, columnwise: bool, scale_is_nonzero: bool = False) -> Cast:
+        """The same cast, asked for these operands."""
+        return self._usages[4 * rowwise + 2 * columnwise + scale_is_nonzero]
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """The fields as arguments of an op, as ``schema`` names them."""
+        # A float attribute may vary between calls of compiled code, which a backward pass cannot take; text does not.
+        epsilon = float(self._epsilon)
+        usage = self.rowwise, self.columnwise, self.scale_is_nonzero
+        return self.float8.dtype, self.layout.code, self.power_2_scale, epsilon, *usage
+
+    @classmethod
+    def from_flat(cls, *flat: Any) -> Cast:
+        """The cast of :attr:`flat`.
+
+        Raises:
+            ValueError: the dtype is no FP8 format, or there is no such layout.
+        """
+        return _cast_of(flat)
 
 
-@dataclass(frozen=True)
+@lru_cache(maxsize=4096)
+def _cast_of(flat: tuple[Any, ...]) -> Cast:
+    dtype, layout, *others = flat
+    return Cast(float8_of(dtype), Layout(layout), *others)
+
+
+@dataclass(eq=False, slots=True)
 class ScaledTensor:
     """An FP8 GEMM operand: ``data * scale_inv`` is the value it stands for.
 

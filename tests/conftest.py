@@ -2,21 +2,108 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, one core each
 
 import pytest
 import torch
 
+from tests import tiers
+from tests.distributed import launch
+
 if TYPE_CHECKING:
     from tests.cuda_kernels.emulated import Emulator
+
+
+# --- Two tiers --------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers of tests")
+    group.addoption("--thorough", action="store_true", help="run every test; by default each thing is tested once")
+    group.addoption(
+        "--budget",
+        action="store_true",
+        help=f"fail where a test takes over {tiers.SECONDS_OF_A_TEST} s of processor time, or all of them over"
+        f" {tiers.SECONDS_OF_THE_RUN} s",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in tiers.MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.pluginmanager.register(Run(config), "run of tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the thorough run takes, unless that is asked for; what ``file.py::test`` names stays."""
+    found = config.stash[tiers.COLLECTED] = tiers.collected(items)
+    if config.getoption("thorough") or config.getoption("markexpr").strip() == "thorough":
+        return
+    kept = {*found.default, *tiers.named(items, config.args, config.invocation_params.dir)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+class Run:
+    """Counts what the run leaves out, and its processor time; under pytest-xdist, in each worker."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.left_out = 0
+        self.seconds = 0.0
+        self.slow: list[tuple[float, str]] = []
+        """Tests over their limit."""
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.left_out += sum(item not in self.config.stash[tiers.COLLECTED].default for item in items)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = tiers.processor_seconds()
+        result = yield
+        seconds = tiers.processor_seconds() - before
+        if seconds > tiers.SECONDS_OF_A_TEST:
+            self.slow.append((seconds, item.nodeid))
+        return result  # type: ignore[return-value]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        launch.end()
+        self.seconds = tiers.processor_seconds()  # of workers, too, which are children
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["run of tests"] = self.left_out, self.slow
+        elif self.config.getoption("budget") and self.over_budget() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist has ended; each collects the same."""
+        self.left_out, slow = getattr(node, "workeroutput", {}).get("run of tests", (self.left_out, []))
+        self.slow += map(tuple, slow)
+
+    def over_budget(self) -> bool:
+        return bool(self.slow) or self.seconds > tiers.SECONDS_OF_THE_RUN
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.left_out:
+            terminalreporter.write_line(f"{self.left_out} tests are left to pytest --thorough")
+        if self.config.getoption("budget"):
+            terminalreporter.section("budget", red=self.over_budget(), green=not self.over_budget())
+            terminalreporter.write_line(f"{self.seconds:.0f} s of processor time; {tiers.SECONDS_OF_THE_RUN} s allowed")
+            for seconds, name in sorted(self.slow, reverse=True):
+                terminalreporter.write_line(f"{seconds:.0f} s; {tiers.SECONDS_OF_A_TEST} s allowed: {name}")
+
+
+# --- Fixtures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
     """No test knows what others drew, or were warned of."""
-    from lightning_fp8.modules.attention.arguments import forget_what_was_told
+    from lightning_fp8.attention.modules.arguments import forget_what_was_told
 
     torch.manual_seed(0)
     forget_what_was_told()

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
 from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8.delayed.history import all_histories
+from lightning_fp8.delayed.update import reduce_and_update
 
 
 def assert_raises(action: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -115,3 +117,8 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+
+
+def update_all_scales(recipe: Any) -> None:
+    """Update the scales of every model of this process, as by a step of its optimizer, under ``recipe``."""
+    reduce_and_update(all_histories(), recipe)

@@ -56,10 +56,24 @@ def _in_room(module: str, room: str) -> bool:
     return module == room or module.startswith(f"{room}.")
 
 
+def _room_of(module: str) -> str:
+    """The room of a module of lightning_fp8: the one with the longest name that it is in."""
+    homes = {part: room for room in (*VALUES, *ROOMS) for part in FEATURE_MODULES.get(room, (room,))}
+    found = [part for part in homes if _in_room(module, f"lightning_fp8.{part}")]
+    assert found, f"{module} is in no room"
+    return homes[max(found, key=len)]
+
+
 def _room(name: str) -> list[str]:
-    modules = [module for module in FILES if _in_room(module, f"lightning_fp8.{name}")]
+    modules = [module for module in FILES if _is_ours(module) and _room_of(module) == name]
     assert modules, f"lightning_fp8.{name} does not exist"
     return modules
+
+
+def _is_ours(module: str) -> bool:
+    """Whether ``module`` is in a room of lightning_fp8, and no mere folder of several."""
+    folders = "lightning_fp8.__main__", "lightning_fp8.attention", "lightning_fp8.parallel"
+    return module.startswith("lightning_fp8.") and module not in folders
 
 
 def test_the_parser_sees_every_kind_of_import() -> None:
@@ -112,29 +126,123 @@ VALUES = {
 ROOMS = {
     "te": set(),
     "ops": set(),
+    "attention.ops": {"ops"},
+    "fp8_tensor": {"ops"},
+    "primary_weights": {"fp8_tensor"},
+    "master_weights": {"fp8_tensor"},
     "delayed": {"ops"},
-    "functions": {"delayed", "ops"},
+    "functions": {"delayed", "fp8_tensor", "ops"},
+    "parallel.collectives": {"ops"},
+    "parallel.function": {"fp8_tensor", "functions", "ops", "parallel.collectives"},
+    "parallel.pieces": set(),
+    "parallel.regions": {"parallel.collectives", "parallel.function"},
+    "attention.sequence_tables": {"attention.ops"},
+    "attention.function": {"attention.ops", "attention.sequence_tables", "functions", "ops"},
+    "parallel.sharded_linear": {"fp8_tensor", "functions", "parallel.function"},
+    "attention.context_parallel": {"attention.ops", "parallel.collectives"},
     "autocast": {"delayed", "functions"},
-    "export": {"autocast", "delayed", "ops"},
-    "modules": {"autocast", "delayed", "functions", "ops", "te"},
-    "attention": {"autocast", "functions", "modules", "ops"},
-    "convert": {"attention", "autocast", "delayed", "modules"},
-    "checkpoint": {"convert", "delayed", "modules", "te"},
-    "plugin": {"attention", "autocast", "convert", "delayed", "modules", "ops"},
-    "callbacks": {"checkpoint", "convert", "delayed", "modules", "plugin", "te"},
-    "doctor": {"ops"},
-    "cli": {"autocast", "checkpoint", "delayed", "doctor", "modules", "ops", "plugin", "te"},
+    "parallel.checkpoint": {"parallel.collectives"},
+    "parallel.costs": set(),
+    "export": {"attention.ops", "autocast", "delayed", "ops"},
+    "modules": {
+        "autocast",
+        "delayed",
+        "fp8_tensor",
+        "functions",
+        "ops",
+        "parallel.collectives",
+        "parallel.function",
+        "parallel.pieces",
+        "parallel.regions",
+        "parallel.sharded_linear",
+        "primary_weights",
+        "te",
+    },
+    "parallel.styles": {
+        "fp8_tensor",
+        "functions",
+        "modules",
+        "ops",
+        "parallel.collectives",
+        "parallel.function",
+        "parallel.sharded_linear",
+    },
+    "parallel.fsdp": {"autocast", "delayed", "fp8_tensor", "functions", "modules", "ops", "parallel.collectives"},
+    "attention.modules": {
+        "attention.context_parallel",
+        "attention.function",
+        "attention.ops",
+        "attention.sequence_tables",
+        "autocast",
+        "delayed",
+        "functions",
+        "modules",
+        "ops",
+        "parallel.checkpoint",
+        "parallel.pieces",
+        "te",
+    },
+    "modules.transformer": {"attention.modules", "attention.ops", "autocast", "modules", "te"},
+    "attention.models": {
+        "attention.function",
+        "attention.modules",
+        "attention.ops",
+        "attention.sequence_tables",
+        "autocast",
+        "modules",
+    },
+    "hf_fusion": {"autocast", "functions", "modules", "ops"},
+    "convert.summary": set(),
+    "convert.blocks": {"modules"},
+    "hf_fusion.plan": {"convert.summary", "hf_fusion", "modules"},
+    "attention.plan": {"attention.models", "attention.modules", "convert.blocks", "convert.summary", "modules"},
+    "convert": {
+        "attention.models",
+        "attention.modules",
+        "attention.plan",
+        "autocast",
+        "convert.blocks",
+        "convert.summary",
+        "delayed",
+        "hf_fusion",
+        "hf_fusion.plan",
+        "modules",
+        "parallel.fsdp",
+        "primary_weights",
+    },
+    "te.tensor_parallel": {"modules", "parallel.collectives", "parallel.pieces", "te"},
+    "te.model": {"convert", "delayed", "modules", "modules.transformer", "te", "te.tensor_parallel"},
+    "plugin": {
+        "attention.models",
+        "autocast",
+        "convert",
+        "convert.summary",
+        "delayed",
+        "fp8_tensor",
+        "master_weights",
+        "modules",
+        "ops",
+    },
+    "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "te", "te.model"},
+    "doctor": {"attention.function", "ops"},
+    "cli": {"autocast", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
 }
-"""The rooms of lightning_fp8 upwards, and what each may import of those below it."""
+"""The rooms of lightning_fp8 upwards, and what each may import of those below it.
+
+A feature, as attention, has a folder for all its layers; each of them is a room here.
+"""
+
+FEATURE_MODULES = {
+    "te.model": ("te.export", "te.load", "te.remap"),
+}
+"""Rooms that are some modules of a folder."""
 
 PLUGIN = ("plugin", "callbacks", "cli")
 """The rooms that know Lightning."""
 
 
 def _rooms_of(module: str) -> set[str]:
-    names = {name.split(".")[1] for name in IMPORTS[module] if name in FILES and name.startswith("lightning_fp8.")}
-    assert names <= {*VALUES, *ROOMS}, module
-    return names
+    return {_room_of(name) for name in IMPORTS[module] & set(FILES) if _is_ours(name)}
 
 
 @pytest.mark.parametrize("room", [*VALUES, *ROOMS])
@@ -151,13 +259,12 @@ def test_no_rooms_import_each_other() -> None:
 
 
 def test_every_module_is_in_a_room() -> None:
-    names = {name.split(".")[1] for name in FILES if name.startswith("lightning_fp8.")}
-    assert names == {*VALUES, *ROOMS, "__main__"}
+    assert {_room_of(module) for module in FILES if _is_ours(module)} == {*VALUES, *ROOMS}
 
 
 def test_transformer_engines_files_are_read_without_the_rest() -> None:
     """Bytes to values: what reads them needs the roles of tensors alone, and the names of slots for them."""
-    ours = {name for module in _room("te") for name in _reached(module) if not _in_room(name, "lightning_fp8.te")}
+    ours = {name for name in _reached("lightning_fp8.te.te_state") if not _in_room(name, "lightning_fp8.te")}
     assert ours == {
         "lightning_fp8.scaled",
         "lightning_fp8.names",
@@ -166,60 +273,38 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-MOST_MODULES = 10
-MOST_LINES = 350
+CORE = ("op", "plans", "memory", "checks", "bf16_products")
+"""Modules of ops that know no operation."""
+
+OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
+              "scales": set(), "transpose": set(), "linear": {"cast", "gemm"}}  # fmt: skip
+"""The operations, each in a file, or in two where kernels take one, and what they know beside the core."""
+
+OP_MODULES = [name.removeprefix("lightning_fp8.ops.") for name in FILES if name.startswith("lightning_fp8.ops.")]
 
 
-def test_a_room_is_seen_at_a_glance() -> None:
-    folders: dict[Path, int] = {}
-    beside = [path for room in ("tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
-    for path in [*FILES.values(), *beside]:
-        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
-        assert len(path.read_text().splitlines()) <= MOST_LINES, path
-    assert not {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_MODULES}
+def _ops_imported_by(module: str) -> set[str]:
+    """The modules of ops that one of them imports, those of one operation under its name."""
+    imported = IMPORTS[f"lightning_fp8.ops.{module}"] & set(FILES)
+    of_ops = {name.removeprefix("lightning_fp8.ops.") for name in imported if name.startswith("lightning_fp8.ops.")}
+    return {name.removesuffix("_cuda") for name in of_ops}
 
 
-def _op_folder(module: str) -> str:
-    """``"norm"`` of ``lightning_fp8.ops.norm.schema``; ``""`` of what lies in no folder."""
-    return module.removeprefix("lightning_fp8.ops").removeprefix(".").partition(".")[0]
+def test_every_module_of_ops_is_of_an_operation_or_of_the_core() -> None:
+    assert {name.removesuffix("_cuda") for name in OP_MODULES} == {*CORE, "column_sums", *OPERATIONS}
 
 
-OP_MODULES = [name for name in FILES if _in_room(name, "lightning_fp8.ops")]
-OP_FOLDERS = sorted({_op_folder(module) for module in OP_MODULES} - {""})
-
-
-def test_every_module_of_ops_is_in_a_folder() -> None:
-    assert [module for module in OP_MODULES if not _op_folder(module)] == ["lightning_fp8.ops"]
-    assert {"core", "quantize", "gemm", "norm", "activation", "scales"} <= set(OP_FOLDERS)
-
-
-@pytest.mark.parametrize("folder", OP_FOLDERS)
-def test_an_operation_knows_no_other_one(folder: str) -> None:
-    """All know the core and may cast; the core knows none. So no two folders import each other."""
-    allowed = {"core"} if folder == "core" else {"core", "quantize", folder}
-    for module in _room(f"ops.{folder}"):
-        imported = {name for name in IMPORTS[module] & set(FILES) if _in_room(name, "lightning_fp8.ops")}
-        assert {_op_folder(name) for name in imported} <= allowed, module
-
-
-@pytest.mark.parametrize("folder", OP_FOLDERS)
-def test_a_folder_of_ops_can_be_read(folder: str) -> None:
-    modules = _room(f"ops.{folder}")
-    assert len(modules) <= MOST_MODULES
-    lengths = {module: len(FILES[module].read_text().splitlines()) for module in modules}
-    assert max(lengths.values()) <= MOST_LINES, lengths
-
-
-def test_no_folder_of_ops_hides_a_public_function() -> None:
-    """The folder ``quantize`` and the function share a name, which is the function's whatever is imported when."""
-    code = """
-import lightning_fp8.ops.quantize.cuda
-from lightning_fp8.ops.quantize import cuda
-from lightning_fp8 import ops
-assert callable(ops.quantize) and cuda.quantize is not ops.quantize
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("module", OP_MODULES)
+def test_an_operation_knows_no_other_one(module: str) -> None:
+    """All know the core, and some may cast; the core knows none, and what specifies an op not its kernels."""
+    operation = module.removesuffix("_cuda")
+    allowed = {*CORE, operation, *OPERATIONS.get(operation, ())}
+    if operation not in OPERATIONS:
+        allowed = {*CORE}
+    assert _ops_imported_by(module) <= allowed, module
+    if not module.endswith("_cuda"):
+        kernels = {name for name in IMPORTS[f"lightning_fp8.ops.{module}"] if name.endswith("_cuda")}
+        assert not kernels, module
 
 
 def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
@@ -244,26 +329,30 @@ KERNEL_ROOMS = {
     "gemm": {"kernel", "device"},
     "attention": {"kernel", "device"},
     "lowering": {"kernel", "device", "references"},
-    "host": {"kernel", "device", "references", "gemm", "attention", "lowering"},
+    "host": {"kernel", "device", "references", "gemm", "lowering"},
+    "attention.host": {"kernel", "device", "attention", "host"},
 }
 """What each room of cuda_kernels may import of the others."""
 
 
+def _kernel_room_of(module: str) -> str:
+    return max((room for room in KERNEL_ROOMS if _in_room(module, f"cuda_kernels.{room}")), key=len)
+
+
 @pytest.mark.parametrize("room", KERNEL_ROOMS)
 def test_rooms_of_kernels(room: str) -> None:
-    modules = [name for name in FILES if _in_room(name, f"cuda_kernels.{room}")]
+    modules = [name for name in FILES if name.startswith("cuda_kernels.") and _kernel_room_of(name) == room]
     assert modules
     for module in modules:
-        rooms = {name.split(".")[1] for name in IMPORTS[module] & set(FILES) if name.startswith("cuda_kernels.")}
+        rooms = {_kernel_room_of(name) for name in IMPORTS[module] & set(FILES) if name.startswith("cuda_kernels.")}
         assert rooms <= KERNEL_ROOMS[room] | {room}, module
         foreign = {name.split(".")[0] for name in IMPORTS[module]}
-        assert room == "host" or "torch" not in foreign, module
+        assert room.endswith("host") or "torch" not in foreign, module
         assert room == "lowering" or not foreign & {"numba", "llvmlite"}, module
 
 
 def test_every_kernel_module_is_in_a_room() -> None:
-    names = {name.split(".")[1] for name in FILES if name.startswith("cuda_kernels.")}
-    assert names == set(KERNEL_ROOMS)
+    assert {_kernel_room_of(name) for name in FILES if name.startswith("cuda_kernels.")} == set(KERNEL_ROOMS)
 
 
 def test_kernels_are_declared_and_started_without_a_compiler() -> None:
@@ -286,7 +375,7 @@ def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
         if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
     }
     assert "lightning_fp8.plugin.precision" in knowing
-    rooms = (*PLUGIN, "checkpoint", "parallel")
+    rooms = PLUGIN
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
 
 
@@ -298,7 +387,7 @@ import lightning_fp8, lightning_fp8.cli.main
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
 import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
-assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.quantize"
+assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.cast"
 assert set(lightning_fp8.__all__) <= set(dir(lightning_fp8))
 from lightning_fp8 import *
 assert FP8Precision is lightning_fp8.FP8Precision and "lightning" in sys.modules
@@ -322,7 +411,7 @@ def test_no_op_allocates_in_the_default_dtype() -> None:
     found = [
         f"{module}:{node.lineno}"
         for module, path in FILES.items()
-        if _in_room(module, "lightning_fp8.ops") or _in_room(module, "cuda_kernels.host")
+        if _in_room(module, "lightning_fp8.ops") or ".host" in module
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Inputs, Problem
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
+    Attention,
     AttentionCall,
     Band,
     attention_backward,
     attention_forward,
-    format_attention_options,
 )
-from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops.plans import clear_plan_cache
 
 CUDNN, FLASH, EFFICIENT = "cuDNN (BF16)", "flash (BF16)", "efficient (BF16)"
 BACKENDS = {
@@ -60,13 +60,13 @@ def only_kernels() -> Iterator[None]:
     Raises:
         NoKernel: what the op would have warned of.
     """
-    dispatch.clear_plan_cache()  # which keeps what it has warned of
+    clear_plan_cache()  # which keeps what it has warned of
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:
             yield
         except RuntimeWarning as warning:
-            dispatch.clear_plan_cache()
+            clear_plan_cache()
             raise NoKernel(str(warning)) from warning
 
 
@@ -75,7 +75,7 @@ class Ops:
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._given = given
-        self._call = AttentionCall(format_attention_options("bshd", Band(right=0) if problem.causal else None))
+        self._call = AttentionCall(Attention("bshd", Band(right=0) if problem.causal else Band()))
 
     def prepared(self, passing: str) -> Call:
         q, k, v, do = self._given

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.contenders.attention_contenders import only_kernels
 from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Inputs, Problem
 from cuda_kernels.host.launch import Launch
-from lightning_fp8.ops.attention import AttentionCall, Band, cuda, format_attention_options
+from lightning_fp8.attention.ops import Attention, AttentionCall, Band, cuda
 
 PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
 """Products of scores that a kernel computes; the backward pass computes scores and dP twice."""
@@ -47,16 +47,16 @@ class Launches:
     """
 
     def __init__(self, problem: Problem, given: Inputs, backward: bool = True) -> None:
-        call = AttentionCall(format_attention_options("bshd", Band(right=0) if problem.causal else None))
+        call = AttentionCall(Attention("bshd", Band(right=0) if problem.causal else Band()))
         q, k, v, do = given
         self._kept: list[Any] = []
         self.started: dict[str, list[Started]] = {FORWARD: [], BACKWARD: []}
         with only_kernels(), _noted(self.started[FORWARD], self._kept):
-            o, kept = cuda.attention_forward(q, k, v, call)
+            o, kept = cuda.attention_forward_on_cuda(q, k, v, call)
         self._kept.append((given, o, kept))
         if backward:
             with only_kernels(), _noted(self.started[BACKWARD], self._kept):
-                cuda.attention_backward(do, o, kept, k.shape[1], call)
+                cuda.attention_backward_on_cuda(do, o, kept, k.shape[1], call)
 
     def products(self, passing: str) -> Callable[[], None]:
         """The pass without casts and copies."""

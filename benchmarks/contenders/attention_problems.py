@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.attention import Band, cast, rows_of_mean
+from lightning_fp8.attention.ops import Band, cast, rows_of_mean
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMES = {FORWARD: ("O",), BACKWARD: ("dQ", "dK", "dV")}

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.core.registration import op
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import aligned_operand
-from lightning_fp8.ops.norm.schema import format_norm_options
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.ops.activation import activation_backward_quantize_op, activation_quantize_op
+from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op, reference_quantize
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
+from lightning_fp8.ops.gemm_cuda import aligned_operand
+from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.op import Op
+from lightning_fp8.ops.scales import update_scales_op
+from lightning_fp8.ops.transpose import transpose_op
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
@@ -27,7 +29,9 @@ HOST = {"host_microseconds": 8.0}
 CAST, CAST_AND_MORE = {"fraction_of_copy": 0.90, **HOST}, {"fraction_of_copy": 0.85, **HOST}
 
 
-Arguments = dict[str, Any]
+Arguments = tuple[Any, ...]
+Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""The last arguments of an op that casts: scale, amax and overflow_counts."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,16 @@ class Operation:
 
     Attributes:
         name: of the work.
-        op: name in ``torch.ops.lightning_fp8``.
+        op: what does it.
         dtype: of the codes, or of the input where there are none.
-        arguments: the op's arguments by name, from the tensor that it reads; others take the schema's defaults.
+        arguments: the op's arguments, all of them, from the tensor that it reads.
         target: what it shall reach; see :class:`benchmarks.measuring.record.Result`.
         exact: whether its results are the reference's to the bit; otherwise nearly all of their values are.
         repeating: how many of the results repeat when the input's rows do; None for all.
     """
 
     name: str
-    op: str
+    op: Op
     dtype: torch.dtype
     arguments: Callable[[Tensor], Arguments]
     target: dict[str, float] = field(default_factory=lambda: HOST)
@@ -54,26 +58,13 @@ class Operation:
 
 
 class Call:
-    """An operation with its arguments, ready to be called again and again, as training calls it.
+    """An operation with its arguments, ready to be called again and again, as training calls it."""
 
-    Args:
-        function: what computes ``operation.op`` of its arguments in the schema's order; None for the package's own.
-
-    Raises:
-        AttributeError: there is no such op.
-    """
-
-    def __init__(self, operation: Operation, x: Tensor, function: Callable[..., Any] | None = None) -> None:
-        self.function = function or op(operation.op)
-        named = operation.arguments(x)
-        parameters = getattr(torch.ops.lightning_fp8, operation.op).default._schema.arguments
-        self.args = [named.pop(each.name) if each.name in named else each.default_value for each in parameters]
-        assert not named, f"{operation.op} has no {', '.join(named)}"
-        self._written: list[Tensor] = [
-            arg
-            for arg, parameter in zip(self.args, parameters)
-            if isinstance(arg, Tensor) and parameter.alias_info is not None and parameter.alias_info.is_write
-        ]
+    def __init__(self, operation: Operation, x: Tensor) -> None:
+        op = operation.op
+        self.function = op.call
+        self.args = operation.arguments(x)
+        self._written: list[Tensor] = [self.args[index] for index in op.writes if self.args[index] is not None]
         self._initially = [tensor.clone() for tensor in self._written]
 
     def __call__(self) -> Any:
@@ -88,7 +79,8 @@ class Call:
         """All that a call leaves: its results, and the arguments that it wrote."""
         self.restore()
         results = self()
-        return [*(() if results is None else results), *self._written]
+        given = () if results is None else (results,) if isinstance(results, Tensor) else results
+        return [*given, *self._written]
 
     def bytes(self) -> int:
         return bytes_moved((arg for arg in self.args if isinstance(arg, Tensor)), self.outcome())
@@ -103,116 +95,116 @@ def bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensors in (read, written) for tensor in tensors)
 
 
+def codes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous codes of ``x [R, K]``, by torch alone."""
+    largest = float8_of(dtype).max
+    return (x.float() * SCALE).clamp(-largest, largest).to(dtype)
+
+
 def casts(dtype: torch.dtype) -> list[Operation]:
-    """Every way to cast ``x [R, K]`` to ``dtype``."""
+    """Every way to cast ``x [R, K]`` to ``dtype``, and to transpose its codes."""
 
     float8 = float8_of(dtype)
 
     def given(amax: bool, rowwise: bool, columnwise: bool, nonzero: bool = True) -> Callable[[Tensor], Arguments]:
-        options_text = format_quantize_options(Cast(float8, Layout.TENSOR), rowwise, columnwise, nonzero)
-        return lambda x: {"x": x, "options": options_text, **_scale(x, amax)}
+        cast = Cast(float8, Layout.TENSOR).usage(rowwise, columnwise, nonzero)
+        return lambda x: (x, cast, *_given(x, amax))
 
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = not layout.has_one_scale  # as the recipes do
-        return lambda x: {"x": x, "options": format_quantize_options(Cast(float8, layout, power_2), True, columnwise)}
+        cast = Cast(float8, layout, power_2).usage(True, columnwise)
+        return lambda x: (x, cast, None, None, None)
+
+    def by_columns(x: Tensor) -> Arguments:
+        return x, torch.linspace(SCALE / 2, 2 * SCALE, x.shape[1]).to(x.device), dtype
 
     operations = [
-        Operation("cast", "quantize_unobserved", dtype, given(False, True, False), CAST),
-        Operation("cast, scale may be 0", "quantize_unobserved", dtype, given(False, True, False, nonzero=False)),
-        Operation("cast + amax", "quantize", dtype, given(True, True, False), CAST),
-        Operation("cast + transposed", "quantize_unobserved", dtype, given(False, True, True), CAST_AND_MORE),
-        Operation("cast + transposed + amax", "quantize", dtype, given(True, True, True), CAST_AND_MORE),
-        Operation("transposed only", "quantize_unobserved", dtype, given(False, False, True)),
+        Operation("cast", quantize_op, dtype, given(False, True, False), CAST),
+        Operation("cast, scale may be 0", quantize_op, dtype, given(False, True, False, nonzero=False)),
+        Operation("cast + amax", quantize_op, dtype, given(True, True, False), CAST),
+        Operation("cast + transposed", quantize_op, dtype, given(False, True, True), CAST_AND_MORE),
+        Operation("cast + transposed + amax", quantize_op, dtype, given(True, True, True), CAST_AND_MORE),
+        Operation("transposed only", quantize_op, dtype, given(False, False, True)),
+        Operation("cast by columns' scales", quantize_columns_op, dtype, by_columns, CAST),
+        Operation("transpose of codes", transpose_op, dtype, lambda x: (codes(x, dtype),), CAST_AND_MORE),
     ]
     for layout in Layout:
         name = "current scaling" if layout.has_one_scale else layout.value
         target = CAST_AND_MORE if layout in (Layout.BLOCK_1X128, Layout.MX_1X32) else HOST
         operations += [
-            Operation(name, "quantize_unobserved", dtype, own(layout, False), target),
-            Operation(f"{name} + transposed", "quantize_unobserved", dtype, own(layout, True), target),
+            Operation(name, quantize_op, dtype, own(layout, False), target),
+            Operation(f"{name} + transposed", quantize_op, dtype, own(layout, True), target),
         ]
     return operations
 
 
-OBSERVE = Operation("observe", "observe", torch.bfloat16, lambda x: {"x": x, "amax": _scale(x)["amax"]})
+OBSERVE = Operation("observe", observe_op, torch.bfloat16, lambda x: (x, torch.zeros((), device=x.device)))
 
 
 def fused(dtype: torch.dtype) -> list[Operation]:
     """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
 
-    def cast(x: Tensor, computed: str, columnwise: bool) -> Arguments:
-        options_text = format_quantize_options(
-            Cast(float8_of(dtype), Layout.TENSOR), True, columnwise, scale_is_nonzero=True
-        )
-        return {**_scale(x), "options": f"{computed}, {options_text}"}
+    def cast(x: Tensor, columnwise: bool) -> Arguments:
+        return Cast(float8_of(dtype), Layout.TENSOR).usage(True, columnwise, True), *_given(x)
 
     def weight(x: Tensor) -> Tensor:
         return torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16()
 
     def norm(rms: bool, columnwise: bool) -> Callable[[Tensor], Arguments]:
-        def arguments(x: Tensor) -> Arguments:
-            parameters = {"weight": weight(x), "bias": None if rms else weight(x)}
-            return {"x": x, **parameters, **cast(x, format_norm_options(rms, _EPS, False), columnwise)}
-
-        return arguments
+        bias = (lambda x: None) if rms else weight
+        return lambda x: (x, weight(x), bias(x), Norm(_EPS, rms), *cast(x, columnwise))
 
     def norm_backward(dy: Tensor) -> Arguments:
         x = dy.flip(1)
         rstd = (x.float().square().mean(1) + _EPS).rsqrt()
-        return {"dy": dy, "x": x, "weight": weight(x), "statistics": rstd[None], "options": "rms"}
+        return dy, x, weight(x), rstd[None], Norm(0.0, rms=True), False
 
     def swiglu(columnwise: bool) -> Callable[[Tensor], Arguments]:
-        return lambda x: {"x": x, **cast(x, "swiglu", columnwise)}
+        return lambda x: (x, "swiglu", *cast(x, columnwise))
 
     def swiglu_backward(x: Tensor) -> Arguments:
         dy = x[:, : x.shape[1] // 2].contiguous()
-        return {"dy": dy, "x": x, **cast(x, "swiglu", True)}
+        return dy, x, "swiglu", None, *cast(x, True)
 
-    def operation(name: str, op: str, arguments: Any, target: dict[str, float] = HOST, **fields: Any) -> Operation:
+    def operation(name: str, op: Op, arguments: Any, target: dict[str, float] = HOST, **fields: Any) -> Operation:
         return Operation(name, op, dtype, arguments, target, exact=False, **fields)
 
     return [
-        operation("RMSNorm + cast", "norm_quantize", norm(True, False), CAST_AND_MORE),
-        operation("RMSNorm + cast + transposed", "norm_quantize", norm(True, True)),
-        operation("LayerNorm + cast", "norm_quantize", norm(False, False)),
-        operation("LayerNorm + cast + transposed", "norm_quantize", norm(False, True)),
-        operation("RMSNorm backward", "norm_backward", norm_backward, repeating=1),  # weight's gradient sums all rows
-        operation("SwiGLU + cast", "activation_quantize", swiglu(False)),
-        operation("SwiGLU + cast + transposed", "activation_quantize", swiglu(True)),
-        operation("SwiGLU backward + cast + transposed", "activation_backward_quantize", swiglu_backward),
+        operation("RMSNorm + cast", norm_quantize_op, norm(True, False), CAST_AND_MORE),
+        operation("RMSNorm + cast + transposed", norm_quantize_op, norm(True, True)),
+        operation("LayerNorm + cast", norm_quantize_op, norm(False, False)),
+        operation("LayerNorm + cast + transposed", norm_quantize_op, norm(False, True)),
+        operation("RMSNorm backward", norm_backward_op, norm_backward, repeating=1),  # weight's gradient sums all rows
+        operation("SwiGLU + cast", activation_quantize_op, swiglu(False)),
+        operation("SwiGLU + cast + transposed", activation_quantize_op, swiglu(True)),
+        operation("SwiGLU backward + cast + transposed", activation_backward_quantize_op, swiglu_backward),
     ]
 
 
 def products(dtype: torch.dtype) -> list[Operation]:
     """Products of ``x`` with itself, for the host's time; suite ``products`` has the card's."""
 
-    def arguments(layout: Layout, accumulate: bool) -> Callable[[Tensor], Arguments]:
-        def of(x: Tensor) -> Arguments:
-            options_text = f"{float8_of(dtype).name.lower()} {layout.value} rowwise"
-            data, scale_inv, *_ = reference.quantize(x, options_text)
-            operand, scale = aligned_operand((data, scale_inv), layout)
-            named = {"a": operand, "scale_a": scale, "b": operand, "scale_b": scale}
-            if accumulate:
-                return {
-                    **named,
-                    "out": torch.zeros(len(x), len(x)),
-                    "options": format_scaled_mm_options(layout, layout, torch.float32),
-                }
-            return {**named, "options": format_scaled_mm_options(layout, layout, torch.bfloat16, fast_accum=True)}
+    def operand(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        data, scale_inv, *_ = reference_quantize(x, Cast(float8_of(dtype), layout), None, None, None)
+        return 2 * aligned_operand(data, scale_inv, layout)
 
-        return of
+    def product(layout: Layout) -> Callable[[Tensor], Arguments]:
+        return lambda x: (*operand(x, layout), Gemm(layout, layout, torch.bfloat16, fast_accum=True), None)
+
+    def accumulated(x: Tensor) -> Arguments:
+        gemm = Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32)
+        return torch.zeros(len(x), len(x)), *operand(x, Layout.TENSOR), gemm
 
     return [
-        Operation("product", "scaled_mm", dtype, arguments(Layout.TENSOR, False), {}),
-        Operation("product, 1x128", "scaled_mm", dtype, arguments(Layout.BLOCK_1X128, False), {}),
-        Operation("product, accumulated", "scaled_mm_accumulate", dtype, arguments(Layout.TENSOR, True), {}),
+        Operation("product", scaled_mm_op, dtype, product(Layout.TENSOR), {}),
+        Operation("product, 1x128", scaled_mm_op, dtype, product(Layout.BLOCK_1X128), {}),
+        Operation("product, accumulated", scaled_mm_accumulate_op, dtype, accumulated, {}),
     ]
 
 
-def _scale(x: Tensor, amax: bool = True) -> Arguments:
+def _given(x: Tensor, amax: bool = True) -> Observed:
     """A given scale, and the largest amax so far if it is observed."""
-    given = {"scale": torch.full((), SCALE, device=x.device)}
-    return {**given, "amax": torch.zeros((), device=x.device)} if amax else given
+    return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None, None
 
 
 def update_scales(target: dict[str, float]) -> Operation:
@@ -221,8 +213,6 @@ def update_scales(target: dict[str, float]) -> Operation:
     def arguments(amax_history: Tensor) -> Arguments:
         amax_history = amax_history.abs()
         amax, amax_history[0] = amax_history[0].clone(), 0
-        state = {"amax": amax, "amax_history": amax_history, "scale": torch.ones_like(amax)}
-        rule = {"fp8_max": torch.full_like(amax, 448.0), "margin": 0.0, "algorithm": "max"}
-        return {**state, **rule}
+        return amax, amax_history, torch.ones_like(amax), torch.full_like(amax, 448.0), 0.0, "max"
 
-    return Operation("update_scales", "update_scales", torch.float32, arguments, {**target, **HOST})
+    return Operation("update_scales", update_scales_op, torch.float32, arguments, {**target, **HOST})

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.contenders.operations import SCALE
+from benchmarks.contenders.operations import SCALE, codes
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.quantize import reference
+from lightning_fp8.ops.cast import reference_quantize
+from lightning_fp8.scaled import Cast, Layout
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def peers() -> list[Peer]:
         Peer("cast", "triton", _triton_cast),
         Peer("cast + transposed", "torch", _with_scale(_cast_and_transpose)),
         Peer("cast + transposed", "torch.compile", _with_scale(_cast_and_transpose, compiled=True)),
+        Peer("transpose of codes", "torch", _transpose),
         Peer("1x128", "torch.compile", _compiled_blocks),
         Peer("1x128", "triton", _triton_blocks),
     ]
@@ -53,6 +55,11 @@ def _cast_and_transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return codes, codes.t().contiguous()
 
 
+def _transpose(x: Tensor) -> Callable[[], Any]:
+    of_x = codes(x, E4M3.dtype)
+    return lambda: (of_x.t().contiguous(),)
+
+
 def _with_scale(
     function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], compiled: bool = False
 ) -> Callable[[Tensor], Callable[[], Any]]:
@@ -65,8 +72,9 @@ def _with_scale(
 
 
 def _compiled_blocks(x: Tensor) -> Callable[[], Any]:
-    quantize = _compile(reference.quantize, x.device)
-    return lambda: quantize(x, "e4m3 1x128 power_2 rowwise")
+    quantize = _compile(reference_quantize, x.device)
+    cast = Cast(E4M3, Layout.BLOCK_1X128, power_2_scale=True)
+    return lambda: quantize(x, cast, None, None, None)
 
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -237,7 +237,7 @@ def _host(entries: list[Entry]) -> str:
     rows = (
         (
             entry["name"] if entry["by"] == OURS else f"{entry['by']}: {entry['name']}",
-            _number(entry["host_microseconds"], 1),
+            _number(entry["host_microseconds"], 1) or entry["note"] or "",
             *(_number(entry["parts"][part], 1) if entry["parts"] else "" for part in parts),
             _verdicts(entry),
         )

@@ -30,14 +30,14 @@ from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.side_by_side import timed
 from benchmarks.measuring.timing import Contender
 from cuda_kernels.attention import forward
+from cuda_kernels.attention.host import kernels as attention_kernels
+from cuda_kernels.attention.host.backward import BackwardLaunch
 from cuda_kernels.device.language import device
 from cuda_kernels.host.launch import Launch, address_on, architecture_of, multiprocessors
-from cuda_kernels.host.launchers import attention_kernels
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
 from cuda_kernels.host.tensor_maps import Box, map_on
 from cuda_kernels.kernel import KernelError
-from lightning_fp8.ops.attention import launches
-from lightning_fp8.ops.core import dispatch
+from lightning_fp8.attention.ops import cuda as launches
+from lightning_fp8.ops import plans
 
 SECONDS = 0.1
 """Of measuring, for each contender."""
@@ -92,7 +92,7 @@ def _sums(problem: Problem, plan: Plan) -> Iterator[Candidate]:
         apart = f"each {flush} apart" if flush < NEVER else "never apart"
         with patch.object(launches, "BackwardLaunch", partial(BackwardLaunch, flush=flush)):
             yield _sum(problem, given, exam, BACKWARD, "dV", apart)
-    dispatch.clear_plan_cache()  # which holds plans of all these
+    plans.clear_plan_cache()  # which holds plans of all these
 
 
 def _sum(problem: Problem, given: Inputs, exam: Exam, passing: str, name: str, apart: str) -> Candidate:

@@ -22,12 +22,11 @@ from benchmarks.measuring.side_by_side import timed
 from benchmarks.measuring.timing import Contender, clock_of, measure
 from benchmarks.suites.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.core.tensor_keys import TensorKey
-from lightning_fp8.ops.gemm.launches import build_gemm
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import BoundGemm, GemmOperand, aligned_operand, bind_gemm
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.scaled import Layout, ScaledTensor
+from lightning_fp8.ops.cast import quantize_op, reference_quantize
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
+from lightning_fp8.ops.memory import TensorKey
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 if TYPE_CHECKING:
     from cuda_kernels.host.gemm_configs import GemmProblem
@@ -35,8 +34,12 @@ if TYPE_CHECKING:
 SECONDS, TRIAL_SECONDS = 0.2, 0.02
 """Of measuring, for each contender; and for each candidate of cuBLASLt, of which the fastest is one."""
 
-PAIRS = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "block": ("1x128", "128x128"),
-         "blocks": ("1x128", "1x128")}  # fmt: skip
+PAIRS = {
+    "tensorwise": (Layout.TENSOR, Layout.TENSOR),
+    "rowwise": (Layout.ROW, Layout.ROW),
+    "block": (Layout.BLOCK_1X128, Layout.BLOCK_128X128),
+    "blocks": (Layout.BLOCK_1X128, Layout.BLOCK_1X128),
+}
 
 
 def torch_with(sums: str) -> str:
@@ -237,8 +240,7 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
     best = fastest_by_estimate(bound.problem)
-    a, b = (left.data, left.scale_inv), (right.data, right.scale_inv)
-    operands = a, b, bound.options_text, None, None, exam.out
+    operands = left.data, left.scale_inv, right.data, right.scale_inv, bound.gemm, None, None, exam.out
     for each in sorted(legal_choices(bound.problem), key=lambda each: each != best):
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
@@ -249,21 +251,18 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
 
 
 def _bound_gemm(work: Work, plan: Plan) -> BoundGemm:
-    layout_a, layout_b = (Layout(layout) for layout in PAIRS[work.scaling])
+    layout_a, layout_b = PAIRS[work.scaling]
     a = GemmOperand.canonical(layout_a, E4M3.dtype, work.m, work.k)
     b = GemmOperand.canonical(layout_b, E4M3.dtype, work.n, work.k)
     out_key = TensorKey(torch.float32, (work.m, work.n), (work.n, 1), 0, plan.device) if work.accumulate else None
-    return bind_gemm(
-        plan.device, a, b, format_scaled_mm_options(layout_a, layout_b, work.out, work.fast), out_key=out_key
-    )
+    return bind_gemm(plan.device, a, b, Gemm(layout_a, layout_b, work.out, work.fast), out_key=out_key)
 
 
-def operand(rows: int, k: int, layout: str, plan: Plan) -> ScaledTensor:
+def operand(rows: int, k: int, layout: Layout, plan: Plan) -> ScaledTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16().to(plan.device)
-    options_text = f"e4m3 {layout} power_2 rowwise"
-    quantize = torch.ops.lightning_fp8.quantize if x.is_cuda and plan.kernels else reference.quantize
-    data, scale_inv, *_ = quantize(x, options_text)
-    return ScaledTensor(*aligned_operand((data, scale_inv), Layout(layout)), Layout(layout))
+    quantize = quantize_op.call if x.is_cuda and plan.kernels else reference_quantize
+    data, scale_inv, *_ = quantize(x, Cast(E4M3, layout, power_2_scale=True), None, None, None)
+    return ScaledTensor(*aligned_operand(data, scale_inv, layout), layout)
 
 
 def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]:

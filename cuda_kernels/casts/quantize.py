@@ -1,4 +1,4 @@
-"""Tensors to FP8, rowwise and transposed, from one read; with one scale for the tensor, or one for each row.
+"""Tensors to FP8, rowwise and transposed, from one read; one scale for the tensor, for each row, or for each column.
 
 Both copies share the scale of a whole tensor. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]`` and
 ``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is written with zeros.
@@ -16,7 +16,9 @@ from cuda_kernels.device.language import cuda, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     divide,
     dynamic_shared,
+    float8x4,
     from_bits,
+    load_4_if,
     load_f32,
     shuffle,
     store_f32,
@@ -168,3 +170,38 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     }
     blocks = min_blocks_per_sm(loader, count, rowwise + columnwise)
     return Kernel(name, quantize_rows, parameters, THREADS, shared_bytes=TRANSPOSED_BYTES, min_blocks_per_sm=blocks)
+
+
+@cache
+def quantize_columns_kernel(loader: TileLoader, fp8: str) -> Kernel:
+    """Row by row, with a given scale for each column, ``scale [columns]``."""
+    decode, num_registers, vector = loader.decode, loader.num_registers, loader.vector
+    load_tile = loader.load_tile()
+    store_rows = row_storer(vector)
+    cast = float8x4[fp8]
+    quads_of_row = vector // 4
+
+    def quantize_columns(loader_args, scale, out, rows, columns, out_stride):
+        registers = cuda.local.array(num_registers, u32)
+        _, _, first_row, column, full_tile = load_tile(loader_args, cuda.blockIdx.x, rows, columns, registers)
+        scales = cuda.local.array(vector, f32)
+        address = scale + i64(column) * 4
+        for index in range(vector):
+            scales[index] = from_bits(load_4_if(address + 4 * index, column + index < columns))
+        packed = cuda.local.array(WARP_ROWS, u32)
+        for quad_index in range(WARP_ROWS):
+            a, b, c, d = decode(registers, quad_index)
+            first = 4 * (quad_index & (quads_of_row - 1))
+            packed[quad_index] = cast(
+                a * scales[first], b * scales[first + 1], c * scales[first + 2], d * scales[first + 3]
+            )
+        store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
+
+    parameters = {
+        "loader_args": loader.args_type,
+        **typed(i64, "scale out"),
+        **typed(i32, "rows columns"),
+        "out_stride": i64,
+    }
+    name = f"quantize_columns({loader.name}, {fp8})"
+    return Kernel(name, quantize_columns, parameters, THREADS, min_blocks_per_sm=loader.min_blocks_per_sm)

@@ -31,6 +31,11 @@ def _load_if(cache: str, num_registers: int) -> Any:
     return asm(GUARDED % (flag, f"{zeros} @p {load}"), u32x(num_registers) if num_registers > 1 else u32, i64, i32)
 
 
+load_1_if = asm(
+    "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b8 h, [$1];"
+    " cvt.u32.u16 $0, h; }",
+    u32, i64, i32,
+)  # fmt: skip
 load_2_if = asm(
     "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b16 h, 0; @p ld.global.nc.b16 h, [$1];"
     " cvt.u32.u16 $0, h; }",

@@ -1,8 +1,8 @@
 """Measurements of GEMMs: which kernel and tile, or library, computed one fastest, and the files that keep them.
 
-A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file is in the
-folder of compiled kernels. Files that ship with the package, which ``benchmarks/choice.py`` writes, are in ``measured``
-here; there is none yet.
+A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file, which
+``lightning-fp8 bench --tune`` writes, is in the folder of compiled kernels. Files that ship with the package, which
+``python -m benchmarks choose`` writes, are in ``measured`` here; there is none yet.
 """
 
 from __future__ import annotations
@@ -91,13 +91,11 @@ def to_json(measured: Measurement) -> dict[str, Any]:
 
 
 def from_json(entry: dict[str, Any]) -> Measurement:
-    """Read an entry of a file, also with the names of fields that files had before.
+    """Read an entry of a file.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    if "plan" in entry:
-        entry = _with_names_of_today(entry)
     described = entry["choice"]
     choice: GemmChoice
     if isinstance(described, dict):
@@ -107,27 +105,3 @@ def from_json(entry: dict[str, Any]) -> Measurement:
         choice = Library(described)
     m, n, k = (int(size) for size in entry["sizes"])
     return Measurement(str(entry["gemm"]), (m, n, k), choice)
-
-
-_FORMER_KINDS = {"Tile": "GemmConfig", "MmaTile": "MmaConfig"}
-_FORMER_FIELDS = {
-    "GemmConfig": {
-        "groups": "mma_warpgroups",
-        "columns": "tile_n",
-        "shares_a": "multicast_a",
-        "buffers": "epi_stages",
-        "staged": "smem_epilogue",
-        "alternate": "pingpong",
-    },
-    "MmaConfig": {"rows": "tile_m", "columns": "tile_n"},
-}
-"""Names in files written before these had the names of fields."""
-
-
-def _with_names_of_today(entry: dict[str, Any]) -> dict[str, Any]:
-    described = entry["plan"]
-    if isinstance(described, dict):
-        kind = _FORMER_KINDS[described["kind"]]
-        names = _FORMER_FIELDS[kind] | {"kind": "kind"}
-        described = {names.get(name, name): value for name, value in described.items()} | {"kind": kind}
-    return {"gemm": entry["product"], "sizes": entry["sizes"], "choice": described}

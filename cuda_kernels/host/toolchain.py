@@ -70,11 +70,6 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def newer_nvvm(nvvm: str, nvjitlink: str) -> bool:
-    """Whether libnvvm's CUDA version is newer than nvJitLink's; the other way round links."""
-    return numbers(nvvm)[:2] > numbers(nvjitlink)[:2]
-
-
 def _numpy_too_new(installed: Versions) -> Conflict | None:
     numba = numbers(installed.get("numba", ""))
     numpy = numbers(installed.get("numpy", ""))[:2]
@@ -92,19 +87,14 @@ def _numpy_too_new(installed: Versions) -> Conflict | None:
 
 
 def _nvvm_too_new(installed: Versions) -> Conflict | None:
-    """As cuda-pathfinder finds them: the wheels of CUDA 13 first."""
+    """libnvvm's CUDA version may be older than nvJitLink's, not newer. As cuda-pathfinder finds them: CUDA 13 first."""
     nvvm = next((name for name in ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12") if name in installed), None)
     nvjitlink = next((name for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12") if name in installed), None)
-    if nvvm is None or nvjitlink is None or not newer_nvvm(installed[nvvm], installed[nvjitlink]):
+    if nvvm is None or nvjitlink is None or numbers(installed[nvvm])[:2] <= numbers(installed[nvjitlink])[:2]:
         return None
-    return nvvm_conflict(f"{nvvm} {installed[nvvm]}", installed[nvjitlink], f"{nvjitlink} {installed[nvjitlink]}")
-
-
-def nvvm_conflict(nvvm: str, version: str, nvjitlink: str) -> Conflict:
-    """libnvvm, named ``nvvm``, is newer than nvJitLink of ``version``, named ``nvjitlink``."""
-    major, minor = numbers(version)[:2]
-    extra = "nvvm" if major >= 13 else "nvcc"
+    major, minor = numbers(installed[nvjitlink])[:2]
     return Conflict(
-        f"libnvvm ({nvvm}) is newer than nvJitLink ({nvjitlink}), which answers ERROR_OUTDATED_LIBRARY to its code",
-        f'pip install "cuda-toolkit[{extra}]=={major}.{minor}.*"',
+        f"libnvvm ({nvvm} {installed[nvvm]}) is newer than nvJitLink ({nvjitlink} {installed[nvjitlink]}), which"
+        " answers ERROR_OUTDATED_LIBRARY to its code",
+        f'pip install "cuda-toolkit[{"nvvm" if major >= 13 else "nvcc"}]=={major}.{minor}.*"',
     )

@@ -1,6 +1,12 @@
-"""Attention of models that know nothing of FP8: how its calls are reached, and what decides where they run.
+"""FP8 attention, from the ops up to unchanged models.
 
-transformers' models call it by a name in their configuration (:mod:`lightning_fp8.attention.hf`), all others through
-``torch.nn.functional.scaled_dot_product_attention`` (:mod:`lightning_fp8.attention.sdpa`). Both ask
-:mod:`lightning_fp8.attention.owners`, where each module that computes attention has an entry.
+| | |
+|---|---|
+| ``ops/`` | casts and products: the ops, the specification in plain torch, launches |
+| ``function.py`` | gradients; ``sequence_tables.py``: offsets of packed sequences |
+| ``modules/`` | ``DotProductAttention`` |
+| ``models/`` | calls of models that know nothing of FP8 |
+| ``plan.py`` ``ran.py`` | what conversion plans, and what ran |
+
+The kernels are in ``cuda_kernels/attention``.
 """

@@ -8,22 +8,22 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_fp8.checkpoint.load import load_hook, planned_fp8_roles
-from lightning_fp8.checkpoint.report import LoadReport
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
-from lightning_fp8.delayed.history import PATIENCE
+from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.plugin.precision import FP8Precision
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.te.unpickle import CheckpointError
+from lightning_fp8.te.load import load_hook, planned_fp8_roles
+from lightning_fp8.te.remap import LoadReport
+from lightning_fp8.te.torch_file import CheckpointError
 
 
 class FP8Callback(Callback):
     """Tells :class:`lightning_fp8.FP8Precision` when steps, epochs and evaluation begin; takes foreign checkpoints.
 
-    The plugin itself updates the scales, in one collective after every step of a ``torch.optim.Optimizer`` that holds
-    parameters of the model, through Lightning or not: ``FP8FabricPrecision.update_scales``. A checkpoint with
+    The scales are updated by every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through
+    Lightning or not, in one collective; see ``FP8FabricPrecision.update_scales``. A checkpoint with
     Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. After the first training step the
     plugin's table says what really ran, and a warning names what did not; layers that nothing called are only named at
     the end of the first epoch, or after 50 steps.
@@ -68,7 +68,7 @@ class FP8Callback(Callback):
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             for history in _plugin(trainer).histories.values():
-                history.is_eval_told = True  # the warning below names them
+                history.watch.has_warned_of_eval = True  # the warning below names them
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
                 "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
@@ -79,13 +79,13 @@ class FP8Callback(Callback):
         plugin = _plugin(trainer)
         plugin.kept_weights.epoch_begins()
         for history in plugin.histories.values():
-            history.patience = PATIENCE * trainer.accumulate_grad_batches
+            history.watch.patience = PATIENCE * trainer.accumulate_grad_batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
         plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
         if self._first_step is None and plugin.plan is not None:
-            self._first_step = FirstStep(pl_module, plugin.plan)
+            self._first_step = plugin.watched = FirstStep(pl_module, plugin.plan)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -122,7 +122,7 @@ class FP8Callback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._first_step is not None:
-            self._first_step.stop()  # its hooks, if it failed
+            self._first_step.stop()  # if it failed
             self._first_step = None
         _plugin(trainer).release()
         if self._load_hook is not None:

@@ -24,12 +24,10 @@ from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, save
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import compile_ahead, missing
-from lightning_fp8.ops.core.dispatch import clear_plan_cache
-from lightning_fp8.ops.gemm.launches import build_gemm
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm
-from lightning_fp8.ops.gemm.schema import Operand
-from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.gemm_cuda import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
+from lightning_fp8.ops.plans import clear_plan_cache
 from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 
@@ -73,23 +71,23 @@ def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGe
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
     a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
     b = GemmOperand.canonical(cast_b.layout, cast_b.float8.dtype, gemm.n, gemm.k)
-    return bind_gemm(device, a, b, format_scaled_mm_options(a.layout, b.layout, torch.bfloat16, gemm.fast))
+    return bind_gemm(device, a, b, Gemm(a.layout, b.layout, torch.bfloat16, gemm.fast))
 
 
 def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
     """The functions that compute the GEMM of random operands: every choice but the reference."""
 
-    def operand(role: Role, rows: int) -> Operand:
+    def operand(role: Role, rows: int) -> tuple[Tensor, Tensor]:
         cast = recipe.cast(role)
         x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
-        data, scale_inv, *_ = torch.ops.lightning_fp8.quantize(x, format_quantize_options(cast))
-        return aligned_operand((data, scale_inv), cast.layout)
+        data, scale_inv, *_ = quantize_op.call(x, cast, None, None, None)
+        return aligned_operand(data, scale_inv, cast.layout)
 
-    a, b = operand(gemm.a, gemm.m), operand(gemm.b, gemm.n)
+    operands = *operand(gemm.a, gemm.m), *operand(gemm.b, gemm.n)
 
     def call_of(choice: GemmChoice) -> Callable[[], Tensor]:
         built = cache(partial(build_gemm, bound, choice))  # at the first call, whose error is reported
-        return lambda: built()(a, b, bound.options_text, None, None, None)
+        return lambda: built()(*operands, bound.gemm, None, None, None)
 
     return {choice: call_of(choice) for choice in legal_choices(bound.problem) if choice is not Library.REFERENCE}
 

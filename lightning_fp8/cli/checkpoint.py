@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_fp8.checkpoint.remap import states_by_name
-from lightning_fp8.delayed.saved import validated_state
-from lightning_fp8.te.keys import EXTRA_STATE, has_te_state, is_grouped, is_state
-from lightning_fp8.te.te_state import TensorState, read_te_state
-from lightning_fp8.te.torch_file import Storage, TensorRecord, open_checkpoint
-from lightning_fp8.te.unpickle import CheckpointError, Global, Standin
+from lightning_fp8.delayed.history import validated_state
+from lightning_fp8.te.keys import EXTRA_STATE, is_grouped
+from lightning_fp8.te.remap import states_by_name
+from lightning_fp8.te.te_state import TensorState, te_states_in
+from lightning_fp8.te.torch_file import (
+    DTYPES,
+    Buffer,
+    CheckpointError,
+    Global,
+    Standin,
+    Storage,
+    TensorRecord,
+    open_checkpoint,
+)
 
 PLUGIN = "FP8Precision"
 """The key under which Lightning keeps the plugin's state."""
+AVERAGED = ("current_model_state", "state_dict")
+"""What Lightning's WeightAveraging keeps of one model: what is trained, and the average."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -40,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             print(convert(args.source, args.target))
     except CheckpointError as error:
-        raise SystemExit(f"lightning-fp8: {file}: {error}") from None
+        raise SystemExit(f"lightning-fp8: {file}: {_printable(error)}") from None
     except OSError as error:
         raise SystemExit(f"lightning-fp8: {error}") from None
     except RecursionError:
@@ -61,12 +73,12 @@ def inspect(path: Path) -> str:
             if writer not in writers:
                 writers.append(writer)
             if not tensor_states:
-                lines.append((key, "-", "-", "-", writer))
+                lines.append((_printable(key), "-", "-", "-", writer))
             for name, tensor_state in tensor_states.items():
                 scale = f"{tensor_state.scale:.6g}" if tensor_state.scale else "not yet"
                 amaxes = tensor_state.amax_history
                 largest, newest = (f"{x:.6g}" for x in (amaxes.max(), amaxes[-1])) if len(amaxes) else ("-", "-")
-                lines.append((name, scale, largest, newest, writer))
+                lines.append((_printable(name), scale, largest, newest, writer))
     if not lines:
         return f"{path}: no FP8 state"
     head = ("tensor", "scale", "largest amax", "newest amax", "written by")
@@ -78,46 +90,53 @@ def inspect(path: Path) -> str:
 def convert(source: Path, target: Path) -> str:
     """Write ``target``: ``source`` with its Transformer Engine states as the plugin's state. Says what was done.
 
-    Parameters keep their names. ``target`` appears whole or not at all.
+    Parameters keep their names. ``target`` appears whole or not at all. Of several state dicts one is converted, and
+    the others are named: the plugin's state is of one model. Both of WeightAveraging are of the same.
 
     Raises:
-        CheckpointError: the file is damaged, holds no such state, or holds objects that cannot be written again.
+        CheckpointError: the file is damaged, holds no such state, or holds objects that cannot be written again; or
+            ``target`` is there, or its folder is not.
         OSError: a file cannot be read or written.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent} is no folder; make it first, or name a file in another")
     with open_checkpoint(source) as file:
-        holder = _state_dict_in(file)
-        if holder is None:
+        by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
+        if not by_name:
             raise CheckpointError("it holds no Transformer Engine state: there is nothing to convert")
-        parameters, state, count = states_by_name(holder)
-        result = _loaded(file, source)
-        if holder is file:
-            result = {"state_dict": _loaded(parameters, source)}
-        else:
-            key = next(key for key, value in file.items() if value is holder)
-            result[key] = _loaded(parameters, source)
+        main = AVERAGED[0] if AVERAGED[0] in by_name else next(iter(by_name))
+        converted = [key for key in by_name if key == main or {key, main} == {*AVERAGED}]
+        _, state, count = by_name[main]
+        content = {"state_dict": file} if main is None else dict(file)
+        for key in converted:
+            content["state_dict" if key is None else key], _, _ = by_name[key]
+        result = _loaded(content, source, {})
         if state is not None:
             result[PLUGIN] = {"model": state}
         _save(result, target)
     num_tensors = len(state["names"]) if state else 0
-    return f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history"
+    left = [_printable(key) for key in by_name if key not in converted]
+    return f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history" + (
+        f"; left as they were: those in {', '.join(left)}" if left else ""
+    )
 
 
 def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Key, writer and tensors' states of every state in the file."""
-    holder = _state_dict_in(file)
-    for key, value in (holder or {}).items():
-        if is_state(key):
-            try:
-                te_state = read_te_state(_bytes_of(value))
-            except CheckpointError as error:
-                raise CheckpointError(f"{key}: {error}") from None
+    first = True
+    for holder_key, holder in _dicts_in(file):
+        te_states = [*te_states_in(holder)]
+        prefix = "" if first else f"{holder_key}."
+        for key, te_state in te_states:
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
-            yield key, te_state.writer, {} if is_grouped(owner, holder or {}) else te_state.named_tensor_states(owner)
+            tensor_states = {} if is_grouped(owner, holder) else te_state.named_tensor_states(owner)
+            yield prefix + key, te_state.writer, {prefix + name: item for name, item in tensor_states.items()}
+        first = first and not te_states
     for key, state in _our_states(file):
         try:
-            names, scale, amax_history, _ = validated_state(_loaded(state, Path(key)))
+            names, scale, amax_history, _ = validated_state(_loaded_state(state, Path(key)))
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}") from None
         tensor_states = {
@@ -145,34 +164,51 @@ def _is_ours(value: Any) -> bool:
     return isinstance(value, dict) and {"names", "scale", "amax_history", "updates"} <= value.keys()
 
 
-def _state_dict_in(file: Any) -> dict[str, Any] | None:
-    """The dictionary in ``file`` that holds Transformer Engine's states: itself, or one of its values."""
-    if not isinstance(file, dict):
-        return None
-    for candidate in (file, *file.values()):
-        if isinstance(candidate, dict) and has_te_state(key for key in candidate if isinstance(key, str)):
-            return candidate
-    return None
+def _dicts_in(file: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """The dictionaries that may hold Transformer Engine's states: ``file`` itself, under None, and its values."""
+    if isinstance(file, dict):
+        yield None, file
+        yield from ((key, value) for key, value in file.items() if isinstance(value, dict) and key is not None)
 
 
-def _bytes_of(value: Any) -> Any:
-    return value.load() if isinstance(value, TensorRecord) else value
+def _loaded_state(state: Any, path: Path) -> Any:
+    """As :func:`_loaded`, of a state of ours, none of whose tensors takes more memory than its bytes in the file."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, TensorRecord) and value.repeats:
+            raise CheckpointError(f"{key!r} has shape {value.shape} and {value.storage.numel} stored values")
+    return _loaded(state, path, {})
 
 
-def _loaded(value: Any, path: Path) -> Any:
-    """``value`` with its tensors read."""
+def _loaded(value: Any, path: Path, memo: dict[int, Any]) -> Any:
+    """``value`` with its tensors read. ``memo`` has what was read by ``id``: a value may be in many places."""
+    if id(value) not in memo:
+        memo[id(value)] = _read(value, path, memo)
+    return memo[id(value)]
+
+
+def _read(value: Any, path: Path, memo: dict[int, Any]) -> Any:
     if isinstance(value, TensorRecord):
         return value.load()
+    if isinstance(value, Buffer):
+        return io.BytesIO(value.getvalue())
+    if isinstance(value, Global) and value.name in DTYPES:
+        return DTYPES[value.name]
     if isinstance(value, (Standin, Storage, Global)):
         name = getattr(value, "name", "torch.storage")
         raise CheckpointError(
             f"{path} holds an object of {name[:200]}, which cannot be written again without its class"
         )
     if isinstance(value, dict):
-        return {key: _loaded(item, path) for key, item in value.items()}
+        items = {key: _loaded(item, path, memo) for key, item in value.items()}
+        return Counter(items) if isinstance(value, Counter) else items
     if isinstance(value, (list, tuple)):
-        return type(value)(_loaded(item, path) for item in value)
+        return type(value)(_loaded(item, path, memo) for item in value)
     return value
+
+
+def _printable(text: object) -> str:
+    """``text`` of a file for a terminal, which it must not steer."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def _save(value: Any, target: Path) -> None:
@@ -180,6 +216,8 @@ def _save(value: Any, target: Path) -> None:
     try:
         torch.save(value, temporary)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):  # torch's of a full disk, ...
+            raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None
         raise

@@ -14,51 +14,58 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from cuda_kernels.host import cache_folder, compile_cache, launch
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
+from lightning_fp8 import doctor, ops
 from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
-from lightning_fp8.doctor import probes
-from lightning_fp8.modules import Linear
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.quantize import casting
-from lightning_fp8.ops.quantize.schema import UNOBSERVED
-from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.state import update_fp8_scales
+from lightning_fp8.ops import activation, cast, norm, plans, scales
+from lightning_fp8.ops.op import Op
+from lightning_fp8.ops.transpose import transpose_op
+from lightning_fp8.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
+from lightning_fp8.scaled import Role
 
 MANIFEST = "built.json"
 """The file in a folder of built kernels that lists each one's name and architecture, and the compilers that made it."""
 
-_CUDA_SIDES = (
-    "lightning_fp8.ops.quantize.cuda",
-    "lightning_fp8.ops.scales.cuda",
-    "lightning_fp8.ops.norm.cuda",
-    "lightning_fp8.ops.norm.cuda_backward",
-    "lightning_fp8.ops.activation.cuda",
+_OPS = (
+    cast.quantize_op,
+    cast.quantize_columns_op,
+    cast.observe_op,
+    scales.update_scales_op,
+    transpose_op,
+    norm.norm_quantize_op,
+    norm.norm_backward_op,
+    activation.activation_quantize_op,
+    activation.activation_backward_quantize_op,
+    activation.gated_quantize_op,
+    activation.gated_backward_quantize_op,
 )
+"""The ops whose kernels are noted; those of GEMMs depend on the card, and are asked for by their problems."""
 _STEPS = 3
 """Training steps: delayed scaling has no scale in the first, and the host does not know of it in the second."""
 
 
-class _OnCardToo(TorchDispatchMode):
-    """Each op that casts is also planned and started as on a card."""
+def _on_card_too(op: Op) -> Callable[..., Any]:
+    """What computes an op on the CPU, planned and started as on a card, too."""
+    on_cpu, on_cuda = op.implementations["cpu"], op.implementations["cuda"]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "lightning_fp8":
-            name = func._schema.name.split("::")[1].removesuffix(UNOBSERVED)
-            for module in map(import_module, _CUDA_SIDES):
-                if name in vars(module):
-                    getattr(module, name)(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def both(*args: Any) -> Any:
+        on_cuda(*args)
+        return on_cpu(*args)
+
+    return both
 
 
 @contextmanager
@@ -69,25 +76,30 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *started: object) -> None:
         launched[kernel.name] = kernel
 
-    before = dict(launch.EXECUTORS), casting.gives_a_view
+    executors, gives_a_view = dict(launch.EXECUTORS), cast.gives_a_view
+    on_cpu = {op: op.implementations["cpu"] for op in _OPS}
     launch.EXECUTORS["cpu"] = note
-    casting.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
-    dispatch.clear_plan_cache()
+    cast.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    for op in _OPS:
+        op.implementations["cpu"] = _on_card_too(op)
+    plans.clear_plan_cache()
     try:
-        with _OnCardToo():
-            yield launched
+        yield launched
     finally:
         launch.EXECUTORS.clear()
-        launch.EXECUTORS.update(before[0])
-        casting.gives_a_view = before[1]
-        dispatch.clear_plan_cache()
+        launch.EXECUTORS.update(executors)
+        cast.gives_a_view = gives_a_view
+        for op, implementation in on_cpu.items():
+            op.implementations["cpu"] = implementation
+        plans.clear_plan_cache()
 
 
 def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arch: str) -> list[Kernel]:
     """All that training a linear layer in bfloat16 may start on a card of ``arch``: casts, every plan of its products.
 
     With weights in bfloat16 or float32, with a bias and without, and with its weight's gradient added to a main_grad;
-    with an input that needs a gradient, and with one that needs none.
+    with an input that needs a gradient, and with one that needs none; and what makes a weight's FP8 operands of those
+    of its shards.
     """
     # Variants differ in how rows and columns end, not in how many there are.
     rows, k, n = (128 + size % 128 for size in (tokens, inputs, outputs))
@@ -99,6 +111,9 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
                 with fp8_autocast(fp8_recipe=recipe), torch.autocast("cpu", torch.bfloat16):
                     y = layer(x)
                 y.backward(torch.randn_like(y))
+                if isinstance(recipe, DelayedScaling):
+                    update_fp8_scales(layer)
+            _start_kernels_of_shards(layer.weight.detach(), recipe)
     kernels = [kernel for kernel in launched.values() if arch in kernel.architectures]
     forward, of_input, of_weight = gemms_of(inputs, outputs, tokens)
     asked: tuple[tuple[LayerGemm, dict[str, Any]], ...] = (
@@ -119,6 +134,15 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
         builds = builds_of(replace(problem, spec=spec, architecture=arch, multiprocessors=2))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
+
+
+def _start_kernels_of_shards(weight: Tensor, recipe: Recipe) -> None:
+    """Call the ops that cast the shards of a weight, beside those of the whole weight, and transpose its codes."""
+    cast = recipe.cast(Role.WEIGHT)
+    if cast.layout.has_one_scale_per_row:
+        ops.transpose(ops.quantize_columns(weight, torch.ones(weight.shape[1]), cast.float8))
+    elif cast.layout.transposes:
+        ops.transpose(torch.zeros(weight.shape, dtype=cast.float8.dtype))
 
 
 def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path) -> dict[str, str]:
@@ -184,7 +208,8 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 def doctors_kernels() -> list[Kernel]:
     """The kernels that ``lightning-fp8 doctor`` casts with; its GEMM is cuBLASLt's wherever that is not forbidden."""
     with noted() as launched:
-        probes.cast_both_ways(torch.zeros(320, 200, dtype=torch.bfloat16))
+        for shape in doctor.OPERANDS:
+            doctor.quantized(doctor.values(*shape))
     return list(launched.values())
 
 

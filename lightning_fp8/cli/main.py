@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from lightning_fp8.version import __version__
 
 COMMANDS = {
-    "doctor": "lightning_fp8.doctor.command",
+    "doctor": "lightning_fp8.doctor",
     "bench": "lightning_fp8.cli.bench",
     "kernels": "lightning_fp8.cli.kernels",
     "checkpoint": "lightning_fp8.cli.checkpoint",
+    "plan": "lightning_fp8.cli.plan",
 }
 """The module of each command of our own; its ``main`` takes the arguments."""
 
@@ -35,6 +36,7 @@ HELP = """usage: lightning-fp8 COMMAND ...
   bench         time the matrix products of a model's layers on this card, and keep the fastest
   kernels       compile a model's kernels where no card is, to be carried to one
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
+  plan          bytes on the wire, collectives and memory of a model on many cards, BF16 beside FP8
 
 lightning-fp8 COMMAND --help tells more; --version prints the version.
 """

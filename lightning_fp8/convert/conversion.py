@@ -7,30 +7,37 @@ keys survive.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
+from lightning_fp8 import autocast
 from lightning_fp8.arguments import require_module
-from lightning_fp8.attention import attach
-from lightning_fp8.convert.attention import PlannedAttention, place_in, plan_attention, reached_places
-from lightning_fp8.convert.calls import reads_weight_only
-from lightning_fp8.convert.fusion.mlps import fuse_mlps, plan_mlps
-from lightning_fp8.convert.fusion.norms import fuse_norms, plan_norms
-from lightning_fp8.convert.globs import globs_of_nothing
-from lightning_fp8.convert.layers.heads import find_heads
-from lightning_fp8.convert.layers.linears import is_linear, matrices_of
-from lightning_fp8.convert.layers.towers import find_blocks, find_positions
-from lightning_fp8.convert.matrices import other_matrices
-from lightning_fp8.convert.policy import Policy, reason_for_bf16, skipped_by
+from lightning_fp8.attention.models import attach
+from lightning_fp8.attention.modules import DotProductAttention
+from lightning_fp8.attention.plan import PlannedAttention, place_in, plan_attention, reached_places
+from lightning_fp8.convert.blocks import find_blocks, find_heads, find_positions, is_linear, matrices_of
+from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.modules import DotProductAttention, Linear
+from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
+from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
-from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d, unsharded_class
+from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
+from lightning_fp8.primary_weights import keep_model_in_fp8
+from lightning_fp8.recipes import Recipe
 
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
@@ -45,33 +52,33 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
         return f"{type(module).__name__} is a subclass of nn.Linear{' with a forward of its own' * has_forward}"
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance, by something that may not call ours"
     return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
 
 
 def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -> ConversionSummary:
-    """Decide for every matrix of ``model`` that takes part in a product; changes nothing.
+    """Decide for the matrices of ``model``; changes nothing.
 
-    With ``attention``, for every module that computes attention, too.
+    Those are the weights of linear layers and convolutions, and every other parameter of two or more dimensions outside
+    embeddings and norms; whether a forward multiplies by it, its first step shows. With ``attention``, decide for every
+    module that computes attention, too.
     """
     attentions = (
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
     )
     output_heads = find_heads(model)
     places = find_positions(model)
-    modules = {clean_name(name): module for name, module in model.named_modules()}
     names = _all_names(model)
     decisions = []
-    for name, module in modules.items():
+    for raw_name, module in model.named_modules():
+        name = clean_name(raw_name)
         if name in attentions:
             decisions.append(attentions[name])
         if is_linear(module):
-            parent, _, child = name.rpartition(".")
             head = "" if isinstance(module, LinearLayer) else output_heads.get(name, "")
             reason = (
                 reason_ineligible(module, policy.replace_layers)
-                or _read_by_parent(modules.get(parent), child)
                 or skipped_by(_with_gemms(module, names[id(module)]), policy)
                 or reason_for_bf16(places.get(name), policy, head)
             )
@@ -80,11 +87,71 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 decisions.append(
                     LayerDecision(gemm_name(name, gemm), shape, not reason, reason or "eligible", parameters=size)
                 )
-        decisions += other_matrices(module, name)
+        decisions += _other_matrices(module, name)
     if not policy.fuse:
         return ConversionSummary(tuple(decisions))
     by_name = {decision.name: decision for decision in decisions}
     return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
+
+
+_NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)
+"""Their parameters are looked up or scaled by. A layer that computes its weight from others is in the table itself."""
+
+
+def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
+    """The matrices among the parameters of ``module``, called ``name``, that are not the weight of a linear layer."""
+    if isinstance(module, _NO_MATRICES):
+        return
+    own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
+    if isinstance(module, nn.modules.conv._ConvNd):
+        own = {"weight"}
+        if not _is_depthwise(module) and not is_lazy(module.weight):
+            yield _in_high_precision(name, module.weight, "convolution", _convolution(module))
+    own |= _computed_from(module, own)
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if parameter_name not in own and not is_lazy(parameter) and _is_matrix(parameter):
+            full_name = f"{name}.{parameter_name}" if name else parameter_name
+            yield _in_high_precision(full_name, parameter, *_kind_and_reason(module, parameter))
+
+
+def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
+    """The parameters from which hooks of torch.nn.utils compute those called ``names`` before each forward."""
+    of_hooks = {
+        getattr(hook, "_tensor_name", None) or getattr(hook, "name", None)  # the former of pruning
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod))
+    }
+    return {f"{name}_{part}" for name in of_hooks & names for part in ("g", "v", "orig")}
+
+
+def _in_high_precision(name: str, parameter: Tensor, kind: str, reason: str) -> LayerDecision:
+    return LayerDecision(name, tuple(parameter.shape), False, reason, kind, parameter.numel())
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
+
+
+def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
+    cls = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention", "nn.MultiheadAttention multiplies by a parameter of its own"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent", f"nn.{cls}'s products do not run in FP8"
+    if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):
+        return "experts", f"{parameter.dim()}-D parameter of {cls}: products of experts do not run in FP8"
+    return "parameter", f"a parameter of {cls}, in no linear layer"
+
+
+def _is_depthwise(module: nn.modules.conv._ConvNd) -> bool:
+    """Whether each channel is convolved by itself, which is no product of matrices."""
+    return module.groups == module.in_channels and module.groups > 1
+
+
+def _convolution(module: nn.modules.conv._ConvNd) -> str:
+    size = " × ".join(map(str, module.kernel_size))
+    instead = "; the same as an nn.Linear would" if math.prod(module.kernel_size) == 1 and module.groups == 1 else ""
+    return f"a convolution of {size} does not run in FP8{instead}"
 
 
 def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
@@ -101,7 +168,7 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
 def prepare_attention(model: nn.Module, policy: Policy) -> None:
     """Decide which attention of ``model`` follows FP8 contexts whose recipe has it in FP8.
 
-    Modules of ours follow at once, others from :func:`lightning_fp8.attention.attach.attach` on.
+    Modules of ours follow at once, others from :func:`lightning_fp8.attention.models.attach.attach` on.
     """
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
@@ -123,12 +190,6 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 def _with_gemms(module: nn.Module, names: Sequence[str]) -> list[str]:
     """``names`` of a linear layer and, if it has several, of its GEMMs: they run in one precision."""
     return list(dict.fromkeys([*names, *(gemm_name(name, gemm) for name in names for gemm in matrices_of(module))]))
-
-
-def _read_by_parent(parent: nn.Module | None, child: str) -> str:
-    if parent is None or not reads_weight_only(parent, child):
-        return ""
-    return f"{type(parent).__name__} reads its weight and never calls it"
 
 
 def convert_module(
@@ -222,8 +283,48 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     fuse_norms(model, summary.norms)
     fuse_mlps(model, summary.mlps)
     history = _share_history(model)
-    history.add_owner(model)  # an optimizer of adapters or embeddings alone steps this model too
+    layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
+    keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
+    history.add_module(model)  # an optimizer of adapters or embeddings alone updates frozen layers, too
+    if is_sharded(model):
+        _gather_in_fp8(model)
+    else:  # Fabric shards models after it has converted them
+        autocast.waiting.append(partial(_call_with, weakref.ref(model), _gather_in_fp8))
     return history
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called for ``model`` or a module in it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which sharding a model imports
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def _gather_in_fp8(model: nn.Module) -> None:
+    if is_sharded(model):
+        from lightning_fp8.parallel.fsdp import gather_in_fp8  # only now: it imports FSDP2
+
+        gather_in_fp8(model)
+
+
+def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:
+    """``summary`` with the reasons why FSDP2 gathers weights of FP8 layers of ``model`` in high precision."""
+    if not is_sharded(model):
+        return summary
+    from lightning_fp8.parallel.fsdp import reasons_for_high_precision
+
+    reasons = reasons_for_high_precision(model, recipe)
+    layers = tuple(
+        replace(layer, reason=f"{layer.reason}; FSDP2 gathers it in {layer.high_precision}: {reasons[layer.name]}")
+        if layer.fp8 and layer.name in reasons
+        else layer
+        for layer in summary.layers
+    )
+    return replace(summary, layers=layers)
+
+
+def _call_with(model: weakref.ref[nn.Module], function: Callable[[nn.Module], None]) -> None:
+    if (living := model()) is not None:
+        function(living)
 
 
 def _share_history(model: nn.Module) -> AmaxHistory:

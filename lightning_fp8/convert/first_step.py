@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from typing_extensions import Self
 
-from lightning_fp8.attention.owners import owner_of, watch
-from lightning_fp8.autocast import in_backward
-from lightning_fp8.convert.attention_ran import judged
-from lightning_fp8.convert.fusion.ran import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
+from lightning_fp8.attention.models.owners import owner_of, watch
+from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
-from lightning_fp8.modules import LayerNormLinear, LayerNormMLP
+from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
@@ -28,59 +31,80 @@ NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
 
 
-@dataclass
-class _Calls:
-    """Rows of the inputs of a module's forwards.
+class StepFlops(FlopCounterMode):
+    """``FlopCounterMode`` that does not change the step it counts, and adds up all the times that it is entered.
 
-    Attributes:
-        rows: all of them.
-        graded: those of forwards with gradients enabled.
-        with_gradient: of these, the ones whose input requires a gradient.
-        routed: a row counts once for each expert that it goes to.
-        again: rows recomputed by activation checkpointing: (as ``graded``, as ``with_gradient``).
-        unknown: a forward was given nothing whose rows could be counted.
+    It sets no global hooks of modules, since it counts for the whole model. It lets ``torch.compile`` compile: under
+    torch's own mode Dynamo skips each function that it meets, and does not compile it later either. In compiled code it
+    counts the ops that the code calls, not the products inside generated kernels.
     """
 
-    rows: int = 0
-    graded: int = 0
-    with_gradient: int = 0
-    routed: int = 0
-    again: tuple[int, int] = (0, 0)
-    unknown: bool = False
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_CPU_ATTENTION)
+        self._depth = 0
 
-    def add(self, rows: int, x: Tensor) -> None:
-        """Count a forward of ``rows`` rows whose input is ``x``."""
-        graded = rows * torch.is_grad_enabled()
-        with_gradient = rows * (torch.is_grad_enabled() and x.requires_grad)
-        if in_backward():
-            self.again = (self.again[0] + graded, self.again[1] + with_gradient)
-            return
-        self.rows += rows
-        self.graded += graded
-        self.with_gradient += with_gradient
+    def __enter__(self) -> Self:
+        if not self._depth:
+            self.mode = _Counting(self)
+            self.mode.__enter__()
+        self._depth += 1
+        return self
 
-    def products(self, trained: bool, behind_trained: bool = False) -> int:
-        """Rows of all products of a step. Reentrant checkpoints run forwards without gradients first.
+    def __exit__(self, *exception: Any) -> None:
+        self._depth -= 1
+        if not self._depth and self.mode is not None:
+            mode, self.mode = self.mode, None
+            mode.__exit__(*exception)
 
-        Args:
-            trained: the matrix has a gradient.
-            behind_trained: so has what it multiplies, by a parameter of its own module.
-        """
-        graded, with_gradient = (min(self.rows - self.graded, again) for again in self.again)
-        derived = self.graded + graded if behind_trained else self.with_gradient + with_gradient
-        return self.rows + (self.graded + graded) * trained + derived
+    @property
+    def in_fp8(self) -> int:
+        """The FLOPs of our ops, which all multiply in FP8."""
+        return sum(flops for op, flops in self.flop_counts["Global"].items() if str(op).startswith("lightning_fp8."))
+
+
+class _Counting(_FlopCounterMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (isinstance(func, torch._ops.OpOverload) and _has_kernel(func)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        # Not decomposed, as there: silu_backward has kernels and a decomposition, whose results are other bits.
+        kwargs = kwargs or {}
+        return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # before torch 2.10
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True
+
+
+@cache
+def _has_kernel(func: torch._ops.OpOverload) -> bool:
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
+
+
+_aten = torch.ops.aten
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda do, q, k, v, *_, **__: sdpa_backward_flop_count(
+        do, q, k, v
+    ),
+}
+"""What torch counts on GPUs alone."""
 
 
 class FirstStep:
     """Watches a model for its first training steps.
 
     Args:
-        model: the converted model; hooks of its modules count rows until :meth:`finish`.
+        model: the converted model.
         summary: its table, of which nothing has run yet.
-        count_rows: False sets no hooks, and leaves FLOPs unknown.
     """
 
-    def __init__(self, model: nn.Module, summary: ConversionSummary, count_rows: bool = True) -> None:
+    def __init__(self, model: nn.Module, summary: ConversionSummary) -> None:
         self.summary = summary
         self.steps = 0
         self._found: ConversionSummary | None = None
@@ -100,54 +124,14 @@ class FirstStep:
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
             watch(owner, True)
-        self._calls: dict[str, _Calls] = {}
-        # A hook that comes or goes would have a compiled model compiled again.
-        self._counting = count_rows and not _is_compiled(model)
-        self._hooks = [
-            self._modules[name].register_forward_hook(self._counter(name, sizes), with_kwargs=True)
-            for name, sizes in (self._watched() if self._counting else {}).items()
-        ]
+        self._flops = None if _is_compiled(model) else StepFlops()
 
-    def _watched(self) -> dict[str, set[int]]:
-        """Modules that own a matrix, and their parents, which may read it without a call; and the matrices' sizes."""
-        watched: dict[str, set[int]] = {}
-        for layer in self.summary.layers:
-            if layer.kind == ATTENTION:
-                continue
-            owner = self._owner(layer)
-            for name in (owner, owner.rpartition(".")[0]):
-                if name in self._modules:
-                    watched.setdefault(name, set()).update(layer.shape)
-        return watched
+    def counted(self) -> AbstractContextManager[Any]:
+        """Inside, the FLOPs of the first step are counted; of a model that is compiled they are not."""
+        return nullcontext() if self._flops is None or self._found is not None else self._flops
 
     def _owner(self, layer: LayerDecision) -> str:
         return layer.name if layer.name in self._modules else layer.name.rpartition(".")[0]
-
-    def _counter(self, name: str, sizes: set[int]) -> Any:
-        calls = self._calls.setdefault(name, _Calls())
-
-        def count(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-            x = next((t for t in tensors if t.is_floating_point() and _fits(module, t, sizes)), None)
-            if x is None:
-                calls.unknown = True
-                return
-            before = calls.rows
-            calls.add(_rows(module, x, output), x)
-            if calls.rows > before:
-                indices = (tensor.numel() for tensor in tensors if not tensor.is_floating_point())
-                calls.routed += next(indices, calls.rows - before)
-            if isinstance(module, nn.MultiheadAttention):
-                for role, operand in zip(
-                    "qkv", (*args, *(kwargs[k] for k in ("query", "key", "value") if k in kwargs))
-                ):
-                    self._calls.setdefault(f"{name}.{role}", _Calls()).add(
-                        operand.numel() // operand.shape[-1], operand
-                    )
-
-        return count
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step: the table with what ran, where it has something new to say.
@@ -164,17 +148,21 @@ class FirstStep:
         """The table with what ran. Layers that should have run in FP8 and did not have the reason in theirs."""
         self.stop()
         layers = tuple(self._judged(layer) for layer in self.summary.layers)
-        with_matrix = [layer for layer in layers if layer.kind != ATTENTION]
-        known = all(layer.ran is not None or not self._called(self._owner(layer)) for layer in with_matrix if layer.fp8)
-        if known and self._counting:
-            layers = tuple(
-                replace(layer, flops=self._flops(layer)) if layer in with_matrix else layer for layer in layers
-            )
         norms, mlps = (
             tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        return replace(self.summary, layers=layers, norms=norms, mlps=mlps)
+        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps)
+        flops = 0 if self._flops is None else self._flops.get_total_flops()
+        if self._flops is None or not flops or any(map(self._may_be_compiled, layers)):
+            return summary
+        return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
+
+    def _may_be_compiled(self, layer: LayerDecision) -> bool:
+        """Whether nothing is known of an FP8 layer because compiled code counts no forwards."""
+        module = self._modules.get(self._owner(layer))
+        hidden = layer.fp8 and layer.ran is None and isinstance(module, LinearLayer) and was_traced(*module.features)
+        return hidden and not any(self._since(self._owner(layer)))
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step so far has called are said to be such, once."""
@@ -219,18 +207,15 @@ class FirstStep:
         return not isinstance(module, LinearLayer) or (any(self._since(name)) or was_traced(*module.features))
 
     def _anything_ran(self) -> bool:
-        calls = any(calls.rows or calls.unknown for calls in self._calls.values())
-        return calls or any(
+        counted = self._flops is not None and self._flops.get_total_flops() > 0
+        return counted or any(
             self._called(name) for name in self._before if isinstance(self._modules.get(name), LinearLayer)
         )
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Watch no longer."""
         for owner in self._attentions.values():
             watch(owner, False)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _judged(self, layer: LayerDecision) -> LayerDecision:
         owner = self._owner(layer)
@@ -263,50 +248,6 @@ class FirstStep:
             parent = type(self._modules.get(name.rpartition(".")[0])).__name__
             return f"{parent} read its weight and did not call it in the first training step"
         return NOT_YET
-
-    def _flops(self, layer: LayerDecision) -> int | None:
-        owner = self._owner(layer)
-        module = self._modules.get(owner)
-        if module is None:  # gone
-            return None
-        calls = self._calls.get(owner, _Calls())
-        parameters = _own_parameters(module)
-        parent = owner.rpartition(".")[0]
-        reads = isinstance(self._modules.get(parent), nn.MultiheadAttention)
-        if not calls.rows and (reads or any(parameter.grad is not None for parameter in parameters)):
-            calls = self._calls.get(parent, calls)  # its parent read the weight
-        trained = any(parameter.requires_grad for parameter in parameters if parameter.dim() > 1)
-        if calls.unknown:
-            return None
-        if layer.kind == "attention" and layer.name != owner:
-            parameter_name = layer.name.rpartition(".")[2]
-            roles = "qkv" if parameter_name == "in_proj_weight" else parameter_name[0]
-            product_rows = sum(self._calls.get(f"{owner}.{role}", _Calls()).products(trained) for role in roles)
-            return 2 * product_rows * layer.parameters // len(roles)
-        norm = module.layer_norm_weight if isinstance(module, (LayerNormLinear, LayerNormMLP)) else None
-        product_rows = calls.products(trained, norm is not None and norm.requires_grad)
-        if layer.kind == "experts" and calls.rows:
-            product_rows = product_rows * calls.routed // (calls.rows * layer.shape[0])
-        return 2 * product_rows * layer.parameters
-
-
-def _fits(module: nn.Module, x: Tensor, sizes: set[int]) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd) or x.shape[-1] in sizes
-
-
-def _rows(module: nn.Module, x: Tensor, output: Any) -> int:
-    """The number of rows that a matrix multiplies; of a convolution that is positions, with a batch or without."""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return x.numel() // module.in_channels
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return int(output.numel() // module.out_channels)
-    return x.numel() // (x.shape[-1] or 1)
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the module, and those that its weight is computed from."""
-    computed = getattr(module, "parametrizations", None)
-    return [*module.parameters(recurse=False), *(computed.parameters() if isinstance(computed, nn.Module) else ())]
 
 
 def _record(module: nn.Module | None) -> LayerRecord | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 LINEAR = "linear"
@@ -13,19 +12,18 @@ MLP = "mlp"
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """The precision that one layer, or one matrix that no linear layer holds, runs in, and why.
+    """The precision of one layer, or of one matrix that no linear layer holds, and why: planned, or what ran.
 
     Attributes:
         name: the module's name in its model, with the GEMM's if the module has several, ``mlp.fc1``; of a matrix that
             is no layer's ``weight``, the parameter's.
         shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
-        fp8: True for FP8, False for high precision.
+        fp8: whether FP8 is planned; False is high precision.
         reason: why.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of its own), ``"recurrent"``,
             ``"parameter"``, or ``"dot product attention"``, which has no matrix.
         parameters: elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None where it is not known, as in compiled code.
-        flops: floating-point operations of its products in that step, forward and backward; None as for ``ran``.
         high_precision: what it runs in where it does not run in FP8, ``"BF16"``, ``"FP16"`` or ``"FP32"``.
     """
 
@@ -36,7 +34,6 @@ class LayerDecision:
     kind: str = LINEAR
     parameters: int = 0
     ran: bool | None = None
-    flops: int | None = None
     high_precision: str = "BF16"
 
     @property
@@ -46,12 +43,16 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The decisions for every matrix that takes part in a product, in registration order. ``str()`` is a table,
-    whose heading is "to run in" as long as it is not known of any layer whether it ran in FP8, and then "runs in".
+    """The decisions for the matrices of a model, in registration order. ``str()`` is a table.
+
+    Its heading is "planned" as long as it is not known of any layer whether it ran in FP8, and then "ran in".
 
     Where attention shall run in FP8, the modules that compute it are among them.
 
     Attributes:
+        flops: floating-point operations of all products of the first training step, forward and backward, as torch's
+            ``FlopCounterMode`` counts them; None while unknown, and of compiled models.
+        flops_in_fp8: those of them that ran in FP8.
         norms: with ``fuse=True``, for each norm whether it casts for the layers that read it; of ``kind`` "norm".
         mlps: likewise for each MLP whether it casts its activation for its last layer; of ``kind`` "mlp".
     """
@@ -59,6 +60,8 @@ class ConversionSummary:
     layers: tuple[LayerDecision, ...]
     norms: tuple[LayerDecision, ...] = ()
     mlps: tuple[LayerDecision, ...] = ()
+    flops: int | None = None
+    flops_in_fp8: int | None = None
 
     @property
     def rows(self) -> tuple[LayerDecision, ...]:
@@ -77,19 +80,15 @@ class ConversionSummary:
 
     @property
     def share_of_parameters(self) -> float | None:
-        """The share of all matrices' elements that lies in matrices that run in FP8; None without matrices."""
-        return self._share(lambda layer: layer.parameters)
+        """The share of all matrices' elements that are in matrices that run in FP8; None without matrices."""
+        total = sum(layer.parameters for layer in self.layers)
+        in_fp8 = sum(layer.parameters for layer in self.layers if layer.precision == "FP8")
+        return in_fp8 / total if total else None
 
     @property
     def share_of_flops(self) -> float | None:
-        """The share of the first training step's FLOPs with these matrices that ran in FP8; None while unknown."""
-        if any(layer.flops is None for layer in self.layers if layer.kind != ATTENTION):
-            return None
-        return self._share(lambda layer: layer.flops or 0)
-
-    def _share(self, size: Callable[[LayerDecision], int]) -> float | None:
-        total = sum(map(size, self.layers))
-        return sum(size(layer) for layer in self.layers if layer.precision == "FP8") / total if total else None
+        """The share of the first training step's FLOPs that ran in FP8; None while unknown."""
+        return (self.flops_in_fp8 or 0) / self.flops if self.flops else None
 
     def with_high_precision(self, name: str) -> ConversionSummary:
         """The same decisions for a model that computes in ``name``, such as ``"FP32"``, what it does not in FP8."""
@@ -97,7 +96,7 @@ class ConversionSummary:
             tuple(replace(layer, high_precision=name) for layer in decisions)
             for decisions in (self.layers, self.norms, self.mlps)
         )
-        return ConversionSummary(layers, norms, mlps)
+        return replace(self, layers=layers, norms=norms, mlps=mlps)
 
     def is_of(self, plan: ConversionSummary) -> bool:
         """Whether these are the decisions of ``plan``, whatever is known of what ran."""
@@ -113,24 +112,28 @@ class ConversionSummary:
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def __str__(self) -> str:
-        known = any(layer.ran is not None for layer in self.rows) or not any(layer.fp8 for layer in self.rows)
-        table = [("layer", "out × in", "runs in" if known else "to run in", "because")]
+        table = [("layer", "out × in", "ran in" if self._ran else "planned", "because")]
         table += [(layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in table]
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict()])
 
+    @property
+    def _ran(self) -> bool:
+        """Whether it is known of any layer what it ran in."""
+        return any(layer.ran is not None for layer in self.rows) or self.flops is not None
+
     def verdict(self) -> str:
         """The counts in one line."""
         linears = sum(layer.kind == LINEAR for layer in self.layers)
-        counts = f"{self.num_fp8} of {linears} linear layers run in FP8"
+        counts = f"{self.num_fp8} of {linears} linear layers {'ran' if self._ran else 'planned'} in FP8"
         if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
             counts += f" and {self.num_fp8_attention} of {attentions} attentions"
         shares = [
             f"{100 * value:.3g} % of {what}"
             for value, what in (
                 (self.share_of_parameters, "the parameters of all matrices"),
-                (self.share_of_flops, "a step's FLOPs with them"),
+                (self.share_of_flops, "the step's FLOPs"),
             )
             if value is not None
         ]

@@ -4,33 +4,209 @@ One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It ho
 holds a :class:`Slot` for each of its roles: the entry of one tensor in every buffer of the history. Between updates
 scales are constant and observing is ``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second
 call of a shared layer and another rank fold in by the same operation, in any order.
+
+Scales depend on a format and a margin, the *span* of a recipe: the scales of two recipes for one amax differ by a
+factor, the ratio of their spans.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
+import itertools
+import os
+import reprlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.delayed import instances
-from lightning_fp8.delayed.host_knowledge import NonzeroScales, compared_marks, new_mark
-from lightning_fp8.delayed.saved import saved_steps, steps_in, validated_state
-from lightning_fp8.delayed.slot import Slot
-from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of
-from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.delayed.watch import Watch
+from lightning_fp8.formats import Format
+from lightning_fp8.recipes import DelayedScaling, Recipe, float8_for
 from lightning_fp8.scaled import Role
+from lightning_fp8.scaling import FLOAT32_MAX, rescaling
 
-PATIENCE = 1000
-"""Training forwards without any optimizer step, or steps without an update, after which a warning says so; more than
-steps have micro-batches."""
+T = TypeVar("T")
+
+Span = tuple[Format, int]
+"""A recipe's format and margin, which with an amax give a scale."""
 
 _not_for_inference = torch.inference_mode(False)
 """Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
+
+# --- Every history of this process ------------------------------------------------------------------------------------
+
+_instances: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
+"""By creation index."""
+_creation_indices = itertools.count()
+_versions = itertools.count(1)
+_version = 0
+
+
+def version_of_modules() -> int:
+    """A number that changes with every new history, and with the modules or the device of one."""
+    return _version
+
+
+def _modules_changed() -> None:
+    global _version
+    _version = next(_versions)
+
+
+def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """The values that are still in use: a copy, since another thread may add to them while they are iterated."""
+    return [instance for reference in objects.valuerefs() if (instance := reference()) is not None]
+
+
+def any_history() -> bool:
+    """Whether a history exists; without one nothing runs in FP8."""
+    return len(_instances) > 0
+
+
+def all_histories() -> list[AmaxHistory]:
+    """Every history in creation order, which all ranks share."""
+    return sorted(living(_instances), key=lambda history: history.creation_index)
+
+
+# --- Spans ------------------------------------------------------------------------------------------------------------
+
+
+def span_of(recipe: DelayedScaling) -> Span:
+    """The span of the scales that ``recipe`` makes."""
+    return recipe.fp8_format, recipe.margin
+
+
+def span_ratio(before: Span | None, after: Span, role: Role) -> float:
+    """The factor from a scale of ``role`` made for ``before`` to one for ``after``; 1 where ``before`` is unknown."""
+    if before is None or before == after:
+        return 1.0
+    fp8_maxes = float8_for(before[0], role).max, float8_for(after[0], role).max
+    return rescaling(fp8_maxes, (before[1], after[1]))
+
+
+def saved_span(span: Span | None) -> dict[str, Any]:
+    """The entries of a saved state that hold ``span``; none where it is unknown."""
+    return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
+
+
+def span_in(state: dict[str, Any]) -> Span | None:
+    """The span that the scales of a saved state were made for; ``None`` in older files, which do not say.
+
+    Raises:
+        ValueError: it is no format and margin of delayed scaling.
+    """
+    name = state.get("fp8_format")
+    margin = state.get("margin")
+    if name is None and margin is None:
+        return None
+    if not isinstance(name, str) or name not in Format.__members__:
+        raise ValueError(f"FP8 state's 'fp8_format' must be the name of a format where it is there, not {name!r}")
+    try:
+        return span_of(DelayedScaling(fp8_format=Format[name], margin=margin))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"FP8 state's 'fp8_format' and 'margin' do not fit: {error}") from None
+
+
+# --- Slots ------------------------------------------------------------------------------------------------------------
+
+
+class NonzeroScales:
+    """An asynchronous host mirror of ``scale > 0``: it never waits for the GPU, and learns an answer a step later.
+
+    A scale that is not 0 stays so until other scales are loaded.
+    """
+
+    def __init__(self) -> None:
+        self._nonzero: list[bool] = []
+        self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def is_nonzero(self, index: int) -> bool:
+        """Whether the scale of the slot ``index`` is known not to be 0."""
+        return index < len(self._nonzero) and self._nonzero[index]
+
+    def read(self, scale: Tensor) -> None:
+        """Read ``scale > 0`` of float32 ``[n]`` at once; waits for the GPU."""
+        if not scale.is_meta:
+            self._nonzero = (scale > 0).tolist()
+            self._pending_copy = None
+
+    def poll(self, scale: Tensor) -> None:
+        """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
+
+        On the CPU the answer is there at once. On a GPU one call starts a copy to the host, and the first call that
+        finds it finished takes it.
+        """
+        if self._nonzero and all(self._nonzero):
+            return
+        if not scale.is_cuda:
+            self._nonzero = (scale > 0).tolist()
+        elif torch.cuda.is_current_stream_capturing():
+            return
+        elif self._pending_copy is None:
+            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
+            copy.copy_(scale > 0, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending_copy = copy, event
+        elif self._pending_copy[1].query():
+            self._nonzero = self._pending_copy[0].tolist()
+            self._pending_copy = None
+
+    def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
+        return NonzeroScales, ()  # copies and pickles start without knowledge
+
+
+@dataclass(eq=False)
+class Slot:
+    """The entry of one tensor in each buffer of an :class:`AmaxHistory`, as a module sees it.
+
+    It is no tuple: torch.compile would specialize a module's code on its index, and compile it again for every
+    other module.
+
+    Attributes:
+        history: the history that the slot belongs to.
+        index: where it is in the history's buffers, whose last dimension counts slots.
+        scale: float32 ``[]``; read by value, it changes at the next update.
+        amax: float32 ``[]`` that a cast writes its amax into.
+        readers: the layers that read one cast of this slot's module together, as far as known; 0 before the second.
+        readers_of_last: those that have read the last one.
+    """
+
+    history: AmaxHistory
+    index: int
+    scale: Tensor
+    amax: Tensor
+    readers: int = 0
+    readers_of_last: int = 0
+
+    def __reduce__(self) -> Any:
+        return _slot_of, (self.history, self.index)  # copies and pickles share what their history has
+
+    @property
+    def name(self) -> str:
+        return self.history.names[self.index]
+
+    def scale_for(self, span: Span) -> Tensor:
+        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
+        if self.history.span is None or self.history.span == span:
+            return self.scale
+        ratio = span_ratio(self.history.span, span, self.history.roles[self.index])
+        return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
+
+    def scale_is_nonzero(self) -> bool:
+        """Whether the host knows, without waiting for the GPU, that the scale is not 0."""
+        if torch.compiler.is_dynamo_compiling():  # and not torch.export's default, which runs Python code
+            return False  # what the host learns later must not compile anew
+        return self.history.nonzero_scales.is_nonzero(self.index)
+
+
+def _slot_of(history: AmaxHistory, index: int) -> Slot:
+    return history.slot(index)
+
+
+# --- The state --------------------------------------------------------------------------------------------------------
 
 
 class AmaxHistory:
@@ -39,47 +215,37 @@ class AmaxHistory:
     Attributes:
         names: one name per slot, ``layers.0.fc1.input``; n slots.
         roles: one role per slot; decides the tensor's format.
-        amax: float32 ``[n]``, the largest \\|x\\| since the last update.
+        amax: float32 ``[n]``, the largest \\|x\\| since the slot's last update.
         amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` steps, the
             newest among them, and then clears the oldest: between updates the first step is 0.
         scale: float32 ``[n]``; 0, which casts the tensor by its own amax, until it is computed for the first time: at
             the tensor's first usable amax, with an ``interval`` of n at the n-th.
-        updates: how many updates there were.
+        updates: how many updates there were, of any of the slots.
         num_observed: float32 ``[n]``, in how many updates a tensor had a usable amax; what ``interval`` counts.
-        steps: optimizer steps since the last update; ``None`` where no optimizer that owns the weights has stepped yet.
-        stepped: whether an optimizer that owns the weights has ever stepped, in this process.
-        forwards_since_update: training forwards since the last update, as far as somebody counts them.
-        trained_in_eval: whether since the last update weights had gradients taken in eval mode.
-        unobserved_updates: updates in a row that found nothing because of it.
-        is_eval_told, is_standstill_told: whether a warning said so, and that no optimizer steps or nobody updates.
-        owners: by ``id`` the modules whose parameters tell an optimizer that steps these amaxes; any does where they
-            have none.
-        recipe: the recipe that the amaxes since the last update were observed under; ``None`` where the host does not
-            know.
-        observing_threads: the identifiers of the threads that observe amaxes; none where only compiled code does.
-        fp8_max: float32 ``[n]``, the largest value of each slot's format, behind what it was made for; so that a step
-            copies nothing to the GPU.
+        steps: ``None`` before the first step of an optimizer that owns slots, then 0; positive while a step's amaxes
+            still wait for their update, as in states that earlier versions saved: the next training forward updates.
         span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
+        recipe: the recipe that amaxes were last observed under; ``None`` where the host does not know.
+        plugin_recipe: the recipe of the plugin that trains the model; ``None`` where regions of ``fp8_autocast`` say.
+        calibrated: whether a calibrating region has observed amaxes and has not ended yet.
+        modules: by ``id`` the modules that decide which optimizers own the slots: those that read them, and the root of
+            the converted model. Weak references.
+        slots_of: by ``id`` of a module the indices of its slots; none of a root.
+        watch: what only warnings need.
+        nonzero_scales: what the host knows of ``scale > 0``.
+        fp8_max: float32 ``[n]``, the largest value of each slot's format, after the format and device that it was made
+            for: a step copies nothing to the GPU.
         creation_index: orders the histories of a process alike on all ranks.
-        has_unequal_readers: whether layers that read one tensor did not share its cast, since their slots were unequal.
-        after_step: called as soon as an optimizer has stepped, to update the scales; ``None`` leaves it to the next
-            training region.
 
-    ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` lie in them.
+    ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` share their memory.
     """
 
     creation_index: int
     fp8_max: tuple[Any, Tensor] | None = None
-    after_step: Callable[[], None] | None = None
-    patience = PATIENCE
-    stepped = trained_in_eval = False
-    unobserved_updates = 0
-    is_eval_told = is_standstill_told = False
     recipe: DelayedScaling | None = None
-    observing_threads: frozenset[int] = frozenset()
+    plugin_recipe: Recipe | None = None
+    calibrated = False
     span: Span | None = None
-    has_unequal_readers = False
-    _marks: list[int] | None = None
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -91,18 +257,21 @@ class AmaxHistory:
         self.num_observed = torch.zeros(len(self.names), dtype=torch.float32, device=device)
         self.updates = 0
         self.steps: int | None = None
-        self.forwards_since_update = 0
         self.nonzero_scales = NonzeroScales()
+        self.watch = Watch()
         self._register()
 
     def _register(self) -> None:
-        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.slots_of: dict[int, tuple[int, ...]] = {}
         self._slot_tensors = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_slots()
-        instances.register(self)  # last: other threads see it from now on
+        self.creation_index = next(_creation_indices)
+        _instances[self.creation_index] = self
+        _modules_changed()
 
     def _place_slots(self) -> None:
-        """Put the tensors of every slot where ``scale`` and ``amax`` lie now.
+        """Point the tensors of every slot at ``scale`` and ``amax``.
 
         They are no views: those share one version counter, and a graph that saves one slot for its backward pass would
         refuse to run once another graph has written to another slot.
@@ -115,49 +284,25 @@ class AmaxHistory:
         """The scale and amax of one tensor, as a module sees them."""
         return Slot(self, index, *self._slot_tensors[index])
 
-    def marks(self) -> list[int]:
-        """One mark for each slot; slots of equal marks are equal, to the bit. Who feeds one alone gives it a new one.
-
-        The first call, and the first after values came from elsewhere, compares them and waits for a GPU.
-        """
-        if self._marks is None:
-            current = torch.stack([self.scale, self.amax, self.num_observed])
-            self._marks = compared_marks(torch.cat([current, self.amax_history]))
-        return self._marks
-
-    def note_fed_alone(self, index: int) -> None:
-        """Note that a tensor feeds this slot and no other; where no marks are known yet, their comparison will tell."""
-        if self._marks is not None:
-            self._marks[index] = new_mark()
-
-    def forget_marks(self) -> None:
-        """Note that slots have other values than the host knows of."""
-        self._marks = None
-        self.has_unequal_readers = False
-
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
         """Slots of the same names that start empty: a copy that is only evaluated would keep its scales for ever.
 
-        A model that is copied with its layers owns the copy, too; layers say so themselves.
+        A copied root decides for the copy, too; copied layers add themselves.
         """
         copied = AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
-        for owner in instances.living(self.owners):
-            if id(owner) in memo:
-                copied.add_owner(memo[id(owner)])
+        for module in living(self.modules):
+            if id(module) in memo:
+                copied.add_module(memo[id(module)], self.slots_of[id(module)])
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:  # pickles are nobody's yet
-        without = ("owners", "after_step", "_slot_tensors", "_marks", "observing_threads")
+    def __getstate__(self) -> dict[str, Any]:  # no module or plugin uses a pickle yet
+        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "_slot_tensors")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.steps = None
-        self.stepped = False
-        self.trained_in_eval = False
-        self.unobserved_updates = self.forwards_since_update = 0
-        self.is_eval_told = self.is_standstill_told = False
         self._register()
 
     @_not_for_inference
@@ -169,6 +314,7 @@ class AmaxHistory:
             self.scale = self.scale.to(device)
             self._place_slots()
             self.num_observed = self.num_observed.to(device)
+            _modules_changed()
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
@@ -176,54 +322,18 @@ class AmaxHistory:
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
-        self.note_thread()
+        self.watch.observed = True
 
-    def note_thread(self) -> None:
-        """Note that this thread observes amaxes."""
-        self.observing_threads |= {threading.get_ident()}
+    def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
+        """Let the optimizers of ``module`` own its ``slots``; without any it is the root of a converted model."""
+        self.modules[id(module)] = module
+        self.slots_of[id(module)] = tuple(slots)
+        _modules_changed()
 
-    def add_owner(self, module: Any) -> None:
-        """Let an optimizer of parameters of ``module`` step these amaxes."""
-        self.owners[id(module)] = module
-
-    def is_stepped_by(self, parameters: Collection[int]) -> bool:
-        """Whether a parameter of an owner is among these, compared by ``id``.
-
-        Owners without any parameter, as attention has none, follow every optimizer.
-        """
-        own = [id(parameter) for owner in instances.living(self.owners) for parameter in owner.parameters()]
-        return any(each in parameters for each in own) or (not own and len(self.owners) > 0)
-
-    def wait(self) -> None:
-        """Count a training forward since the last update, and warn once when there are too many."""
-        self.forwards_since_update += 1
-        # Once an optimizer has stepped, a step may have any number of micro-batches.
-        if self.stepped or self.is_standstill_told or self.forwards_since_update < self.patience:
-            return
-        if any(owner.training for owner in instances.living(self.owners)):
-            self.is_standstill_told = True
-            warnings.warn(
-                f"the FP8 scales stand still: {self.forwards_since_update} training forwards since update "
-                f"{self.updates}, and no torch.optim.Optimizer that holds parameters of the model has stepped. Step "
-                "them with one, or call update_scales() of the plugin after each step, or take a recipe without state, "
-                "recipe='tensorwise'",
-                stacklevel=2,
-            )
-
-    def count_step(self) -> None:
-        """Count an optimizer step since the last update, and warn once when there are too many and nobody updates."""
-        self.steps = (self.steps or 0) + 1
-        self.stepped = True
-        # Who enters no region either, as attention that follows every optimizer, observes nothing that waits.
-        if self.is_standstill_told or self.steps < self.patience or self.after_step or self.recipe is None:
-            return
-        self.is_standstill_told = True
-        warnings.warn(
-            f"the FP8 scales stand still: {self.steps} optimizer steps since update {self.updates}. They are updated "
-            "where an outermost fp8_autocast begins with gradients enabled: enter it anew for each step, or take a "
-            "recipe without state, fp8_recipe='tensorwise'",
-            stacklevel=2,
-        )
+    def training_forward_begins(self, *, observes: bool = False) -> None:
+        """Count for the warnings; see :meth:`Watch.forward_begins`."""
+        training = any(module.training for module in living(self.modules))
+        self.watch.forward_begins(self.updates, training, observes=observes)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
@@ -238,7 +348,6 @@ class AmaxHistory:
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Give one slot its scale and its amaxes ``amax_history [len]``, oldest first; the others keep theirs."""
         self.resize(max(len(amax_history), len(self.amax_history)))
-        self.forget_marks()
         self.nonzero_scales = NonzeroScales()
         self.scale[index] = scale
         self.amax[index] = 0.0
@@ -290,7 +399,6 @@ class AmaxHistory:
         self.amax_history = new_history
         self.updates = updates
         self.span = span_in(state)
-        self.forget_marks()
         self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.num_observed.zero_()
@@ -300,5 +408,74 @@ class AmaxHistory:
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.steps = steps_in(state)
-        self.forwards_since_update = 0
+        self.watch.forwards = 0
         return [name for name in names if name not in saved_index]
+
+
+# --- Saved states -----------------------------------------------------------------------------------------------------
+
+
+def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
+    """The names, scales, amax history and update count of a saved state.
+
+    Raises:
+        ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.
+    """
+    if not isinstance(state, dict):
+        is_path = isinstance(state, (str, os.PathLike))
+        way_out = "read the file first: torch.load(path)" if is_path else "save it with fp8_state_dict(model)"
+        raise ValueError(f"FP8 state must be a dictionary, not {type(state).__name__}; {way_out}")
+    missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
+    if missing:
+        inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)
+        way_out = f"Pass what is inside: state{inside}" if inside else "Save it with fp8_state_dict(model)"
+        raise ValueError(f"FP8 state lacks {missing}; it holds {sorted(map(str, state))[:10]}. {way_out}")
+    names = state["names"]
+    scale = state["scale"]
+    amax_history = state["amax_history"]
+    updates = state["updates"]
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("FP8 state's 'names' must be a list of strings")
+    if len(set(names)) < len(names):
+        raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
+    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+        raise ValueError(f"FP8 state's 'updates' must be a count, not {reprlib.repr(updates)}")
+    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", amax_history, (None, len(names)))):
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            raise ValueError(
+                f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
+            )
+        if value.is_meta or value.layout != torch.strided:
+            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
+        if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
+            raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
+        if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
+    steps_in(state)
+    span_in(state)
+    for key in ("seen", "counts"):  # amaxes that wait may be infinite or NaN: the next update passes over them
+        value = state.get(key, scale)
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
+            raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},) where it is there")
+        if value.is_meta or value.layout != torch.strided:
+            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
+        if key == "counts" and not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
+    return names, scale.detach(), amax_history.detach(), updates
+
+
+def saved_steps(steps: int | None) -> dict[str, int]:
+    """The entry of a saved state that holds optimizer steps since the last update: -1 where no optimizer is known."""
+    return {"steps": -1 if steps is None else steps}
+
+
+def steps_in(state: dict[str, Any]) -> int | None:
+    """What :func:`saved_steps` was given; ``None`` for states of older versions and of others, which lack it.
+
+    Raises:
+        ValueError: it is no number of steps.
+    """
+    steps = state.get("steps", -1)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ValueError(f"FP8 state's 'steps' must be a count or -1, not {reprlib.repr(steps)}")
+    return None if steps < 0 else steps

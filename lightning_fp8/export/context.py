@@ -10,7 +10,7 @@ import torch
 
 from lightning_fp8.arguments import require_bool
 from lightning_fp8.autocast import current_context, fp8_context
-from lightning_fp8.delayed.instances import all_histories
+from lightning_fp8.delayed.history import all_histories
 
 
 def onnx_export(enabled: bool = True) -> AbstractContextManager[None]:

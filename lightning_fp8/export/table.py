@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_fp8 import ops as _ops  # noqa: F401  (defines torch.ops.lightning_fp8)
+from lightning_fp8.attention import ops as _attention_ops  # noqa: F401  (likewise)
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "ml_dtypes")
 """What the translations are written with."""
@@ -24,7 +25,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
         ImportError: ``onnx`` or ``onnxscript`` is not installed.
     """
     try:
-        from lightning_fp8.export import attention, casts, fused, products
+        from lightning_fp8.export import translations
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
@@ -32,11 +33,11 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
             f'export to ONNX needs {error.name}; pip install "lightning-fp8[onnx]" (torch.export needs nothing)',
             name=error.name,
         ) from error
-    translations: dict[str, Callable[..., Any]] = {
-        "quantize_unobserved": casts.quantize,
-        "norm_quantize_unobserved": fused.norm_quantize,
-        "activation_quantize_unobserved": fused.activation_quantize,
-        "scaled_mm": products.scaled_mm,
-        "attention_forward": attention.refuse,
+    by_name: dict[str, Callable[..., Any]] = {
+        "quantize_unobserved": translations.quantize,
+        "norm_quantize_unobserved": translations.norm_quantize,
+        "activation_quantize_unobserved": translations.activation_quantize,
+        "scaled_mm": translations.scaled_mm,
+        "attention_forward": translations.attention_forward,
     }
-    return {getattr(torch.ops.lightning_fp8, name).default: function for name, function in translations.items()}
+    return {getattr(torch.ops.lightning_fp8, name).default: function for name, function in by_name.items()}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
+from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
-from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.ops import Normalized
 from lightning_fp8.scaled import Role
 
@@ -104,7 +104,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             if x is not None:
                 normed = product.input_gradient(dy8, weight, ctx.dtype)
             if needs_wgrad:
-                dw = product.weight_gradient(dy8, product.unsaved(*x8), weight)
+                dw = product.weight_gradient(dy8, product.unsaved(*x8), weight.dtype)
             if needs_bias_grad:
                 dbias = bias_gradient(dy, ctx.bias_dtype)
         of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)

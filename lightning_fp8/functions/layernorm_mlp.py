@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.layernorm_linear import norm_gradients, quantized_norm
+from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
-from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.ops import Normalized, Quantized
 from lightning_fp8.scaled import Role
 
@@ -105,7 +105,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             if needs_first:
                 da = mlp.fc2.input_gradient(dy8, w2, mlp.dtype)
             if a_t is not None:
-                dw2 = mlp.fc2.weight_gradient(dy8, a_t, w2)
+                dw2 = mlp.fc2.weight_gradient(dy8, a_t, w2.dtype)
         if dy is not None and needs_b2:
             db2 = bias_gradient(dy, ctx.bias_dtypes[1])
         if dy is not None and needs_first:
@@ -120,7 +120,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             if needs_norm:
                 dnormed = mlp.fc1.input_gradient(dh8, w1, mlp.dtype)
             if n_t is not None:
-                dw1 = mlp.fc1.weight_gradient(dh8, n_t, w1)
+                dw1 = mlp.fc1.weight_gradient(dh8, n_t, w1.dtype)
         of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)
         if needs_norm:
             of_norm_and_x = norm_gradients(dnormed, of_norm, x, norm_weight, statistics, mlp.norm, needs[2])

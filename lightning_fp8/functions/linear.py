@@ -1,4 +1,4 @@
-"""The gradients of an FP8 linear layer, and what it keeps for them."""
+"""The three GEMMs of a linear layer in FP8, :class:`Product`, and the autograd function of a layer that is one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_fp8 import ops
-from lightning_fp8.delayed.slot import Slot
-from lightning_fp8.delayed.spans import span_of
-from lightning_fp8.functions.deferred.tensor import DeferredGradient
+from lightning_fp8.delayed.history import Slot, span_of
+from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for
+from lightning_fp8.functions.deferred import DeferredGradient
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
-from lightning_fp8.ops.quantize.casting import CastArgs
+from lightning_fp8.ops.cast import CastArgs, asked, operands_of
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.linear import linear_backward, linear_forward
 from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import Role, ScaledTensor
+from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 
 Slots = dict[Role, Slot]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -27,69 +29,173 @@ _STALE = "_fp8_stale"
 """The attribute of a ``main_grad`` that the next wgrad overwrites."""
 
 
-def quantize_role(
-    x: Tensor,
-    role: Role,
-    recipe: Recipe,
-    slots: Slots,
-    *,
-    observe: bool,
-    rowwise: bool = True,
-    columnwise: bool = False,
-) -> Quantized:
-    """Cast ``x [R, K]`` as ``recipe`` does for ``role``; delayed scaling reads and, if ``observe``, feeds its slot.
+class Product:
+    """How one linear layer, ``y [R, N] = x [R, K] wᵀ + bias``, casts its tensors and runs its three GEMMs.
 
-    A weight that is a transposed view is cast as it lies in memory, and its two copies change places.
+    Attributes:
+        recipe: how its tensors are cast.
+        slots: its slots of the amax history.
+        observe: whether casts of the forward and the backward pass write amaxes to them.
+        cached_weight: the FP8 copies of the weight, where micro-batches share them.
+        main_grad: what the weight's gradient is added to.
     """
-    if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
-        lying = quantize_role(x.t(), role, recipe, slots, observe=observe, rowwise=columnwise, columnwise=rowwise)
-        return Quantized(lying.columnwise, lying.rowwise)
-    args = cast_args(role, recipe, slots, observe=observe, rowwise=rowwise, columnwise=columnwise)
-    if isinstance(x, DeferredGradient):
-        return x.quantized(recipe.cast(role), args)
-    return ops.quantize(x, recipe.cast(role), **args)
 
+    __slots__ = ("_casts", "_span", "cached_weight", "main_grad", "observe", "recipe", "slots")
 
-def cast_args(role: Role, recipe: Recipe, slots: Slots, *, observe: bool, rowwise: bool, columnwise: bool) -> CastArgs:
-    """The keywords of an op that casts ``role``; delayed scaling gives its slot's scale and, if ``observe``, amax."""
-    slot = scale = None
-    if isinstance(recipe, DelayedScaling):
-        slot = slots[role]
-        scale = slot.scale_for(span_of(recipe))
-    return {
-        "scale": scale,
-        "amax": slot.amax if slot and observe else None,
-        "scale_is_nonzero": slot is not None and slot.scale_is_nonzero(),
-        "rowwise": rowwise,
-        "columnwise": columnwise,
-    }
+    def __init__(
+        self,
+        recipe: Recipe,
+        slots: Slots,
+        observe: bool,
+        cached_weight: Quantized | None = None,
+        main_grad: Tensor | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.slots = slots
+        self.observe = observe
+        self.cached_weight = cached_weight
+        self.main_grad = main_grad
+        self._casts = {role: recipe.cast(role) for role in LINEAR_ROLES}
+        self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
+    def cast(self, role: Role) -> Cast:
+        """Format and scales of the tensor of ``role``."""
+        return self._casts[role]
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    def cast_args(self, role: Role, *, rowwise: bool, columnwise: bool, again: bool = False) -> CastArgs:
+        """The keywords of an op that casts ``role``; ``again``: a recomputed tensor, whose amax is not observed."""
+        scale, amax, scale_is_nonzero = self._scale_and_amax(role, again)
+        return {
+            "scale": scale,
+            "amax": amax,
+            "scale_is_nonzero": scale_is_nonzero,
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+        }
 
+    def _scale_and_amax(self, role: Role, again: bool = False) -> tuple[Tensor | None, Tensor | None, bool]:
+        """The scale of ``role``'s slot, the amax to write, and whether the scale is known not to be 0."""
+        if self._span is None:
+            return None, None, False
+        slot = self.slots[role]
+        amax = slot.amax if self.observe and not again else None
+        return slot.scale_for(self._span), amax, slot.scale_is_nonzero()
 
-def _quantize_input(
-    x: Tensor, recipe: Recipe, slots: Slots, shared: InputCast | None, *, observe: bool, columnwise: bool
-) -> Quantized:
-    """Cast the rows of ``x [..., K]``, as far as a ``shared`` cast has not what this layer multiplies."""
-    if shared is None:
-        x = _rows(x)
-        return quantize_role(x, Role.INPUT, recipe, slots, observe=observe, columnwise=columnwise)
-    lacks_rowwise, lacks_columnwise = shared.lacks(columnwise)
-    made = None
-    if lacks_rowwise or lacks_columnwise:
-        made = quantize_role(
-            _rows(x),
-            Role.INPUT,
-            recipe,
-            slots,
-            observe=observe and shared.reads == 1,  # a later reader's slot is fed already
-            rowwise=lacks_rowwise,
-            columnwise=lacks_columnwise,
-        )
-    copies = shared.complete(made)
-    return copies if columnwise else Quantized(copies.rowwise, None)
+    def quantize(
+        self, x: Tensor, role: Role, *, rowwise: bool = True, columnwise: bool = False, again: bool = False
+    ) -> Quantized:
+        """Cast ``x [R, K]`` as the recipe does for ``role``; delayed scaling reads its slot, and observes the amax.
+
+        A weight that is a transposed view is cast as its memory is, and its two copies change places. An FP8Tensor of
+        the recipe's format and blocks is cast already; the values of another one are cast.
+        """
+        if isinstance(x, FP8Tensor):
+            if is_cast_for(x, self._casts[role]) and x.serves(self.recipe):
+                _, amax, _ = self._scale_and_amax(role, again)
+                if amax is not None and x.observed is not None:
+                    torch.maximum(amax, x.observed, out=amax)
+                if role is Role.INPUT:
+                    x.takers.append(self.slots)
+                return x.quantized(rowwise=rowwise, columnwise=columnwise)
+            x = x.dequantize()
+        if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
+            stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
+            return Quantized(stored.columnwise, stored.rowwise)
+        cast, args = self._casts[role], self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
+        return x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+
+    def forward_of_input(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        shared: InputCast | None,
+        *,
+        columnwise: bool,
+    ) -> tuple[Quantized, Tensor]:
+        """The operands of ``x [..., K]`` as :meth:`quantize_input` gives them, and ``x wᵀ + bias`` in ``dtype``."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        results = None
+        casts_both = self.cached_weight is None and (shared is None or shared.is_new)
+        if casts_both and not torch.compiler.is_compiling():
+            x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
+            w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
+            x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
+            w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
+            gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
+            results = linear_forward(rows, x_cast, x_scale, x_amax, weight, w_cast, w_scale, w_amax, gemm, bias)
+        if results is None:
+            x8 = self.quantize_input(rows, shared, columnwise=columnwise)
+            return x8, self.forward(x8, weight, bias, dtype)
+        x8 = operands_of(results[1], x_cast, True, columnwise)
+        return x8 if shared is None else shared.complete(x8), results[0]
+
+    def quantize_input(self, x: Tensor, shared: InputCast | None, *, columnwise: bool) -> Quantized:
+        """Cast ``x [R, K]``: what a ``shared`` cast has not already."""
+        rowwise, transposed = (True, columnwise) if shared is None else shared.lacks(columnwise)
+        made = None
+        if rowwise or transposed:
+            again = shared is not None and shared.reads > 1  # the first reader's amax is in this slot already
+            made = self.quantize(x, Role.INPUT, rowwise=rowwise, columnwise=transposed, again=again)
+        if shared is None:
+            assert made is not None
+            return made
+        copies = shared.complete(made)
+        return copies if columnwise else Quantized(copies.rowwise, None)
+
+    def forward(
+        self, x8: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, again: bool = False
+    ) -> Tensor:
+        """``x wᵀ + bias`` in ``dtype``."""
+        w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, again=again)
+        return ops.scaled_mm(x8.rowwise, w8.rowwise, bias=bias, out_dtype=dtype, fast_accum=True)  # type: ignore[arg-type]
+
+    def quantized_gradient(self, dy: Tensor, *, rowwise: bool, columnwise: bool) -> Quantized:
+        """The operands of ``dy [R, N]``."""
+        return self.quantize(dy, Role.GRAD_OUTPUT, rowwise=rowwise, columnwise=columnwise)
+
+    def input_gradient(self, dy8: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """``dy w`` in ``dtype``."""
+        w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, rowwise=False, columnwise=True, again=True)
+        return ops.scaled_mm(dy8.rowwise, w8.columnwise, out_dtype=dtype)  # type: ignore[arg-type]
+
+    def weight_gradient(self, dy8: Quantized, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
+        """``dyᵀ x`` in ``dtype``; None where it was added to :attr:`main_grad`."""
+        assert dy8.columnwise is not None
+        if self.main_grad is None:
+            return ops.scaled_mm(dy8.columnwise, x_t, out_dtype=dtype)
+        _forget_if_stale(self.main_grad)
+        ops.scaled_mm_accumulate(self.main_grad, dy8.columnwise, x_t)
+        return None
+
+    def gradients(
+        self, dy: Tensor, weight: Tensor, x_t: ScaledTensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`input_gradient` and :meth:`weight_gradient` of ``dy [R, N]``."""
+        results: tuple[Tensor, Tensor | None] | None = None
+        if not torch.compiler.is_compiling() and self.cached_weight is None and self.main_grad is None:
+            dy_scale, dy_amax, dy_scale_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
+            w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
+            dy_cast = asked(dy, self._casts[Role.GRAD_OUTPUT], True, True, dy_scale_is_nonzero)
+            w_cast = asked(weight, self._casts[Role.WEIGHT], False, True, w_scale_is_nonzero)
+            results = linear_backward(
+                dy, dy_cast, dy_scale, dy_amax, weight, w_cast, w_scale, x_t.data, x_t.scale_inv,
+                Gemm(dy_cast.layout, w_cast.layout, dx_dtype), Gemm(dy_cast.layout, x_t.layout, dw_dtype),
+            )  # fmt: skip
+        if results is None:
+            dy8 = self.quantized_gradient(dy, rowwise=True, columnwise=True)
+            results = self.input_gradient(dy8, weight, dx_dtype), self.weight_gradient(dy8, x_t, dw_dtype)
+        return results
+
+    def saved(self, x8: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+        """The tensors of x's operand that wgrad multiplies, to be saved; see :meth:`unsaved`."""
+        x_t = None if x8 is None else x8.columnwise
+        return (None, None) if x_t is None else (x_t.data, x_t.scale_inv)
+
+    def unsaved(self, data: Tensor, scale_inv: Tensor) -> ScaledTensor:
+        """The operand whose tensors :meth:`saved` returned."""
+        return ScaledTensor(data, scale_inv, self._casts[Role.INPUT].layout)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -97,6 +203,9 @@ class LinearFunction(torch.autograd.Function):
 
     Keeps the FP8 copy of x that wgrad multiplies and the weight parameter, which dgrad casts again: a kept FP8 weight
     would hold every gathered layer in memory under FSDP2.
+
+    Where both x and the weight need gradients, a second output stands for x in second derivatives; see
+    :class:`_InPlaceOfInput`. Compiled code, which is derived once only, has none.
     """
 
     @staticmethod
@@ -105,74 +214,62 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        recipe: Recipe,
-        slots: Slots,
-        observe: bool,
-        out_dtype: torch.dtype,
-        cached_weight: Quantized | None,
-        main_grad: Tensor | None,
-        place_of_x: tuple[Tensor] | None,
+        product: Product,
+        dtype: torch.dtype,
         shared: InputCast | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        x8, y = product.forward_of_input(x, weight, bias, dtype, shared, columnwise=needs_wgrad)
+        in_place_of_x = x.new_empty(0) if needs_dgrad and needs_wgrad and not torch.compiler.is_compiling() else None
+        ctx.save_for_backward(*product.saved(x8), weight if needs_dgrad else None, in_place_of_x)
+        ctx.product = product
         ctx.x_shape = x.shape
-        ctx.place_of_x = place_of_x
-        x8 = _quantize_input(x, recipe, slots, shared, observe=observe, columnwise=needs_wgrad)
-        w8 = cached_weight or quantize_role(weight, Role.WEIGHT, recipe, slots, observe=observe)
-        y = ops.scaled_mm(present(x8.rowwise), present(w8.rowwise), bias=bias, out_dtype=out_dtype, fast_accum=True)
-
-        saved = (x8.columnwise.data, x8.columnwise.scale_inv) if x8.columnwise else (None, None)
-        ctx.save_for_backward(*saved, weight if needs_dgrad else None)
-        ctx.recipe = recipe
-        ctx.slots = slots
-        ctx.cached_weight = cached_weight
-        ctx.main_grad = main_grad
-        ctx.observe = observe
-        ctx.x_layout = x8.columnwise.layout if x8.columnwise else None
-        ctx.x_dtype = x.dtype
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        return y
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        if in_place_of_x is None:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, in_place_of_x
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_data, x_scale_inv, weight = ctx.saved_tensors
-        x_t = None if x_data is None else ScaledTensor(x_data, x_scale_inv, ctx.x_layout)
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
-            dx, dw, dbias = _differentiable_gradients(ctx, dy, x_t, weight)
-        else:
-            dx, dw, dbias = _linear_gradients(ctx, dy, x_t, weight)
+    def backward(ctx: Any, dy: Tensor | None, of_place: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx = dw = dbias = None
+        if dy is not None:
+            *x8, weight, in_place_of_x = ctx.saved_tensors
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
+                dx, dw, dbias = _differentiable_gradients(ctx, dy, x8, weight, in_place_of_x)
+            else:
+                dx, dw, dbias = _linear_gradients(ctx, dy, x8, weight)
+        if isinstance(of_place, _OfInput):
+            dx = reduce(torch.add, of_place.carried if dx is None else [dx, *of_place.carried])
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
-        return dx, dw, dbias, *[None] * 8
+        return dx, dw, dbias, None, None, None
 
 
-def _linear_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:
+def _linear_gradients(ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None) -> Gradients:
     """``dy w``, ``dyᵀ x`` and ``dy`` summed over rows, as far as :class:`LinearFunction`'s ``ctx`` needs them."""
-    needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+    _, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    product: Product = ctx.product
     dx = dw = dbias = None
-    if needs_dgrad or needs_wgrad:
-        usage = {"rowwise": needs_dgrad, "columnwise": needs_wgrad}
-        dy8 = quantize_role(dy, Role.GRAD_OUTPUT, ctx.recipe, ctx.slots, observe=ctx.observe, **usage)
-    if weight is not None:
-        w8 = ctx.cached_weight or quantize_role(
-            weight, Role.WEIGHT, ctx.recipe, ctx.slots, observe=False, rowwise=False, columnwise=True
-        )
-        dx = ops.scaled_mm(present(dy8.rowwise), present(w8.columnwise), out_dtype=ctx.x_dtype)
-    if x_t is not None:
-        dw = weight_gradient(dy8, x_t, ctx.main_grad, ctx.weight_dtype)
+    if weight is not None and needs_wgrad:
+        dx, dw = product.gradients(dy, weight, product.unsaved(*x8), x_dtype, weight_dtype)
+    elif weight is not None:
+        dx = product.input_gradient(product.quantized_gradient(dy, rowwise=True, columnwise=False), weight, x_dtype)
+    elif needs_wgrad:
+        dy8 = product.quantized_gradient(dy, rowwise=False, columnwise=True)
+        dw = product.weight_gradient(dy8, product.unsaved(*x8), weight_dtype)
     if needs_bias_grad:
-        dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        dbias = bias_gradient(dy, bias_dtype)
     return dx, dw, dbias
 
 
-def weight_gradient(dy8: Quantized, x_t: ScaledTensor, main_grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``dyᵀ x`` in ``dtype``; None where it was added to ``main_grad``."""
-    if main_grad is None:
-        return ops.scaled_mm(present(dy8.columnwise), x_t, out_dtype=dtype)
-    _forget_if_stale(main_grad)
-    ops.scaled_mm_accumulate(main_grad, present(dy8.columnwise), x_t)
-    return None
+def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dy [R, N]`` summed over rows, in ``dtype``."""
+    return dy.sum(0, dtype=torch.float32).to(dtype)
+
+
+# --- Gradients that are added to main_grad ----------------------------------------------------------------------------
 
 
 class MainGradFunction(torch.autograd.Function):
@@ -206,36 +303,50 @@ def _forget_if_stale(main_grad: Tensor) -> None:
         main_grad.zero_()
 
 
-def place_in_graph(x: Tensor) -> tuple[Tensor] | None:
-    """A stand-in for x in double backward, of its shape and without memory; None where x needs no gradient.
+# --- Second derivatives -----------------------------------------------------------------------------------------------
 
-    Only x's FP8 copy is saved, which is no node of the graph: second derivatives with respect to x flow through the
-    stand-in. It comes in a tuple, since autograd would take a bare tensor for an input of the function.
+
+class _OfInput(Tensor):
+    """The gradient of a tensor without elements that carries gradients of another one, ``carried``.
+
+    Where autograd adds up two of them, the sum carries what both did.
     """
-    # A compiled graph is derived once only.
-    return None if torch.compiler.is_compiling() or not x.requires_grad else (_Placeholder.apply(x),)
 
-
-class _Placeholder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_empty_strided(x.shape, (0,) * x.dim())
+    carried: list[Tensor]
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        return dx
+    def __new__(cls, place: Tensor, carried: list[Tensor]) -> _OfInput:
+        made = Tensor._make_wrapper_subclass(cls, place.shape, dtype=place.dtype, device=place.device)  # type: ignore[attr-defined]
+        made.carried = carried
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        carriers = [each for each in args if isinstance(each, _OfInput)]
+        if func is torch.ops.aten.add.Tensor:
+            return _OfInput(carriers[0], [gradient for each in carriers for gradient in each.carried])
+        if func is torch.ops.aten.detach.default:
+            return _OfInput(carriers[0], carriers[0].carried)
+        plain = [torch.empty(0, dtype=each.dtype) if isinstance(each, _OfInput) else each for each in args]
+        return func(*plain, **(kwargs or {}))  # anomaly mode looks for NaN
 
 
-class _PutInPlace(torch.autograd.Function):
-    """``x`` in the graph where ``place`` is."""
+class _InPlaceOfInput(torch.autograd.Function):
+    """The input of a :class:`LinearFunction`, dequantized, in the graph where its second output is.
+
+    Only x's FP8 copy is saved, which is no node of the graph: second derivatives with respect to x go by that output,
+    which has no elements, so that keeping it costs nothing and ``save_on_cpu`` copies nothing. Its gradient has none
+    either, and carries what is meant for x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, place: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, in_place_of_x: Tensor, x: Tensor) -> Tensor:
+        ctx.place = in_place_of_x.detach()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dx, None
+        return _OfInput(ctx.place, [dx]), None
 
 
 class _DifferentiableGradients(torch.autograd.Function):
@@ -245,12 +356,10 @@ class _DifferentiableGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, dy: Tensor, x: Tensor | None, weight: Tensor | None, linear: Any, x_t: ScaledTensor | None
-    ) -> Gradients:
+    def forward(ctx: Any, dy: Tensor, x: Tensor | None, weight: Tensor | None, linear: Any, x8: Any) -> Gradients:
         ctx.save_for_backward(dy, x, weight)
         ctx.set_materialize_grads(False)
-        return _linear_gradients(linear, dy, x_t, weight)
+        return _linear_gradients(linear, dy, x8, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -272,22 +381,34 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _differentiable_gradients(ctx: Any, dy: Tensor, x_t: ScaledTensor | None, weight: Tensor | None) -> Gradients:
-    if ctx.main_grad is not None:
+def _differentiable_gradients(
+    ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None, in_place_of_x: Tensor | None
+) -> Gradients:
+    product: Product = ctx.product
+    if product.main_grad is not None:
         raise RuntimeError(
             "create_graph=True cannot derive what fuse_wgrad_accumulation=True adds to weight.main_grad; construct "
             "the Linear with fuse_wgrad_accumulation=False to take second derivatives"
         )
-    x = None if x_t is None else x_t.dequantize(ctx.x_dtype).t()
-    if x is not None and ctx.place_of_x is not None:
-        x = _PutInPlace.apply(ctx.place_of_x[0].reshape(x.shape), x)
-    return _DifferentiableGradients.apply(dy, x, weight, ctx, x_t)
+    x = None if x8[0] is None else product.unsaved(*x8).dequantize(ctx.dtypes[0]).t()
+    if x is not None and in_place_of_x is not None:
+        x = _InPlaceOfInput.apply(in_place_of_x, x)
+    return _DifferentiableGradients.apply(dy, x, weight, ctx, x8)
 
 
-def present(operand: ScaledTensor | None) -> ScaledTensor:
-    """An operand that was asked for."""
-    assert operand is not None
-    return operand
+def refuse_second_derivatives(layer_name: str, instead: str) -> None:
+    """Raises:
+    RuntimeError: a backward pass is to be differentiated, with ``create_graph=True``.
+    """
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True cannot derive {layer_name}'s gradients in FP8, which are cast as they are computed; "
+            f"use {instead}, which has second derivatives, or run this part in high precision: with "
+            "fp8_autocast(enabled=False)"
+        )
+
+
+# --- Calibration ------------------------------------------------------------------------------------------------------
 
 
 class ObserveGradFunction(torch.autograd.Function):

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Norm(NamedTuple):
-    """The formula of a norm.
-
-    Attributes:
-        eps: added to the variance.
-        rms: RMSNorm, not LayerNorm.
-        zero_centered: the weight holds gamma - 1.
-    """
-
-    eps: float
-    rms: bool = False
-    zero_centered: bool = False
+from lightning_fp8.ops.norm import Norm
 
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, shape: Sequence[int]) -> Tensor:

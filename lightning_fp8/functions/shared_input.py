@@ -1,7 +1,14 @@
 """One FP8 cast of a tensor that several layers read: q, k and v, or gate and up.
 
 A thread remembers the last inputs that its layers cast, by weak references. A layer that reads one of them again takes
-the copies that are there, for its GEMMs and its backward pass, where its own cast would give the same, to the bit.
+the copies that are there, for its GEMMs and its backward pass.
+
+Under delayed scaling the copies have the scale of the layer that read first, and its amax enters the slots of the
+others. Layers that always read the same tensors have equal slots, and sharing changes no bit. It does where their slots
+differ: after a checkpoint was loaded in which they do, until its amaxes have left the window, and where one of the
+layers reads other tensors, too. Layers whose slots different optimizers update, and layers of different histories, do
+not share: one model's tensors would move the other's scales. Nor do layers on two sides of an activation checkpoint's
+boundary, because the recomputation inside has only its own casts to repeat.
 """
 
 from __future__ import annotations
@@ -12,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_fp8.delayed.host_knowledge import new_mark
-from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.history import Slot
+from lightning_fp8.delayed.owners import have_the_same_optimizers
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ScaledTensor
@@ -30,30 +38,34 @@ class InputCast:
 
     Attributes:
         slot: the input's, of the layer that cast it first; None once the input is gone.
+        observed: whether the cast wrote the input's amax into it.
         reads: the layers that have read it.
+        storage: a weak reference to the input's, whose address no other storage gets meanwhile.
         rowwise, columnwise: the operands of ``x [R, K]`` and of xᵀ; None where nobody has asked or nobody will.
     """
 
-    __slots__ = ("columnwise", "conditions", "mark_after", "mark_before", "reads", "recipe", "rowwise", "slot")
+    __slots__ = ("columnwise", "conditions", "observed", "reads", "recipe", "rowwise", "slot", "storage")
 
     def __init__(self, slot: Slot, recipe: Recipe, conditions: tuple[Any, ...], observe: bool) -> None:
         self.slot: Slot | None = slot
         self.recipe = recipe
         self.conditions = conditions
+        self.observed = observe
         self.reads = 0
+        self.storage: StorageWeakRef | None = None
         self.rowwise: ScaledTensor | None = None
         self.columnwise: ScaledTensor | None = None
         slot.readers = max(slot.readers, slot.readers_of_last)
         slot.readers_of_last = 0
-        if isinstance(recipe, DelayedScaling):
-            marks = slot.history.marks()
-            self.mark_before = self.mark_after = marks[slot.index]
-            if observe:
-                self.mark_after = marks[slot.index] = new_mark()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no copies yet, and the first layer reads it."""
+        return self.rowwise is None and self.columnwise is None and self.reads <= 1
 
     def clear(self, _: object = None) -> None:
         """Let go of all that it holds: the input is dead."""
-        self.slot = self.rowwise = self.columnwise = None
+        self.slot = self.rowwise = self.columnwise = self.storage = None
 
     def serve(self, slot: Slot, observe: bool) -> bool:
         """Whether the layer of ``slot`` takes these copies; its slot then has got what its own cast would write."""
@@ -68,17 +80,13 @@ class InputCast:
         return True
 
     def _feed(self, first_slot: Slot, slot: Slot, observe: bool) -> bool:
-        if slot.history is not first_slot.history:
+        history = first_slot.history
+        if slot.history is not history or (observe and not self.observed):
             return False
-        marks = slot.history.marks()
-        if marks[first_slot.index] != self.mark_after or marks[slot.index] != self.mark_before:
-            slot.history.has_unequal_readers = True
+        if not have_the_same_optimizers(history, first_slot.index, slot.index):
             return False
         if observe:
-            if self.mark_after == self.mark_before:  # nobody has found the amax
-                return False
             torch.maximum(slot.amax, first_slot.amax, out=slot.amax)
-            marks[slot.index] = self.mark_after
         return True
 
     def lacks(self, columnwise: bool) -> tuple[bool, bool]:
@@ -118,7 +126,9 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
         if torch._C._cuda_isCurrentStreamCapturing():
             return None  # the graph of one layer may be replayed without that of another
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    return _version(x), dtype, slot.history.updates, stream
+    # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
+    enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _version(x), dtype, slot.history.updates, stream, enclosing
 
 
 def _version(x: Tensor) -> tuple[int, int]:
@@ -138,19 +148,18 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
     """
     conditions = _conditions(x, dtype, slot)
     if conditions is None:
-        if observe and x.is_inference() and isinstance(recipe, DelayedScaling):
-            slot.history.note_fed_alone(slot.index)
         return None
     for input, cast in _thread.casts:
         if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
             return cast
     cast = InputCast(slot, recipe, conditions, observe)
-    cast.serve(slot, observe)
+    cast.reads = slot.readers_of_last = 1
     _remember(x, cast)
     return cast
 
 
 def _remember(x: Tensor, cast: InputCast) -> None:
+    cast.storage = StorageWeakRef(x.untyped_storage())
     _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
 
 

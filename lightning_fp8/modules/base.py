@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.autocast import current_context
-from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.slot import Slot
+from lightning_fp8.delayed.history import AmaxHistory, Slot
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
 from lightning_fp8.scaled import Role
 from lightning_fp8.te.keys import take_state
-from lightning_fp8.te.te_state import read_te_state
-from lightning_fp8.te.unpickle import CheckpointError
+
+if TYPE_CHECKING:
+    from lightning_fp8.te.te_state import TEState
 
 
 class FP8Module(nn.Module):
@@ -74,7 +74,11 @@ class FP8Module(nn.Module):
         """Keep amaxes and scales in ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
         indices = count(first_slot)
         self._slots = tuple({role: history.slot(next(indices)) for role in self.roles} for _ in self.gemms)
-        history.add_owner(self)
+        self._join(history)
+
+    def _join(self, history: AmaxHistory) -> None:
+        """Let the optimizers that hold parameters of this module update its slots."""
+        history.add_module(self, [slot.index for slots in self.slots_of_gemms for slot in slots.values()])
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
         """:attr:`slots_of_gemms`, in a history of the module's own where it has none yet.
@@ -90,12 +94,16 @@ class FP8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles
         """The state without the last context: it may hold a process group, which neither copies nor pickles."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_last_context", "_weight_cache")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_last_context", "_last_products", "_weight_cache")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.history is not None:
-            self.history.add_owner(self)
+            self._join(self.history)
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refused where it would run in FP8: threads of ``torch.nn.DataParallel`` are outside this thread's region."""
@@ -137,17 +145,18 @@ class FP8Module(nn.Module):
     ) -> None:
         """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
         if (entry := take_state(state_dict, prefix)) is not None:
+            from lightning_fp8.te.te_state import CheckpointError, read_te_state  # only now: few models meet one
+
             key, extra_state = entry
             try:
-                self._load_te_state(extra_state)
+                self._load_te_state(read_te_state(extra_state))
             except CheckpointError as error:
                 error_msgs.append(f"{key}: {error}")
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _load_te_state(self, extra_state: Any) -> None:
-        te_state = read_te_state(extra_state)
+    def _load_te_state(self, te_state: TEState) -> None:
         if te_state.forward is not None:
             tensor_states = [
                 te_state.tensor_state(role, gemm) for gemm in range(len(self.gemms)) for role in self.roles

@@ -14,9 +14,9 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 class TransposedLinear(LinearLayer):
     """``y = x w + b`` with ``w [in_features, out_features]``, in FP8 as :class:`Linear` is; its GEMMs read ``wᵀ``."""
 
-    def _parameter(self, names: tuple[str, ...]) -> Any:
-        parameter = super()._parameter(names)
-        return parameter.t() if names == self.weight_names else parameter
+    def _weight_and_bias(self) -> tuple[Tensor, Any]:
+        weight, bias = super()._weight_and_bias()
+        return weight.t(), bias
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = input.reshape(-1, input.shape[-1])

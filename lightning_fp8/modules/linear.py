@@ -13,17 +13,21 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import (
     one_dtype,
     plain,
-    refuse_in_forward,
-    require_bools,
     require_positive,
     rows_by_name,
 )
-from lightning_fp8.arguments.initialization import Initialization, InitMethod, require_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.initialization import Initialization, InitMethod
+from lightning_fp8.modules.tensor_parallel import CutLayer, TensorParallel, cut_linear
+from lightning_fp8.primary_weights import keep_weights_in_fp8
+from lightning_fp8.te.arguments import (
+    ParallelArguments,
+    PassesContextParallelGroup,
+    checked_arguments,
+    refuse_in_forward,
+)
 
 
-class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
+class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[misc]
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
     Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
@@ -33,21 +37,24 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         in_features: columns of x.
         out_features: columns of y.
         bias: whether there is a bias.
-        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``,
+            in each backward pass through the layer, also in one that asks for the input's gradient alone.
         return_bias: return ``(y without bias, bias)``.
         init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
-        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``parallel_mode`` the features above are
+            those of all ranks together, and ``in_features``, ``out_features`` and parameters this rank's.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: a parallel argument that is not at its default.
+        NotImplementedError: an argument that is not supported, and not at its default.
     """
 
     initialization = Initialization()
 
+    @checked_arguments
     def __init__(
         self,
         in_features: int,
@@ -66,9 +73,6 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         in_features, out_features = plain(in_features), plain(out_features)
         require_positive("in_features", in_features)
         require_positive("out_features", out_features)
-        require_bools(bias=bias, return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        require_init_method("init_method", init_method)
-        refuse_parallel("Linear", parallel)
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
         dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -78,7 +82,9 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
             self._split_parameters(split_rows)
         self.initialization = Initialization.told(init_method, None, parallel)
         self.initialization.fill(*self.weights_and_biases())
+        cut_linear(self, parallel.get("parallel_mode"), TensorParallel.asked(parallel))
         self.ensure_slots()
+        keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
         """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
@@ -88,13 +94,14 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
         Raises:
             RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
         """
-        weights, biases = self.weights_and_biases()
-        bound = 1 / math.sqrt(self.in_features)
-        for weight, bias in zip(weights, biases):
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
-        self.initialization.fill(weights, biases)
+        with self._as_whole():
+            weights, biases = self.weights_and_biases()
+            bound = 1 / math.sqrt(weights[0].shape[1])
+            for weight, bias in zip(weights, biases):
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+                if bias is not None:
+                    nn.init.uniform_(bias, -bound, bound)
+            self.initialization.fill(weights, biases)
         self.forget_weight()
 
     def forward(  # type: ignore[override]
@@ -118,12 +125,26 @@ class Linear(SetsNoGroups, LinearLayer, nn.Linear):  # type: ignore[misc]
 
         Raises:
             TypeError, ValueError: an input that does not fit the layer; the message says what would.
-            NotImplementedError: an argument that asks for what is not here.
+            NotImplementedError: an argument that is not supported, and not at its default.
         """
-        refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
-        if inp is not None and input is not None:
-            raise TypeError("Linear takes one input; Transformer Engine calls it inp, torch input")
-        return super().forward(inp if input is None else input, is_first_microbatch)  # type: ignore[arg-type]
+        if fp8_output is not False or fp8_grad is not False or weight is not None or bias is not None:
+            refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
+        if inp is not None:
+            if input is not None:
+                raise TypeError("Linear takes one input; Transformer Engine calls it inp, torch input")
+            input = inp
+        if self.parallel_mode is not None:
+            return self._forward_of_piece(input, is_first_microbatch)  # type: ignore[arg-type]
+        return super().forward(input, is_first_microbatch)  # type: ignore[arg-type]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_of_piece(
+        self, input: Tensor, is_first_microbatch: bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        weight, bias = self._weight_and_bias()
+        context = self._begin(input, weight, is_first_microbatch)
+        y = self._product_of_piece(input, weight, bias, context, is_first_microbatch)
+        return (y, self._returned_bias(bias, self.parallel_mode)) if self.return_bias else y
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None

@@ -8,24 +8,28 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_fp8 import autocast, ops
-from lightning_fp8.arguments import refuse_transforms, require_bool
-from lightning_fp8.arguments.parallel import refuse_sharded
+from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,
     MainGradFunction,
     ObserveGradFunction,
-    Slots,
+    Product,
     mark_stale,
-    place_in_graph,
 )
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced
 from lightning_fp8.modules.weight_cache import WeightCachingModule
+from lightning_fp8.parallel.sharded_linear import is_sharded, sharded_linear
+from lightning_fp8.primary_weights import concatenated
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+
+_TENSORS = (Tensor, nn.Parameter)
+_functorch_is_active = torch._C._are_functorch_transforms_active
 
 
 class LinearLayer(WeightCachingModule):
@@ -44,7 +48,11 @@ class LinearLayer(WeightCachingModule):
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     bias_names: tuple[str, ...] = ("bias",)
+    output_layout: Any = None
+    """The DTensor placement that a row-parallel layer gives its output; None leaves it a sum of parts."""
     _last_context: FP8Context | None = None
+    _last_products: list[Product] | None = None
+    """Of the last forward in FP8 without cached weights; made anew for another recipe, and other slots."""
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
@@ -62,25 +70,32 @@ class LinearLayer(WeightCachingModule):
                 ``is_first_microbatch`` that is neither None nor a bool.
             ValueError: an input of other features or on another device than the weight.
         """
-        weight, bias, context = self._begin(input, is_first_microbatch)
+        weight, bias = self._weight_and_bias()
+        context = self._begin(input, weight, is_first_microbatch)
         added_bias = None if self.return_bias else bias
-        output = self._multiply(input, weight, added_bias, context, is_first_microbatch)
-        return (output, bias) if self.return_bias else output
+        if not (context.enabled and self.fp8):
+            output = self._forward_outside_fp8(input, weight, added_bias, context, is_first_microbatch)
+            return (output, bias) if self.return_bias else output
+        (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
+        x = input if input.dtype is dtype else input.to(dtype)
+        if is_sharded(weight):
+            y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
+            return (y, bias) if self.return_bias else y
+        shared = None
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # else the function casts for a gradient that is not needed
+        if not torch.compiler.is_compiling():
+            shared = input_cast(input, dtype, product.recipe, product.slots[Role.INPUT], observe=product.observe)
+        y = LinearFunction.apply(x, weight, added_bias, product, dtype, shared)
+        if type(y) is tuple:
+            y = y[0]
+        if input.dim() != 2:  # here, not in the function: views that one makes cannot be changed in place
+            y = y.view(*input.shape[:-1], weight.shape[0])
+        return (y, bias) if self.return_bias else y
 
-    def _begin(self, input: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Any, FP8Context]:
-        """The weight, the bias and the context of a forward, whose arguments are checked."""
-        if is_first_microbatch is not None:
-            require_bool("is_first_microbatch", is_first_microbatch)
-        weight = self._parameter(self.weight_names)
-        bias = self._parameter(self.bias_names)
-        self._check(input, weight)
-        return weight, bias, self._context(input)
-
-    def _multiply(
+    def _forward_outside_fp8(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> Tensor:
-        if context.enabled and self.fp8:
-            return self._fp8_forward(input, weight, bias, context, is_first_microbatch)
         weight = self._in_main_grad(weight, is_first_microbatch)
         if context.calibrating and not context.enabled and self.fp8:
             return self._calibrating_forward(input, weight, bias)
@@ -96,27 +111,36 @@ class LinearLayer(WeightCachingModule):
         """``(out_features, in_features)`` of each of :attr:`gemms`."""
         return {"": (self.out_features, self.in_features)}
 
-    def _context(self, input: Tensor) -> FP8Context:
-        """The context that this forward runs under; counted in the record."""
+    def _begin(self, input: Tensor, weight: Tensor, is_first_microbatch: bool | None) -> FP8Context:
+        """The context that this forward, whose arguments are checked, runs under; counted in the record."""
+        if is_first_microbatch is not None:
+            require_bool("is_first_microbatch", is_first_microbatch)
+        if (
+            type(input) not in _TENSORS
+            or input.dtype is not weight.dtype
+            or not input.dim()
+            or input.shape[-1] != self.in_features
+            or input.device != weight.device
+            or not input.is_floating_point()
+        ):
+            self._check(input, weight)
         if torch.compiler.is_compiling():
             context = autocast.current_context()
             if context.enabled and self.fp8:
                 note_traced(*self.features)
             return context
         # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
-        context = self.running_context()
-        if autocast.in_backward():
+        context, in_backward = autocast.context_of_forward(self._last_context)
+        if in_backward:
             return context
         if self._last_context is not context:
             self._last_context = context  # slow in a module, so only where it changes
-        rows = input.numel() // self.in_features
-        (self._record or self.record).note(context.enabled and self.fp8, rows, self.training)
+        (self._record or self.record).note(context.enabled and self.fp8, self.training)
         return context
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would run under now, outside compiled code."""
-        context = autocast.current_context()
-        return (self._last_context or context) if autocast.is_repeating() else context
+        return autocast.context_of_forward(self._last_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
@@ -134,60 +158,98 @@ class LinearLayer(WeightCachingModule):
         """The weights and the biases, as they are registered."""
         return [getattr(self, name) for name in self.weight_names], [getattr(self, name) for name in self.bias_names]
 
-    def _parameter(self, names: tuple[str, ...]) -> Any:
-        if len(names) == 1:
-            return getattr(self, names[0])
-        parts = [getattr(self, name) for name in names]
-        return torch.cat(parts) if parts[0] is not None else None
+    def _parameter(self, name: str) -> Any:
+        parameters = self._parameters  # faster than a module's __getattr__
+        return parameters[name] if name in parameters else getattr(self, name)
 
-    def _fp8_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
-    ) -> Tensor:
-        refuse_transforms(self.kind, input, weight, bias)
-        recipe = context.recipe
-        (slots, *_), dtype, observe = self._enter_fp8(context, input, weight)
-        x = input.to(dtype)
-        cached = self._cached_weight(weight, self.weight_names, recipe, slots, observe, is_first_microbatch, context)
-        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        grad = torch.is_grad_enabled()
-        if not grad and weight.requires_grad:
-            weight = weight.detach()  # else the function casts for a gradient that nobody asks for
-        place = place_in_graph(x) if grad and weight.requires_grad else None
-        shared = None
-        if not torch.compiler.is_compiling():
-            shared = input_cast(input, dtype, recipe, slots[Role.INPUT], observe=observe)
-        y = LinearFunction.apply(x, weight, bias, recipe, slots, observe, dtype, cached, main_grad, place, shared)
-        # Here, not in the function: views that one makes cannot be changed in place.
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], self.out_features)
+    def _weight_and_bias(self) -> tuple[Tensor, Any]:
+        """The weight ``[N, K]`` and the bias; of several parameters one after the other."""
+        if len(self.weight_names) == 1:
+            return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
+        weights, biases = self.weights_and_biases()
+        return concatenated(weights), None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
 
-    def _enter_fp8(
-        self, context: FP8Context, input: Tensor, *weights: Tensor
-    ) -> tuple[tuple[Slots, ...], torch.dtype, bool]:
-        """The slots of the GEMMs, the dtype of their results, and whether casts feed the slots."""
-        for weight in weights:
-            refuse_sharded(self.kind, input=input, weight=weight)
+    def _products(
+        self,
+        input: Tensor,
+        weights: tuple[Tensor, ...],
+        others: tuple[Tensor | None, ...],
+        context: FP8Context,
+        is_first_microbatch: bool | None,
+    ) -> tuple[list[Product], torch.dtype]:
+        """How each of :attr:`gemms` multiplies in this forward, and the dtype of their results.
+
+        Args:
+            weights: of each.
+            others: tensors that the layer computes from beside these.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            if _functorch_is_active() or forward_ad._current_level >= 0:
+                refuse_transforms(self.kind, input, *weights, *others)
+            for weight in weights:
+                if type(weight) is not nn.Parameter or type(input) not in _TENSORS:
+                    self._check_sharded(input, weight)
         if input.layout is not torch.strided:
             raise TypeError(
                 f"{self.kind} takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them"
             )
         slots = self._slots or self.ensure_slots(input.device)
-        observe = torch.is_grad_enabled() and self.training and context.observe
-        if isinstance(context.recipe, DelayedScaling) and not torch.compiler.is_compiling():
+        recipe, grad = context.recipe, torch.is_grad_enabled()
+        observe = grad and self.training and context.observe
+        if not compiling and isinstance(recipe, DelayedScaling):
             history = slots[0][Role.INPUT].history
-            if observe and history.recipe is not context.recipe:
-                history.follow(context.recipe)
-            elif not observe and context.observe and torch.is_grad_enabled():
-                history.trained_in_eval |= any(weight.requires_grad for weight in weights)
-        return slots, autocast_dtype(input.device.type) or input.dtype, observe
+            if observe:
+                history.follow(recipe)
+            elif grad and context.observe:
+                history.watch.trained_in_eval |= any(weight.requires_grad for weight in weights)
+        products = [] if compiling else self._last_products or []  # compiled code would be guarded by them
+        first = products[0] if products else None
+        if first is None or first.recipe is not recipe or first.slots is not slots[0] or first.observe is not observe:
+            products = [Product(recipe, of_gemm, observe) for of_gemm in slots]
+            if not compiling:
+                self._last_products = products  # slow in a module, so only where it changes
+        if (
+            not compiling  # code that is compiled would be guarded by what keeps weights
+            and (is_first_microbatch is not None or context.weight_period is not None or self._weight_cache)
+            and not is_sharded(weights[0])
+        ):
+            products = self._with_cached_weights(products, weights, is_first_microbatch, context)
+        if self.fuse_wgrad_accumulation:
+            products = [
+                Product(recipe, each.slots, observe, each.cached_weight, self._main_grad(weight, is_first_microbatch))
+                for each, weight in zip(products, weights)
+            ]
+        return products, autocast_dtype(input.device.type) or input.dtype
+
+    def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
+        """Raises:
+        TypeError: a DTensor that this kind of layer does not take.
+        """
+        if not is_sharded(weight):
+            refuse_sharded(self.kind, input=input)
+
+    def _with_cached_weights(
+        self,
+        products: list[Product],
+        weights: tuple[Tensor, ...],
+        is_first_microbatch: bool | None,
+        context: FP8Context,
+    ) -> list[Product]:
+        names = [self.weight_names] if len(products) == 1 else [(name,) for name in self.weight_names]
+        cached = [
+            self._cached_weight(weight, of_weight, product, is_first_microbatch, context)
+            for product, weight, of_weight in zip(products, weights, names)
+        ]
+        return [Product(each.recipe, each.slots, each.observe, kept) for each, kept in zip(products, cached)]
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
         refuse_transforms(self.kind, input, weight, bias)
+        refuse_sharded(self.kind, input=input, weight=weight)
         slots = self.ensure_slots(input.device)[gemm]
         ops.observe(input.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
-        slots[Role.INPUT].history.forget_marks()
-        if not torch.compiler.is_compiling():
-            slots[Role.INPUT].history.note_thread()
+        slots[Role.INPUT].history.calibrated = True
         output = self._high_precision(input, weight, bias)
         return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
 
@@ -228,7 +290,8 @@ class LinearLayer(WeightCachingModule):
             raise TypeError(
                 f"{self.kind} got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
             )
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
+        # Without gradients transformers' tensor parallelism puts local pieces in the place of DTensors.
+        if input.dim() == 0 or input.shape[-1] not in (self.in_features, weight.shape[-1]):
             raise ValueError(
                 f"{self.kind} has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its "
                 "last dimension must be in_features"

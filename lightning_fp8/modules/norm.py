@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, plain, require_bools, require_number
-from lightning_fp8.arguments.parallel import refuse_parallel
+from lightning_fp8.arguments import one_dtype, plain
 from lightning_fp8.functions.norm import Norm, normalize
-from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.modules.tensor_parallel import GroupTaker
+from lightning_fp8.parallel.collectives import SumGradient
+from lightning_fp8.te.arguments import checked_arguments
 from lightning_fp8.te.keys import EXTRA_STATE
 
 _DTYPES = (*ops.HIGH_PRECISION, torch.float64)
@@ -38,10 +40,8 @@ def _sizes(shape: Any) -> list[int]:
     return sizes
 
 
-def _check_options(eps: Any, zero_centered_gamma: Any, **flags: Any) -> None:
-    require_number("eps", eps, largest=FLOAT32_MAX)
-    require_bools(zero_centered_gamma=zero_centered_gamma, **flags)
-    if zero_centered_gamma and not flags["elementwise_affine"]:
+def _check_gamma(zero_centered_gamma: bool, elementwise_affine: bool) -> None:
+    if zero_centered_gamma and not elementwise_affine:
         raise ValueError("zero_centered_gamma=True needs elementwise_affine=True: without it there is no gamma")
 
 
@@ -54,11 +54,28 @@ def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{type(module).__name__} normalizes {shape}, but the input has shape {tuple(x.shape)}")
 
 
-class _GammaModule(nn.Module):
+class _GammaModule(GroupTaker):
     """A norm whose weight is gamma, or gamma - 1."""
 
     zero_centered_gamma: bool
+    sequence_parallel: bool = False
     weight: Any  # None without elementwise_affine
+
+    def _summed(self, *parameters: Any) -> list[Any]:
+        """Parameters, whose gradients are summed over the tensor-parallel group: each rank normalizes other values.
+
+        Raises:
+            RuntimeError: ``sequence_parallel``, and there is no group.
+        """
+        group = self.tensor_parallel.group
+        if group is None or not self.sequence_parallel:
+            if self.sequence_parallel and torch.is_grad_enabled() and dist.is_initialized():
+                raise RuntimeError(
+                    f"{type(self).__name__} with sequence_parallel=True sums its parameters' gradients over the ranks: "
+                    "call set_tensor_parallel_group(tp_group) first"
+                )
+            return [*parameters]
+        return [None if each is None else SumGradient.apply(each, group) for each in parameters]
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
@@ -78,15 +95,16 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: the size of the last dimensions.
         eps: added to the variance.
         zero_centered_gamma: ``weight`` holds gamma - 1 and starts at 0.
-        sequence_parallel: refused if True.
+        sequence_parallel: each rank normalizes a piece of a sequence. The gradients of the parameters are summed over
+            the group that ``set_tensor_parallel_group`` gives.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         hidden_size: Transformer Engine's older name of ``normalized_shape``.
 
     Raises:
         ValueError, TypeError: a size, ``eps`` or an input that does not fit.
-        NotImplementedError: ``sequence_parallel``.
     """
 
+    @checked_arguments
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -101,17 +119,18 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
-        _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine, bias=bias)
+        _check_gamma(zero_centered_gamma, elementwise_affine)
         self.zero_centered_gamma = zero_centered_gamma
         super().__init__(shape, eps, elementwise_affine, bias, device, one_dtype(params_dtype, dtype, _DTYPES))
+        self.sequence_parallel = sequence_parallel
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, input, tuple(self.normalized_shape))
         norm = Norm(self.eps, zero_centered=self.zero_centered_gamma)
-        return normalize(input, self.weight, self.bias, norm, self.normalized_shape)
+        weight, bias = self._summed(self.weight, self.bias)
+        return normalize(input, weight, bias, norm, self.normalized_shape)
 
 
 class RMSNorm(_GammaModule, nn.RMSNorm):
@@ -122,6 +141,7 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
 
     eps: float  # type: ignore[assignment]  # never None
 
+    @checked_arguments
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -135,14 +155,15 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_parallel(type(self).__name__, {"sequence_parallel": sequence_parallel})
         shape = _normalized_shape(normalized_shape, hidden_size)
-        _check_options(eps, zero_centered_gamma, elementwise_affine=elementwise_affine)
+        _check_gamma(zero_centered_gamma, elementwise_affine)
         self.zero_centered_gamma = zero_centered_gamma
         super().__init__(shape, eps, elementwise_affine, device, one_dtype(params_dtype, dtype, _DTYPES))
+        self.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same shape and dtype."""
         _check_input(self, x, tuple(self.normalized_shape))
         norm = Norm(self.eps, rms=True, zero_centered=self.zero_centered_gamma)
-        return normalize(x, self.weight, None, norm, self.normalized_shape)
+        (weight,) = self._summed(self.weight)
+        return normalize(x, weight, None, norm, self.normalized_shape)

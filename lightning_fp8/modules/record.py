@@ -14,36 +14,32 @@ class LayerRecord:
 
     Attributes:
         fp8: training forwards (``module.training``) that multiplied in FP8.
-        fp8_rows: rows of all their inputs together; 0 where all of them were empty.
         high_precision: training forwards that did not multiply in FP8.
-        high_precision_rows: rows of all their inputs together.
         evaluations: forwards of either kind outside training.
     """
 
-    __slots__ = ("evaluations", "fp8", "fp8_rows", "high_precision", "high_precision_rows")
+    __slots__ = ("evaluations", "fp8", "high_precision")
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Start anew."""
-        self.fp8 = self.fp8_rows = self.high_precision = self.high_precision_rows = self.evaluations = 0
+        self.fp8 = self.high_precision = self.evaluations = 0
 
     @property
     def ran(self) -> bool:
         """Whether the layer was called at all."""
         return bool(self.fp8 or self.high_precision or self.evaluations)
 
-    def note(self, fp8: bool, rows: int, training: bool) -> None:
-        """Count one forward of ``rows`` rows."""
+    def note(self, fp8: bool, training: bool) -> None:
+        """Count one forward."""
         if not training:
             self.evaluations += 1
         elif fp8:
             self.fp8 += 1
-            self.fp8_rows += rows
         else:
             self.high_precision += 1
-            self.high_precision_rows += rows
 
     def __repr__(self) -> str:
         return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)})"

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.saved import saved_steps, validated_state
-from lightning_fp8.delayed.spans import Span, saved_span, span_in, span_of, span_ratio
+from lightning_fp8.delayed.history import (
+    AmaxHistory,
+    Span,
+    saved_span,
+    saved_steps,
+    span_in,
+    span_of,
+    span_ratio,
+    validated_state,
+)
+from lightning_fp8.delayed.update import update_slots
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
@@ -105,6 +113,25 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"{model_names[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
         )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
+
+
+def update_fp8_scales(model: nn.Module) -> None:
+    """Turn the amaxes that the FP8 layers of ``model`` observed since their last update into delayed scales.
+
+    A step of a ``torch.optim.Optimizer`` that holds their parameters does it by itself. Call this after each step of
+    anything else: an optimizer that is not one of torch's, or that holds other copies of the parameters. Ranks that
+    share their scales all have to call it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    require_module("update_fp8_scales", model)
+    slots: dict[AmaxHistory, set[int]] = {}
+    for _, module in fp8_modules(model):
+        for _, slot in module.named_slots():
+            slots.setdefault(slot.history, set()).add(slot.index)
+    in_order = sorted(slots, key=lambda history: history.creation_index)
+    update_slots([(history, frozenset(slots[history])) for history in in_order])
 
 
 def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:

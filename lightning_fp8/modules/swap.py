@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -19,7 +22,47 @@ def swap_class(module: nn.Module, new: type) -> None:
     """Make ``module`` a ``new``, under the mixin of ``fully_shard`` if there is one."""
     cls = type(module)
     sharded = unsharded_class(module) is not cls
+    places = list(_places_of_own_forward(module))
     module.__class__ = type(cls.__name__, (cls.__bases__[0], new), {}) if sharded else new
+    for put in places:
+        put(MethodType(new.forward, module))  # type: ignore[attr-defined]
+
+
+def calls_own_forward(module: nn.Module) -> bool:
+    """Whether a forward that was put on the instance is found to call that of the class, which a swap then replaces.
+
+    transformers' tensor parallelism keeps it in a closure, accelerate's hooks in ``_old_forward``.
+    """
+    return any(True for _ in _places_of_own_forward(module))
+
+
+def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
+    """Functions that put another forward where those on the instance hold the class's own, bound to ``module``."""
+    own = getattr(unsharded_class(module), "forward", None)
+
+    def is_own(value: Any) -> bool:
+        return getattr(value, "__func__", None) is own and getattr(value, "__self__", None) is module
+
+    attributes = vars(module)
+    if is_own(attributes.get("_old_forward")):
+        yield functools.partial(setattr, module, "_old_forward")
+    todo, seen = [attributes.get("forward"), attributes.get("_old_forward")], set()
+    while todo:
+        function = todo.pop()
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        if isinstance(function, functools.partial):
+            todo += [function.func, *function.args]
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # empty
+                continue
+            if is_own(value):
+                yield functools.partial(setattr, cell, "cell_contents")
+            elif callable(value) and not isinstance(value, (nn.Module, type)):
+                todo.append(value)
 
 
 def is_conv1d(module: nn.Module) -> bool:

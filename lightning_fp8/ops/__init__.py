@@ -1,9 +1,11 @@
 """The FP8 ops: ``torch.ops.lightning_fp8`` behind functions that take and give :class:`ScaledTensor`.
 
-They allocate and dispatch by device; they know no gradients and no modules. Each operation has a folder: its ``schema``
-says what it takes and gives, ``reference`` computes it in plain torch and is its specification, ``cuda`` runs kernels.
+They allocate and dispatch by device; they know no gradients and no modules. An operation's file has its public
+function, its typed signature and its specification in plain torch; ``<operation>_cuda.py`` runs kernels.
 """
 
+# These implement the ops.
+from lightning_fp8.ops import activation_cuda, cast_cuda, gemm_cuda, norm_cuda, transpose_cuda  # noqa: F401
 from lightning_fp8.ops.activation import (
     ACTIVATIONS,
     activation_backward_quantize,
@@ -11,11 +13,12 @@ from lightning_fp8.ops.activation import (
     gated_backward_quantize,
     gated_quantize,
 )
-from lightning_fp8.ops.core.options import HIGH_PRECISION
+from lightning_fp8.ops.cast import Quantized, observe, quantize, quantize_columns
+from lightning_fp8.ops.checks import HIGH_PRECISION
 from lightning_fp8.ops.gemm import scaled_mm, scaled_mm_accumulate
 from lightning_fp8.ops.norm import Normalized, norm_backward, norm_quantize
-from lightning_fp8.ops.quantize import Quantized, observe, quantize
 from lightning_fp8.ops.scales import update_scales
+from lightning_fp8.ops.transpose import transpose
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,7 +33,9 @@ __all__ = [
     "norm_quantize",
     "observe",
     "quantize",
+    "quantize_columns",
     "scaled_mm",
     "scaled_mm_accumulate",
+    "transpose",
     "update_scales",
 ]

@@ -1,4 +1,4 @@
-"""The dtypes of parameters and activations: which go together, Lightning's name for them, and casts of a batch."""
+"""The dtypes of parameters and activations: which go together, Lightning's name, casts of a model and of a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named
@@ -48,6 +48,24 @@ def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> st
 def table_name(compute_dtype: torch.dtype) -> str:
     """What the table of layers calls a dtype: ``"BF16"``, ``"FP16"`` or ``"FP32"``."""
     return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}[compute_dtype]
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters and buffers in place; ``Module.to`` alone would make complex ones real."""
+    of_modules = [tensors for each in module.modules() for tensors in (each._parameters, each._buffers)]
+    complex_ones = [
+        (tensors, name, tensor)
+        for tensors in of_modules
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_complex()
+    ]
+    for tensors, name, _ in complex_ones:
+        tensors[name] = None
+    try:
+        module.to(dtype=dtype)  # some classes note their dtype there
+    finally:
+        for tensors, name, tensor in complex_ones:
+            tensors[name] = tensor  # type: ignore[assignment]
 
 
 def cast_floating_point(data: Any, dtype: torch.dtype) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -14,27 +16,37 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_bool, require_module
-from lightning_fp8.attention.attach import attach, detach
-from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
+from lightning_fp8.attention.models.attach import attach, detach
+from lightning_fp8.autocast import FP8Context, fp8_context, in_backward, waiting
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
     apply_conversion,
     globs_without_layers,
+    is_sharded,
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
+    with_gathers,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import is_update_due, update_of_plugin
-from lightning_fp8.delayed.saved import validated_state
-from lightning_fp8.delayed.spans import span_of
+from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
+from lightning_fp8.delayed.owners import all_slots, owned_by
+from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
-from lightning_fp8.plugin.dtypes import cast_floating_point, precision_name, table_name, weights_and_compute_dtypes
+from lightning_fp8.modules.tensor_parallel import CutLayer
+from lightning_fp8.plugin.dtypes import (
+    cast_floating_point,
+    cast_module,
+    precision_name,
+    table_name,
+    weights_and_compute_dtypes,
+)
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
@@ -105,19 +117,20 @@ class FP8FabricPrecision(FabricPrecision):
         self.kept_weights = KeptWeights(cache_fp8_weights)
         self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
-        self._stepping = False
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
         self._states_of_models: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plan: ConversionSummary | None = None
         self._first_steps: dict[AmaxHistory, FirstStep] = {}
+        self._stepped_in_backward: set[AmaxHistory] = set()
         self._reported: set[tuple[str, str]] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         """What strategies that start processes send to them: no weak references, no hooks that watch a first step."""
-        return {**self.__dict__, "_models": list(self._models), "_first_steps": {}}
+        without: dict[str, Any] = {"_first_steps": {}, "_stepped_in_backward": set()}
+        return {**self.__dict__, "_models": list(self._models), **without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _models=WeakSet(state["_models"]))
@@ -126,29 +139,40 @@ class FP8FabricPrecision(FabricPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
 
-        Again it changes nothing. Buffers are cast as Lightning's own true precision casts them.
+        Again it changes nothing. Complex parameters and buffers stay, which Lightning's own true precision makes real.
         """
         require_module("convert_module", module)
         if any(
             t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
         ):
-            module.to(dtype=self.weights_dtype)
+            cast_module(module, self.weights_dtype)
         attention = FP8Context(self.recipe).attention
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history
+        if layers := pieces_of(module):
+            rank_zero_warn(
+                f"{layers}: a checkpoint of Lightning holds the pieces of rank 0 alone. Put the whole model into it, "
+                "in on_save_checkpoint: checkpoint['state_dict'] = gather_tensor_parallel(self), of "
+                "lightning_fp8.te.tensor_parallel"
+            )
         history = apply_conversion(module, self.plan)
         self._models.add(module)
         if attention:
             attach(module)
-        history.after_step = self._after_step
+        history.plugin_recipe = self.recipe
+        if is_sharded(module):
+            self.plan = with_gathers(self.plan, module, self.recipe)
+        else:  # yet: Fabric shards models after it has converted them
+            waiting.append(partial(_report_gathers, weakref.ref(self), weakref.ref(module), history))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         if self._register_history(history):
             self._reported = set()
             if (first_step := self._first_step_of(module, self.plan)) is not None:
                 self._first_steps[history] = first_step
+                _watching.add(self)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
@@ -161,7 +185,7 @@ class FP8FabricPrecision(FabricPrecision):
         return module
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
-        return FirstStep(module, summary, count_rows=False)
+        return FirstStep(module, summary)
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Keep the table that the first training step gave; warn of layers that should run in FP8 and did not."""
@@ -178,6 +202,17 @@ class FP8FabricPrecision(FabricPrecision):
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
+
+    def report_gathers(self, module: nn.Module, history: AmaxHistory) -> None:
+        """Say of a model that was sharded after its conversion which weights FSDP2 gathers in high precision."""
+        first_step = self._first_steps.get(history)
+        before = self.summary if first_step is None else first_step.summary
+        if before is None or (summary := with_gathers(before, module, self.recipe)) == before:
+            return
+        if first_step is not None:
+            first_step.summary = summary
+        self.plan = self.summary = summary
+        rank_zero_info(f"FSDP2 does not gather all weights of FP8 layers in FP8\n{summary}")
 
     def detach_attention(self) -> None:
         """Take back what lets FP8 contexts reach the attention of the models: training is over."""
@@ -236,10 +271,11 @@ class FP8FabricPrecision(FabricPrecision):
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
-                if is_update_due(histories, self.recipe):
-                    self.update_scales()  # of steps inside the backward pass
+                self._report_first_steps(self._stepped_in_backward)
+                self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
-                    history.wait()
+                    history.training_forward_begins(observes=len(histories) == 1)
+                update_waiting(histories)
             yield
 
     def _context(self) -> FP8Context:
@@ -254,42 +290,46 @@ class FP8FabricPrecision(FabricPrecision):
         return cast_floating_point(data, torch.get_default_dtype())
 
     def update_scales(self) -> None:
-        """Reduce the amaxes of all models over all ranks in one collective and compute new scales."""
-        self._report_first_steps()
-        update_of_plugin(self.histories.values(), self.recipe)
+        """Reduce the amaxes of all models over all ranks in one collective and compute new scales.
 
-    def _report_first_steps(self) -> None:
-        """Report what ran of the models that stepped; of all where no torch optimizer says whose step it was."""
-        one_stepped = any(history.steps for history in self.histories.values())
-        for history, first_step in list(self._first_steps.items()):
-            if not history.owners:  # its model is gone
-                del self._first_steps[history]
-            elif history.steps or not one_stepped:
+        Steps of a ``torch.optim.Optimizer`` that holds parameters of a model do it for this model.
+        """
+        update_slots(all_slots(self.histories.values()))
+        self._report_first_steps(self.histories.values())
+
+    def report_step(self, optimizer: Any) -> None:
+        """Report what ran of the models of which ``optimizer`` has stepped parameters."""
+        stepped = {history for history, _ in owned_by(optimizer)}
+        if in_backward():  # of one parameter; others have none of their gradients yet
+            self._stepped_in_backward |= stepped
+        else:
+            self._report_first_steps(stepped)
+
+    def _report_first_steps(self, stepped: Iterable[AmaxHistory]) -> None:
+        """Report what ran of the models that stepped."""
+        for history in list(stepped):
+            if (first_step := self._first_steps.get(history)) is not None:
                 if (summary := first_step.after_step()) is not None:
                     self.report_first_step(summary)
                 if first_step.settled:
                     del self._first_steps[history]
+        self._first_steps = {history: each for history, each in self._first_steps.items() if history.modules}
+        if not self._first_steps:
+            _watching.discard(self)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        with self._one_update():
+        with self._scales_follow(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
-    def _after_step(self) -> None:
-        """An optimizer that holds parameters of a model has stepped."""
-        # Scales stand until the end of a backward pass whose hooks step an optimizer for each parameter.
-        if not self._stepping and not in_backward():
-            self.update_scales()
-
     @contextmanager
-    def _one_update(self) -> Iterator[None]:
-        """One update after a step by Lightning: it may hold many closures, an inner step, or none of torch's."""
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
-        self.update_scales()
+    def _scales_follow(self, optimizer: Any) -> Iterator[None]:
+        """Do what the hook of torch's optimizers does, where ``optimizer`` is none and calls none of them."""
+        before = optimizer_step_number()
+        yield
+        if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
+            after_optimizer_step(optimizer)
+            _report_step(optimizer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -339,3 +379,30 @@ class FP8FabricPrecision(FabricPrecision):
         for name, history in self.histories.items():
             if name in states:
                 load_state(history, states[name], self.recipe, saved)
+
+
+def _report_gathers(
+    plugin: weakref.ref[FP8FabricPrecision], module: weakref.ref[nn.Module], history: AmaxHistory
+) -> None:
+    living, model = plugin(), module()
+    if living is not None and model is not None:
+        living.report_gathers(model, history)
+
+
+def pieces_of(model: nn.Module) -> str:
+    """A sentence's subject: the layers whose parameters are this rank's pieces as plain tensors; empty without any."""
+    names = [name for name, module in model.named_modules() if isinstance(module, CutLayer) and module.cuts]
+    return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
+
+
+_watching: WeakSet[FP8FabricPrecision] = WeakSet()
+"""The plugins that have models whose first step is not reported."""
+
+
+@torch.compiler.disable
+def _report_step(optimizer: Any, *_: Any) -> None:
+    for plugin in list(_watching):
+        plugin.report_step(optimizer)
+
+
+register_optimizer_step_post_hook(_report_step)  # behind the one that updates the scales

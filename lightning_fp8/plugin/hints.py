@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_fp8 import recipes
 from lightning_fp8.formats import Format
 from lightning_fp8.plugin.precision import FP8Precision
+from lightning_fp8.recipes import RECIPES, Recipe
 
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 
@@ -57,7 +57,15 @@ def _read(name: str, value: Any) -> Any:
         fields = {field: _read(field, given) for field, given in value.get("init_args", value).items()}
         if "class_path" not in value:
             return fields
-        return getattr(recipes, value["class_path"].rpartition(".")[2])(**fields)
+        return _recipe_class(value["class_path"])(**fields)
     if name.endswith("_dtype") and isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return _TEXT_FOR_FLAGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _recipe_class(path: Any) -> type[Recipe]:
+    for cls in RECIPES.values():
+        if path in (cls.__name__, f"lightning_fp8.{cls.__name__}", f"{cls.__module__}.{cls.__name__}"):
+            return cls
+    known = ", ".join(f"lightning_fp8.{cls.__name__}" for cls in RECIPES.values())
+    raise ValueError(f"class_path={path!r} is not a recipe; use one of {known}")

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.attention.owners import any_traced as any_attention_traced
+from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.owners import owned_by
+from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
-from lightning_fp8.plugin.fabric import FP8FabricPrecision
+from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 
 
-# Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super(): each of our two classes
-# updates the scales around its own.
+# Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
 class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer, together with :class:`lightning_fp8.FP8Callback`.
 
@@ -31,14 +36,21 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """
 
     _has_callback = False
+    watched: FirstStep | None = None
+    """What FP8Callback watches: its FLOPs are counted."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        in_trainer = isinstance(module, LightningModule) and module._trainer is not None
-        if in_trainer and not self._has_callback:
+        trainer = module._trainer if isinstance(module, LightningModule) else None
+        if trainer is not None and not self._has_callback:
             raise MisconfigurationException(
                 "FP8Precision needs FP8Callback, which tells it when steps begin and what they ran in FP8; add it: "
                 "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()])"
+            )
+        if trainer is not None and isinstance(trainer.strategy, DDPStrategy) and (layers := pieces_of(module)):
+            raise MisconfigurationException(
+                f"{layers}: DDP would give all ranks the pieces of rank 0. Use ModelParallelStrategy with "
+                "parallelize_module, or a loop of your own with a data-parallel group"
             )
         return super().convert_module(module)
 
@@ -61,15 +73,30 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def release(self) -> None:
         """Leave the models' scales to whoever trains them next; called when the Trainer is done."""
         self._has_callback = False
+        self.watched = None
         self.detach_attention()
         for history in self.histories.values():
-            history.after_step = None
+            history.plugin_recipe = None
         for model in list(self._models):
             self.kept_weights.training_ends(model)
 
     @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
+        """Know all optimizers before the first step: one of them may have its parameters frozen meanwhile.
+
+        Of a model with weights of ``fp8_model_init`` they keep float32 masters.
+        """
+        for optimizer in optimizers:
+            owned_by(optimizer)
+            if isinstance(optimizer, Optimizer) and any(isinstance(each, FP8Tensor) for each in model.parameters()):
+                with_master_weights(optimizer)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._one_update():
+        with self._scales_follow(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
@@ -80,6 +107,15 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
                 yield
         finally:
             self._observes = True
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        with self.forward_context(), self._counted():
+            yield
+
+    def _counted(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.watched is None else self.watched.counted()
 
     @override
     def val_step_context(self) -> Any:
@@ -108,5 +144,5 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             if any_traced() or any_attention_traced()
             else nullcontext()
         )
-        with fp8_context(FP8Context(self.recipe)), one_thread:
+        with fp8_context(FP8Context(self.recipe)), one_thread, self._counted():
             super().backward(tensor, model, *args, **kwargs)

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fp8.arguments import require_mapping
-from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.saved import validated_state
+from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.modules.state import state_for
 from lightning_fp8.recipes import DelayedScaling, Recipe
 
@@ -49,7 +48,7 @@ def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
 
 def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
     """The histories whose models are still in use, named anew: another's name would be taken for its own."""
-    return by_name([history for history in histories.values() if history.owners or not history.names])
+    return by_name([history for history in histories.values() if history.modules or not history.names])
 
 
 def with_equal_names(states: dict[str, Any]) -> list[str]:

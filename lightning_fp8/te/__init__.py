@@ -1,1 +1,5 @@
-"""Transformer Engine's FP8 state, read from its files without Transformer Engine and without running what they hold."""
+"""Transformer Engine: its checkpoints' keys, states and files, and its modules' arguments.
+
+It need not be installed, and nothing that its files hold is run. ``export``, ``load`` and ``remap`` know models; the
+other modules import nothing of ours but values.
+"""

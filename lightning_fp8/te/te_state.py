@@ -16,7 +16,7 @@ A window ``[len, n]`` is ordered as ours, oldest amax first.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.scaled import Role
-from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, slots_of_state
-from lightning_fp8.te.torch_file import TensorRecord, read_archive, read_pickle
-from lightning_fp8.te.unpickle import CheckpointError, Standin
-
-# Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
-torch.serialization.add_safe_globals([io.BytesIO])
+from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, is_state, slots_of_state
+from lightning_fp8.te.torch_file import CheckpointError, Standin, TensorRecord, read_archive, read_pickle
 
 MAX_STATE_BYTES = 1 << 30
 MAX_WINDOW = 1 << 20
@@ -55,6 +51,10 @@ def put_tensor_state(
         te_columns[f"scale_{direction}"][index] = scale
     if len(amax_history):
         te_columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
+
+
+class ForeignState(CheckpointError):
+    """The value of an ``_extra_state`` key is whole, and no state of Transformer Engine: another module's own."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,29 @@ class TEState:
         return {slot: self.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
 
 
+def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]:
+    """Transformer Engine's states by key; what other modules keep under such keys is passed over.
+
+    Raises:
+        CheckpointError: a state is damaged; the message names its key.
+    """
+    for key, value in state_dict.items():
+        if isinstance(key, str) and is_state(key):
+            try:
+                state = read_state_of(key, value)
+            except ForeignState:
+                continue
+            yield key, state
+
+
+def read_state_of(key: str, value: Any) -> TEState:
+    """As :func:`read_te_state`, of a tensor that is not read yet, too; the message of an error names ``key``."""
+    try:
+        return read_te_state(value.load() if isinstance(value, TensorRecord) else value)
+    except CheckpointError as error:
+        raise type(error)(f"{key}: {error}") from None
+
+
 def read_te_state(value: Any) -> TEState:
     """The FP8 state that the value of an ``_extra_state`` key holds. Nothing of it is executed.
 
@@ -123,13 +146,15 @@ def read_te_state(value: Any) -> TEState:
         value: ``None``, ``io.BytesIO``, uint8 tensor ``[n]``, bytes, dict or list.
 
     Raises:
-        CheckpointError: the value is damaged, asks for a foreign class, or is no Transformer Engine state.
+        ForeignState: the value is no Transformer Engine state.
+        CheckpointError: it is damaged, or asks for a foreign class.
     """
     if value is None:
         return TEState("any version, without FP8")
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8 or value.dim() > 1:
-            raise CheckpointError(f"it is a {value.dtype} tensor of shape {tuple(value.shape)}, not bytes")
+            raise ForeignState(f"it is a {value.dtype} tensor of shape {tuple(value.shape)}, not bytes")
+        _check_stored("it", value)
         _check_size(value.numel())
         if not value.numel():
             return TEState("2.4 or later, without FP8")
@@ -142,9 +167,20 @@ def read_te_state(value: Any) -> TEState:
         state = read_archive(value.getvalue())
         return TEState("0.12 to 1.13, without FP8") if state is None else _from_dict(state, _version_1(state))
     if isinstance(value, list):
+        if not all(isinstance(item, (Tensor, TensorRecord)) for item in value[:2]):
+            raise ForeignState("it is a list of other things than tensors")
         names = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
         return _from_dict(dict(zip(names, value)), "0.1 to 0.2")
     return _from_dict(value, "0.3 to 0.5")
+
+
+def _check_stored(key: str, value: Tensor) -> None:
+    """Raise unless the tensor has its values in memory, each once: a copy of it takes no more than it does."""
+    if value.is_meta or value.layout != torch.strided:
+        raise CheckpointError(f"{key} is a tensor on {value.device} of layout {value.layout}; it must hold values")
+    stored = value.untyped_storage().nbytes() // value.element_size()
+    if value.numel() > stored:
+        raise CheckpointError(f"{key} has shape {tuple(value.shape)} and {stored} stored values")
 
 
 def _check_size(size: int) -> None:
@@ -176,14 +212,12 @@ def _version_1(state: Any) -> str:
 
 def _from_dict(state: Any, writer: str) -> TEState:
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"it holds a {type(state).__name__}, not Transformer Engine's FP8 state")
+        raise ForeignState(f"it holds a {type(state).__name__}, not Transformer Engine's FP8 state")
     recipe = state.get("recipe")
     name = recipe.name.rpartition(".")[2] if isinstance(recipe, Standin) else None
     if "scale_fwd" not in state:
         if name is None:
-            raise CheckpointError(
-                "it holds neither 'scale_fwd' nor a recipe: this is not Transformer Engine's FP8 state"
-            )
+            raise ForeignState("it holds neither 'scale_fwd' nor a recipe: this is not Transformer Engine's FP8 state")
         return TEState(writer, recipe_name=name)  # a recipe without state
     forward, dropped_forward = _columns(state, "fwd")
     backward, dropped_backward = _columns(state, "bwd") if "scale_bwd" in state else (None, 0)
@@ -217,7 +251,8 @@ def _float32(state: Mapping[Any, Any], key: str, dim: int) -> Tensor:
     if len(shape) != dim or any(size > limit for size, limit in zip(shape, limits)):
         raise CheckpointError(f"{key} has shape {shape}; it must have {dim} dimensions of at most {limits}")
     if isinstance(value, TensorRecord):
-        if value.numel > value.storage.numel:
+        if value.repeats:
             raise CheckpointError(f"{key} has shape {shape} and {value.storage.numel} stored values")
         value = value.load()
+    _check_stored(key, value)
     return value.detach().cpu().clone()

@@ -1,26 +1,46 @@
 """Reads what ``torch.save`` and ``pickle.dumps`` write: values, with tensors that are read when asked for.
 
+Nothing of a file is executed. Python's own unpickler reads the opcodes; a name in the file (a class or function) is
+looked up in a table of constructors of this module, and only those are ever called. Sizes are checked against the bytes
+at hand before memory is taken, so memory stays within a constant factor of the file.
+
 Two containers exist: a zip archive (torch 1.6 and later) and the older sequence of pickles, which a tensor inside a
-plain pickle still is. Sizes are checked against the bytes at hand before memory is taken.
+plain pickle still is. ``torch.load(pickle_module=...)`` would read both, but not a hostile file:
+
+- an archive with a ``constants.pkl`` goes to ``torch.jit.load``, whatever the ``pickle_module``, and the file's
+  TorchScript runs;
+- a storage that claims more bytes than its record has is read beyond the record, before pytorch/pytorch#165553;
+- a compressed archive is unpacked, and a storage of the older format allocated, at any size that the file claims;
+- a file that is a tar archive is extracted to disk;
+- with ``TORCH_FORCE_WEIGHTS_ONLY_LOAD=1`` it raises, whatever the file.
+
+The unpickler is the one that the standard library has in Python, whose methods can be replaced. The one in C allocates
+its memo up to the largest number in it (4 GiB for a pickle of 9 bytes), crashes while it hashes a key of deeply nested
+tuples, and lets a file set attributes of any object that it can name, ``torch._utils._rebuild_tensor_v2.__defaults__``
+for example.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
+import pickletools
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.te.unpickle import CheckpointError, Constructor, Global, Lookup, Standin, unpickle
+Constructor = Callable[..., Any]
+Lookup = Callable[[str], Constructor | None]
 
 MAX_PICKLE_BYTES = 1 << 30
 _ZIP_SIGNATURE = b"PK\x03\x04"
@@ -43,17 +63,78 @@ _STORAGE_DTYPES = {
             "Char": torch.int8,
             "Byte": torch.uint8,
             "Bool": torch.bool,
+            "ComplexFloat": torch.complex64,
+            "ComplexDouble": torch.complex128,
         }.items()
     },
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.UntypedStorage": torch.uint8,
 }
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 # Transformer Engine's recipes, and Megatron-LM's subclass of one.
 _RECIPE = re.compile(r"transformer_engine\.common\.recipe\.\w+|megatron\.core\.[\w.]*\.TEDelayedScaling")
 # Both read a tensor's storage from bytes; Megatron-LM puts its own in torch's place.
 _LOAD_FROM_BYTES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
+_BUILTINS = ("builtins", "__builtin__")
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a value in it, cannot be read; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Global:
+    """A name of the file, and our constructor for it: its only use is to be called."""
+
+    name: str
+    constructor: Constructor
+
+
+@dataclass
+class Standin:
+    """An object of a class that is known by name only: what the file says it was made of.
+
+    Attributes:
+        name: ``module.Class``.
+        args: its constructor's arguments.
+        state: its attributes.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, state: Any) -> None:
+        """Take the attributes that the file gives the object after making it, uncopied: a file may give many the same.
+
+        Raises:
+            CheckpointError: it has some already.
+        """
+        state = state[0] if isinstance(state, tuple) and state else state  # (attributes, slots)
+        if isinstance(state, dict) and state:
+            if self.state:
+                raise CheckpointError("an object is given a state twice")
+            self.state = state
+
+
+class Buffer(io.BytesIO):
+    """``io.BytesIO``, made as a pickle makes it; each copy of bytes is charged to ``budget``."""
+
+    def __init__(self, budget: _Budget, data: Any = b"") -> None:
+        budget.spend(len(data))
+        super().__init__(data)
+        self.budget = budget
+
+    def build(self, state: Any) -> None:
+        if not (isinstance(state, tuple) and state and isinstance(state[0], (bytes, bytearray))):
+            raise CheckpointError("an io.BytesIO has no bytes")
+        self.budget.spend(len(state[0]))
+        self.write(state[0])
+        self.seek(0)
 
 
 @dataclass
@@ -111,64 +192,176 @@ class TensorRecord:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it has more elements than are stored: a copy of it may take any memory."""
+        return self.numel > self.storage.numel
+
     def load(self) -> Tensor:
-        """The tensor, on the CPU."""
+        """The tensor, on the CPU.
+
+        Raises:
+            CheckpointError: torch has no tensor of this shape, or the file not the bytes that it claims.
+        """
         if not self.numel:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            try:
+                return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            except RuntimeError as error:  # of sizes beside a 0 whose product is beyond int64
+                reason = str(error).partition("\n")[0]
+                raise CheckpointError(f"a tensor of shape {self.shape} cannot be made: {reason}") from None
         elements = self.storage.elements()
         return elements.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-class Buffer(io.BytesIO):
-    """``io.BytesIO``, made as a pickle makes it."""
+# --- Pickles ----------------------------------------------------------------------------------------------------------
 
-    def build(self, state: Any) -> None:
-        if not (isinstance(state, tuple) and state and isinstance(state[0], (bytes, bytearray))):
-            raise CheckpointError("an io.BytesIO has no bytes")
-        self.write(state[0])
-        self.seek(0)
+_KEYS = (str, int, float, bytes, bool, type(None))
+"""What may be a dictionary's key, or in a set: hashing nested tuples recurses as deep as the file says."""
+
+_OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes if opcode.proto <= 5}
+_REFUSED = {"PERSID", "INST", "OBJ", "STRING", "BINSTRING", "SHORT_BINSTRING", "EXT1", "EXT2", "EXT4", "FROZENSET"}
+_REFUSED |= {"NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"}
+_PYTHONS: Any = pickle._Unpickler.dispatch
 
 
-@contextmanager
-def open_checkpoint(path: Path) -> Iterator[Any]:
-    """The value that ``torch.save`` wrote to ``path``. Its :class:`TensorRecord` are readable inside this context.
+class _Methods(dict[int, Any]):
+    """Those of opcodes that are read; the others are refused by name."""
 
-    Objects of unknown classes are :class:`Standin`.
+    def __missing__(self, code: int) -> Any:
+        if code not in _OPCODES:
+            raise pickle.UnpicklingError(f"unknown opcode {code:#x}")
+        raise CheckpointError(f"the pickle holds the opcode {_OPCODES[code]}, which no checkpoint needs")
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler with the methods of opcodes that make objects replaced: they are of this module."""
+
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, stream: io.BytesIO, lookup: Lookup, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(stream)
+        self.lookup, self.persistent = lookup, persistent
+
+    def find_class(self, module: str, name: str) -> Global:
+        full_name = f"{module}.{name}"
+        constructor = self.lookup(full_name)
+        if constructor is None:
+            raise CheckpointError(f"it asks for {full_name[:200]!r}, which is not on the list of names that are read")
+        return Global(full_name, constructor)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.persistent is None:
+            raise CheckpointError("it holds a persistent id outside a torch.save archive")
+        return self.persistent(pid)
+
+    def load_proto(self) -> None:
+        self.read(1)
+
+    def load_frame(self) -> None:  # the bytes are at hand: frames are of no use
+        self.read(8)
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, Global) or not isinstance(arguments, tuple):
+            if isinstance(function, Standin):
+                raise CheckpointError(f"it calls what {function.name[:200]!r} gives, which is not supported")
+            raise TypeError(f"{type(function).__name__} is called")
+        self.append(function.constructor(*arguments))
+
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, (Standin, Buffer)):
+            target.build(state)
+        elif not isinstance(target, dict):  # an OrderedDict's attributes are of no interest
+            raise TypeError(f"{type(target).__name__} is given a state")
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _set_items(self.stack[-1], [key, value])
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        _set_items(self.stack[-1], items)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        _set_items(self.stack[-1], items)
+
+    def load_additems(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        if not isinstance(target, set):
+            raise TypeError(f"{type(target).__name__} is given elements")
+        target.update(_checked_keys(items, "a set's element"))
+
+    def load_stop(self) -> None:
+        if len(self.stack) != 1 or self.metastack:
+            raise pickle.UnpicklingError("it holds more than one value")
+        _PYTHONS[pickle.STOP[0]](self)
+
+    def load_bytearray8(self) -> None:  # Python's takes the memory before it looks for the bytes
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+
+_Unpickler.dispatch = _Methods(
+    {
+        code: vars(_Unpickler).get(f"load_{name.lower()}", _PYTHONS[code])
+        for code, name in _OPCODES.items()
+        if name not in _REFUSED
+    }
+)
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    if isinstance(target, Standin):
+        raise CheckpointError(f"it holds a dictionary of class {target.name[:200]!r}, which is not supported")
+    if not isinstance(target, dict):
+        raise TypeError(f"{type(target).__name__} is given items")
+    target.update(zip(_checked_keys(items[::2], "a dictionary's key"), items[1::2], strict=True))
+
+
+def _checked_keys(keys: list[Any], what: str) -> list[Any]:
+    """``keys``, if a file may have them hashed: hashes of integers that are wider than 64 bits collide at will."""
+    for key in keys:
+        if not isinstance(key, _KEYS):
+            raise CheckpointError(
+                f"{what} that is neither text nor number is not supported: a {type(key).__name__}; save the file "
+                "without it"
+            )
+        if isinstance(key, int) and key.bit_length() > 64:
+            raise CheckpointError(f"{what} that has {key.bit_length()} bits is not supported: at most 64 are read")
+    return keys
+
+
+def unpickle(data: bytes | io.BytesIO, lookup: Lookup, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The value that a pickle stands for.
+
+    Args:
+        data: one pickle; a stream is left behind its end.
+        lookup: the constructor of a global's dotted name, or None to refuse it.
+        persistent: what a persistent id stands for; ``None`` refuses them.
 
     Raises:
-        CheckpointError: the file is no checkpoint, or damaged.
-        OSError: there is no such file.
+        CheckpointError: a refused name, an unknown opcode or damaged bytes.
     """
-    with path.open("rb") as file:
-        if file.read(4) == _ZIP_SIGNATURE:
-            yield _read_zip(file, _Budget(path.stat().st_size), standins=True)
-        else:
-            if path.stat().st_size > MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{path} is no zip archive and too large for torch's older format")
-            file.seek(0)
-            data = file.read()
-            yield _read_legacy(io.BytesIO(data), _lookup(_Budget(len(data)), standins=True))
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    try:
+        return _Unpickler(stream, lookup, persistent).load()
+    except CheckpointError:
+        raise
+    except EOFError:
+        raise CheckpointError("the pickle is damaged: it ends too early") from None
+    except Exception as error:  # whatever damaged bytes provoke: stack underflow, wrong types, truncation, ...
+        raise CheckpointError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def read_archive(data: bytes) -> Any:
-    """The value of a ``torch.save`` that lies in memory; unknown classes are refused.
-
-    Raises:
-        CheckpointError: damaged, or it holds a name that is not on the list.
-    """
-    budget = _Budget(len(data))
-    if data[:4] == _ZIP_SIGNATURE:
-        return _read_zip(io.BytesIO(data), budget)
-    return _read_legacy(io.BytesIO(data), _lookup(budget))
-
-
-def read_pickle(data: bytes) -> Any:
-    """The value of a ``pickle.dumps``; unknown classes are refused.
-
-    Raises:
-        CheckpointError: damaged, or it holds a name that is not on the list.
-    """
-    return unpickle(data, _lookup(_Budget(len(data))))
+# --- Names ------------------------------------------------------------------------------------------------------------
 
 
 class _Budget:
@@ -201,24 +394,63 @@ def _lookup(budget: _Budget, *, nested: bool = False, standins: bool = False) ->
         budget.spend(len(text))
         return text.encode("latin1")
 
+    def size(sizes: Any = ()) -> tuple[Any, ...]:
+        if not isinstance(sizes, tuple):  # another's copy could take more memory than the file has bytes
+            raise CheckpointError("a torch.Size is not made of a tuple")
+        return sizes
+
+    def elements(items: Any = ()) -> set[Any]:
+        if not isinstance(items, (list, tuple)):
+            raise CheckpointError(f"a set of a {type(items).__name__} is not supported")
+        budget.spend(4 * len(items))
+        return set(_checked_keys([*items], "a set's element"))
+
+    def counter(counts: Any = None) -> Counter[Any]:
+        if counts is not None and type(counts) is not dict:
+            raise CheckpointError(f"a collections.Counter of a {type(counts).__name__} is not supported")
+        budget.spend(4 * len(counts or ()))
+        return Counter(counts)
+
+    def device(kind: Any, index: Any = None) -> torch.device:
+        if not isinstance(kind, str) or not (index is None or type(index) is int):
+            raise CheckpointError("a torch.device is not made of a name and a number")
+        return torch.device(kind) if index is None else torch.device(kind, index)
+
+    def member(getattr_: str, owner: Any = None, name: Any = None) -> Standin:
+        """An enumeration's member, as Python 3.11.2 pickles it."""
+        if not (isinstance(owner, Global) and _RECIPE.fullmatch(owner.name) and isinstance(name, str)):
+            raise CheckpointError(f"it asks for {getattr_!r}, which is not on the list of names that are read")
+        return Standin(owner.name, (name,))
+
     constructors: dict[str, Constructor] = {
         "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
         "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
-        "torch.Size": lambda sizes=(): tuple(sizes),
+        "torch.Size": size,
         "collections.OrderedDict": lambda: {},
         "_codecs.encode": encode,
-        "_io.BytesIO": Buffer,
-        "io.BytesIO": Buffer,
+        "_io.BytesIO": partial(Buffer, budget),
+        "io.BytesIO": partial(Buffer, budget),
     }
+    if standins:
+        constructors |= {f"{module}.set": elements for module in _BUILTINS}
+        constructors |= {f"{module}.frozenset": lambda x=(): frozenset(elements(x)) for module in _BUILTINS}
+        constructors |= {"collections.Counter": counter, "torch.device": device}
+    else:
+        constructors |= {f"{module}.getattr": partial(member, f"{module}.getattr") for module in _BUILTINS}
     if not nested:
         constructors |= dict.fromkeys(_LOAD_FROM_BYTES, load_from_bytes)
 
     def lookup(global_name: str) -> Constructor | None:
         if global_name in constructors:
             return constructors[global_name]
-        if global_name in _STORAGE_DTYPES or global_name in _DTYPES:
+        if global_name in _STORAGE_DTYPES or global_name in DTYPES:
             return _not_callable
+        if global_name.startswith("transformer_engine.pytorch.") and "tensor" in global_name.lower():
+            raise CheckpointError(
+                f"FP8 primary weights of fp8_model_init are not supported ({global_name[:200]}); in Transformer Engine "
+                "replace each by its dequantize() and save the state dict again"
+            )
         return (lambda *args: Standin(global_name, args)) if standins or _RECIPE.fullmatch(global_name) else None
 
     return lookup
@@ -228,16 +460,28 @@ def _not_callable(*_: Any) -> Any:
     raise CheckpointError("a dtype is called")
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRecord:
+def _rebuild_tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, bits: Any = None
+) -> TensorRecord:
+    _refuse_lazy(bits)
     return TensorRecord(_storage(storage), _storage(storage).dtype, offset, tuple(shape), tuple(stride))
 
 
 def _rebuild_tensor_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, bits: Any = None
 ) -> TensorRecord:
-    if not isinstance(dtype, Global) or dtype.name not in _DTYPES:
+    if not isinstance(dtype, Global) or dtype.name not in DTYPES:
         raise CheckpointError("a tensor has no dtype")
-    return TensorRecord(_storage(storage), _DTYPES[dtype.name], offset, tuple(shape), tuple(stride))
+    _refuse_lazy(bits)
+    return TensorRecord(_storage(storage), DTYPES[dtype.name], offset, tuple(shape), tuple(stride))
+
+
+def _refuse_lazy(bits: Any) -> None:
+    if bits:
+        raise CheckpointError(
+            "a tensor is stored as what its conjugate or its negative is made of, which is not supported; save its "
+            "resolve_conj().resolve_neg()"
+        )
 
 
 def _storage(value: Any) -> Storage:
@@ -263,7 +507,52 @@ def _parse_persistent_id(persistent_id: Any) -> tuple[torch.dtype, str, int]:
     return dtype, storage_key, numel
 
 
-def _read_zip(file: Any, budget: _Budget, *, standins: bool = False) -> Any:
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Any]:
+    """The value that ``torch.save`` wrote to ``path``. Its :class:`TensorRecord` are readable inside this context.
+
+    Objects of unknown classes are :class:`Standin`.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, or damaged.
+        OSError: there is no such file.
+    """
+    with path.open("rb") as file:
+        yield _read(file, path.stat().st_size, standins=True)
+
+
+def read_archive(data: bytes) -> Any:
+    """The value of a ``torch.save`` whose bytes are given; unknown classes are refused.
+
+    Raises:
+        CheckpointError: damaged, or it holds a name that is not on the list.
+    """
+    return _read(io.BytesIO(data), len(data))
+
+
+def read_pickle(data: bytes) -> Any:
+    """The value of a ``pickle.dumps``; unknown classes are refused.
+
+    Raises:
+        CheckpointError: damaged, or it holds a name that is not on the list.
+    """
+    return unpickle(data, _lookup(_Budget(len(data))))
+
+
+def _read(file: BinaryIO, size: int, *, standins: bool = False) -> Any:
+    budget = _Budget(size)
+    if file.read(4) == _ZIP_SIGNATURE:
+        return _read_zip(file, budget, standins=standins)
+    if size > MAX_PICKLE_BYTES:
+        raise CheckpointError(f"it is no zip archive, and too large for torch's older format: {size} bytes")
+    file.seek(0)
+    return _read_legacy(io.BytesIO(file.read()), _lookup(budget, standins=standins))
+
+
+def _read_zip(file: BinaryIO, budget: _Budget, *, standins: bool = False) -> Any:
     try:
         archive = zipfile.ZipFile(file)
         infos = {info.filename: info for info in archive.infolist()}

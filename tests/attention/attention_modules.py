@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.attention.ops import Band
 from tests.attention.ops.attention_cases import exact, visible_keys
 
 MASKS = {

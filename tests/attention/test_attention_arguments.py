@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_fp8 import DotProductAttention, MultiheadAttention, TransformerLayer, fp8_autocast, make_recipe
-from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.attention.function import fp8_attention
+from lightning_fp8.attention.ops import Band
 from lightning_fp8.recipes import RECIPES
 
 FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
@@ -24,8 +24,9 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"kv_channels": 1.5}, ValueError, "kv_channels=1.5 must be a positive integer"),
         ({"kv_channels": (1, 2, 3)}, ValueError, r"kv_channels=\(1, 2, 3\) must be one number, or a pair"),
         ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups=3 does not divide num_attention_heads=4"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size=2 is not here: layers are not tensor-parallel; .*fully_shard"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group=.* is not here: layers are not tensor-parallel"),
+        ({"tp_size": 3}, ValueError, "num_attention_heads=4 does not divide into tp_size=3 equal parts"),
+        ({"tp_size": 4, "num_gqa_groups": 2}, ValueError, "num_gqa_groups=2 does not divide into tp_size=4 equal"),
+        ({"tp_group": object()}, TypeError, "tp_group=.* must be a process group of torch.distributed"),
         ({"attention_dropout": 1.5}, ValueError, "attention_dropout=1.5 must be .* at most 1"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format='bhsd' is unknown; use one of 'sbhd', 'bshd', 'thd'"),
         ({"attn_mask_type": "causal_top"}, ValueError, "attn_mask_type='causal_top' is unknown; use one of 'no_mask'"),
@@ -39,9 +40,12 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"window_size": (4,)}, ValueError, r"window_size=\(4,\) must be two integers"),
         ({"window_size": (4, -2)}, ValueError, r"window_size=\(4, -2\) must be two integers"),
         ({"sequence_parallel": "no"}, TypeError, "sequence_parallel='no' must be True or False"),
-        ({"cp_group": object()}, NotImplementedError, "cp_group=.* is not here: context parallelism"),
-        ({"return_max_logit": True}, NotImplementedError, "return_max_logit=True is not here"),
-        ({"num_splits": 2}, NotImplementedError, "num_splits=2 is not here: leave it at 1"),
+        ({"cp_group": object()}, TypeError, "cp_group is object; pass a torch.distributed.ProcessGroup"),
+        ({"cp_comm_type": "p2q"}, ValueError, "cp_comm_type='p2q' is unknown; use one of 'p2p', 'all_gather', 'a2a'"),
+        ({"cp_comm_type": "a2a+p2p"}, NotImplementedError, "with two groups, is not supported; pass one cp_group"),
+        ({"cp_global_ranks": [0, 1]}, ValueError, r"cp_global_ranks=\[0, 1\] without cp_group"),
+        ({"return_max_logit": True}, NotImplementedError, "return_max_logit=True is not supported"),
+        ({"num_splits": 2}, NotImplementedError, "num_splits=2 is not supported: leave it at 1"),
     ],
 )
 def test_a_wrong_constructor_says_what_would_do(arguments: Any, error: type[Exception], message: str) -> None:
@@ -57,19 +61,11 @@ def test_a_wrong_constructor_says_what_would_do(arguments: Any, error: type[Exce
         functools.partial(TransformerLayer, 64, 128, 4),
     ],
 )
-def test_tensor_parallelism_is_refused_everywhere_for_one_reason(made: Any) -> None:
-    """A group would say another number of heads than ``tp_size``; nothing here computes with one."""
+def test_a_group_is_a_process_group_everywhere(made: Any) -> None:
     group = object()
-    reasons = set()
-    for asked in (
-        lambda: made(tp_group=group),
-        lambda: made(tp_size=2),
-        lambda: made().set_tensor_parallel_group(group),
-    ):
-        with pytest.raises(NotImplementedError, match=r"^tp_(group|size)=.* is not here: ") as refused:
+    for asked in (lambda: made(tp_group=group), lambda: made().set_tensor_parallel_group(group)):
+        with pytest.raises(TypeError, match="must be a process group"):
             asked()
-        reasons.add(str(refused.value).partition(" is not here: ")[2])
-    assert reasons == {"layers are not tensor-parallel; leave it out, and shard the model with fully_shard (FSDP2)"}
     made(tp_size=1, tp_group=None).set_tensor_parallel_group(None)
 
 
@@ -124,8 +120,8 @@ X = torch.randn(2, 3, 4, 16)
         ({"cu_seqlens_q": [0, 3, 6]}, TypeError, "cu_seqlens_q is list; it must be a tensor, or None"),
         ({"inference_params": object()}, NotImplementedError, "inference_params=.*causal_bottom_right"),
         ({"score_mod": abs}, NotImplementedError, "flex_attention"),
-        ({"fp8_output": True}, NotImplementedError, "fp8_output=True is not here"),
-        ({"bf16_backward": True}, NotImplementedError, "bf16_backward=True is not here"),
+        ({"fp8_output": True}, NotImplementedError, "fp8_output=True is not supported"),
+        ({"bf16_backward": True}, NotImplementedError, "bf16_backward=True is not supported"),
         (
             {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 3])},
             ValueError,

@@ -21,11 +21,10 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.te.torch_file import read_pickle
 from tests.checkpoint.te_models import expected_rows, spec, te_files
 from tests.checkpoint.te_writer import VERSIONS
-from tests.small import fp8_trainer
+from tests.small import fp8_trainer, update_all_scales
 
 RECIPE = DelayedScaling(amax_history_len=8, fp8_dpa=True)
 ROWS = ("qkv", "s", "o", "dqkv", "do", "dp")
@@ -86,7 +85,7 @@ def test_rows_of_every_version_go_on_in_training(version: str, own: bool, files:
     attention = model[0].self_attention.core_attention
     amax = {role.value: slot.amax.item() for role, slot in attention.slots.items()}
     assert attention.record.fp8 == 1
-    update_without_plugin(RECIPE)
+    update_all_scales(RECIPE)
     after = rows_of(model)
     for role in ROWS:
         (old_scale, old), (scale, window) = before[f"{ATTENTION}.{role}"], after[f"{ATTENTION}.{role}"]
@@ -118,7 +117,7 @@ def test_the_exported_recipe_says_whether_attention_ran_in_fp8() -> None:
         model = nn.Sequential(Block())
         with fp8_autocast(fp8_recipe=recipe):
             model(torch.randn(2, 20, 16)).sum().backward()
-        update_without_plugin(recipe)
+        update_all_scales(recipe)
         exported = export_te_state_dict(model, "2.4.0", recipe)
         fields = read_pickle(bytes(exported[f"{ATTENTION}._extra_state"].tolist()))["recipe"].state
         assert (fields["fp8_dpa"], fields["fp8_mha"]) == (recipe.fp8_dpa, recipe.fp8_mha)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.attention.ops import Band
 from lightning_fp8.recipes import RECIPES
 from tests.attention.attention_modules import (
     EVEN,
@@ -27,6 +26,7 @@ from tests.attention.attention_modules import (
 )
 from tests.attention.near import assert_near, fp8, in_fp8
 from tests.attention.ops.attention_cases import error
+from tests.small import update_all_scales
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -160,7 +160,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(which: str, value: f
     module, x = DotProductAttention(2, 64, qkv_format="bshd"), drawn_batch(EVEN, 2, 2, 64)
     with fp8_autocast(fp8_recipe=recipe):
         right = run(module, x, "bshd")
-    update_without_plugin(recipe)
+    update_all_scales(recipe)
     scales = module.history.scale.clone()
     assert (scales[[0, 2, 3, 4]] > 0).all()
     getattr(x, which)[0][50, 1, 3] = value
@@ -171,7 +171,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(which: str, value: f
     for ours, before in zip((o, dq, dk, dv), right):
         assert torch.equal(ours[1], before[1]), "the other sequence"
         assert torch.equal(ours[0, :, 0], before[0, :, 0]), "the other head"
-    update_without_plugin(recipe)
+    update_all_scales(recipe)
     assert torch.isfinite(module.history.scale).all()
     touched = {"q": [0, 2, 3], "k": [0, 2, 3], "v": [0, 2, 3], "do": [3, 4]}[which]
     assert torch.equal(module.history.scale[touched], scales[touched])

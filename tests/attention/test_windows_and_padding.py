@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.modules.attention.arguments import forget_what_was_told
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.attention.modules.arguments import forget_what_was_told
+from lightning_fp8.attention.ops import Band
 from tests.attention.attention_modules import (
     EVEN,
     RAGGED,

@@ -25,10 +25,10 @@ from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, Pr
 from benchmarks.measuring import report
 from benchmarks.measuring.record import OURS
 from benchmarks.suites import attention
-from benchmarks.suites.host import _a_card as a_card
+from benchmarks.suites.layer_host import a_card
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.cli.kernels import noted
-from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops import plans
 
 CPU = torch.device("cpu")
 SMALL = Problem(2, 150, 4, 64, sharing=2, causal=True)
@@ -210,7 +210,7 @@ def test_what_the_ops_start_is_started_again_on_memory_that_is_kept() -> None:
     problem = Problem(1, 150, 4, 64, sharing=2, causal=True)
     with a_card():
         launches = Launches(problem, inputs(problem, CPU))
-        dispatch.clear_plan_cache()
+        plans.clear_plan_cache()
         gc.collect()
         held = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in tensors_of(launches._kept)]
         for each in (*launches.started[FORWARD], *launches.started[BACKWARD]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from benchmarks.contenders.operations import Operation
 from benchmarks.measuring import report
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.suites import casts, host
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.recipes import RECIPES
+from lightning_fp8.scaled import Cast, Layout
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +37,8 @@ CASTS = {
         "cast + transposed",
         "cast + transposed + amax",
         "transposed only",
+        "cast by columns' scales",
+        "transpose of codes",
     ),
     *LAYOUTS,
     *(f"{layout} + transposed" for layout in LAYOUTS),
@@ -62,10 +69,12 @@ CUBLASLT = {
 }
 """Where the library is there."""
 RUNS = ["bf16", *RECIPES]
+WAYS = "forward", "backward"
 PEERS = {
     *(("cast", by) for by in ("torch", "torch, without a scale", "torch.compile", "triton")),
     *(("cast + transposed", by) for by in ("torch", "torch.compile")),
     *(("1x128", by) for by in ("torch.compile", "triton")),
+    ("transpose of codes", "torch"),
     ("copy", "torch"),
 }
 
@@ -73,6 +82,7 @@ PEERS = {
 # --- A whole run ------------------------------------------------------------------------------------------------------
 
 
+@thorough
 def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "--dry-run", "--json", str(path)]
@@ -108,9 +118,20 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
         assert all(e["correct"] in (True, None) for e in document["suites"][suite])
     assert any(e["by"] == OURS and e["correct"] for e in document["suites"]["attention"])
 
-    yardstick, *ours = document["suites"]["host"]
+    yardstick, *others = document["suites"]["host"]
     assert (yardstick["by"], yardstick["parts"]) == ("torch", None)
-    host = {e["name"]: e for e in ours}
+    host = {e["name"]: e for e in others if e["parts"]}
+    of_layers = {(e["name"], e["by"]): e for e in others if not e["parts"]}
+    ours = OURS, f"{OURS}, tensorwise"
+    assert of_layers.keys() == {
+        *((f"Linear {way}", by) for way in WAYS for by in (*ours, "torch.autograd alone")),
+        *((f"Linear step {way}", by) for way in WAYS for by in (*ours, "torch", "torchao, emulated")),
+    }
+    installed = find_spec("torchao") is not None
+    for (_, by), entry in of_layers.items():
+        there = installed or not by.startswith("torchao")
+        assert (entry["host_microseconds"] is not None) == there
+        assert entry["note"] == (None if there else "torchao is not installed")
     products = {"product", "product, 1x128", "product, accumulated"}
     assert host.keys() - FUSED == {*CASTS, *products, "observe", "update_scales"}
     assert all(e["parts"].keys() == {"dispatch", "allocation", "launch", "python"} for e in host.values())
@@ -145,16 +166,15 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Operation("cast", "quantize", torch.float8_e4m3fn, lambda x: {"x": x, "options": "no cast"})
-    absent = Operation("norm", "no_such_op", torch.float8_e4m3fn, lambda x: {"x": x})
-    monkeypatch.setattr(operations, "casts", lambda dtype: [broken, absent])
+    cast = Cast(E4M3, Layout.ROW)
+    broken = Operation("cast", quantize_op, E4M3.dtype, lambda x: (x, cast, torch.ones(()), None, None))
+    monkeypatch.setattr(operations, "casts", lambda dtype: [broken])
     path = tmp_path / "out.json"
     assert main(["--dry-run", "--only", "casts", "--json", str(path)]) == 1
     entries = {e["name"]: e for e in json.loads(path.read_text())["suites"]["casts"]}
     assert entries["cast"]["correct"] is False
     assert entries["cast"]["milliseconds"] is None
-    assert entries["norm"]["correct"] is None
-    assert entries["norm"]["note"] == "absent: no op no_such_op"
+    assert entries["cast"]["note"] == "ValueError: layout 'row' scales each block from itself; scale must be None"
     assert entries["observe"]["correct"] is True
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from benchmarks.contenders import cublaslt
 from benchmarks.contenders.cublaslt import Matmul
-from lightning_fp8.ops.gemm.problem import aligned_operand
 from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.benchmarks import cublaslt_stand_in as library
 from tests.benchmarks.cublaslt_stand_in import CublasLt, Refused, stand_in
-from tests.cuda_kernels.cases.gemm_cases import PAIRS, numbers, operand
+from tests.cuda_kernels.cases.gemm_cases import PAIRS, aligned, numbers, operand
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 M, N, K = 48, 144, 400
@@ -49,7 +48,7 @@ def operands(
         sizes = torch.randint(-3, 4, (-(-rows // 16), -(-k // 128)), generator=generator).float().exp2()
         sizes = sizes.repeat_interleave(16, 0)[:rows].repeat_interleave(128, 1)[:, :k]
         plain = operand(numbers(rows, k, seed, exact=True) * sizes, dtype, layout, power_2=True)
-        made.append(ScaledTensor(*aligned_operand((plain.data, plain.scale_inv), plain.layout), plain.layout))
+        made.append(ScaledTensor(*aligned(plain), plain.layout))
     return made[0], made[1]
 
 

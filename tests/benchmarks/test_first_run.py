@@ -21,6 +21,7 @@ from benchmarks.__main__ import _parser as benchmarks_parser
 from benchmarks.first_run import Stage, Step, python, stages
 from tests.cuda_kernels.emulated import builders, kernels_of, needs_compilers
 from tests.cuda_kernels.run_case import CASES, fits
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 HANGS = """
@@ -274,6 +275,7 @@ def test_every_command_is_one_that_its_program_takes(dry: bool, tmp_path: Path) 
             assert (ROOT / step.command[-1]).is_file()
 
 
+@thorough
 @needs_compilers
 def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is run, but for suites and tests of one kind: with emulated kernels, tiny tensors and tools that only

@@ -14,10 +14,10 @@ from benchmarks.measuring import report
 from benchmarks.measuring.record import OURS
 from benchmarks.suites import hardware
 from cuda_kernels.attention import forward
+from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import compile_cache
 from cuda_kernels.host.launch import Launch
-from cuda_kernels.host.launchers import attention_kernels
 from cuda_kernels.host.tensor_maps import Box, map_on
 from lightning_fp8.cli.kernels import noted
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers, ptx_of

@@ -21,10 +21,12 @@ from benchmarks.measuring.timing import Contender, Times
 from benchmarks.suites import casts, products
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
+from lightning_fp8.scaled import Layout
 from tests.benchmarks.cublaslt_stand_in import CublasLt, stand_in
 from tests.benchmarks.test_benchmarks import CUBLASLT
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 from tests.host.test_gemm_selection import LLAMA
+from tests.tiers import thorough
 
 
 @pytest.fixture
@@ -41,6 +43,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
     return made
 
 
+@thorough
 @needs_compilers
 @pytest.mark.usefixtures("no_layers", "library")
 def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +159,14 @@ def test_what_a_suite_times_is_called_once() -> None:
     assert codes.shape == casts.TINY.casts[0]
     assert torch.equal(codes.t().float(), codes_t.float())
     work = products.TINY[0]
-    left, right = (products.operand(rows, work.k, "tensor", plan) for rows in (work.m, work.n))
+    left, right = (products.operand(rows, work.k, Layout.TENSOR, plan) for rows in (work.m, work.n))
     assert products._close(once.prepared(work.name, plan)(), products._some_rows(left, right))
     with pytest.raises(ValueError, match="'norm' is none of 'cast', "):
         once.prepared("norm", plan)
 
 
 def test_a_wrong_product_is_noticed() -> None:
-    left, right = (products.operand(rows, 64, "tensor", Plan(torch.device("cpu"))) for rows in (40, 30))
+    left, right = (products.operand(rows, 64, Layout.TENSOR, Plan(torch.device("cpu"))) for rows in (40, 30))
     exact = products._some_rows(left, right)
     result = left.dequantize() @ right.dequantize().t()
     assert products._close(result.bfloat16(), exact)

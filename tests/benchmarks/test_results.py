@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import first_run
 from benchmarks.__main__ import main
 from benchmarks.measuring import files, machine, report
 from benchmarks.measuring.record import OURS, Result
@@ -163,6 +164,18 @@ def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
 def test_results_of_an_earlier_version_are_refused() -> None:
     with pytest.raises(SystemExit, match="not written by this version"):
         main(["table", str(ROOT / "benchmarks/results/2026-11-21-cpu.json")])
+
+
+@pytest.mark.parametrize("path", (ROOT / "benchmarks/results").glob("*attention*.json"), ids=lambda path: path.stem)
+def test_results_of_another_command_are_refused_with_its_name(path: Path) -> None:
+    with pytest.raises(SystemExit, match="was written by python -m benchmarks.attention_numerics; this takes"):
+        main(["table", str(path)])
+
+
+def test_results_of_a_first_run_are_refused_with_its_name(tmp_path: Path) -> None:
+    first_run.main(["--out", str(tmp_path), "--stages", "choose", "--dry-run"])
+    with pytest.raises(SystemExit, match="was written by python -m benchmarks.first_run; this takes"):
+        main(["table", str(tmp_path / "first_run.json")])
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import lightning_fp8 as fp8
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update, update_without_plugin
+from lightning_fp8.delayed.update import reduce_and_update
 from tests.checkpoint.te_models import blocks
 from tests.checkpoint.te_writer import VERSIONS
+from tests.small import update_all_scales
 
 ROOT = Path(__file__).parents[2]
 RECIPE = fp8.DelayedScaling(margin=1, fp8_format=fp8.Format.E4M3, amax_history_len=6)
@@ -32,7 +33,7 @@ def trained(steps: int = 4) -> nn.Sequential:
         with fp8.fp8_autocast(fp8_recipe=RECIPE):
             y = model(torch.randn(8, 16))
         y.square().sum().backward()
-        update_without_plugin(RECIPE)
+        update_all_scales(RECIPE)
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from lightning_fp8 import (
     fp8_autocast,
     fp8_state_dict,
     load_te_state_dict,
+    update_fp8_scales,
 )
 from tests.checkpoint.te_models import assert_rows, expected_rows, spec, te_files
 from tests.checkpoint.te_writer import VERSIONS
@@ -143,8 +146,7 @@ def test_what_is_exported_comes_back(kind: str, version: str) -> None:
         with fp8_autocast(fp8_recipe=recipe):
             y = model(torch.randn(5, 2, 32), **call)
         y.square().sum().backward()
-    with fp8_autocast(fp8_recipe=recipe):
-        pass
+        update_fp8_scales(model)
     exported = export_te_state_dict(model, version, recipe)
     load_te_state_dict(again, exported)
     before, after = fp8_state_dict(model), fp8_state_dict(again)
@@ -230,3 +232,29 @@ def test_a_converted_model_shares_one_history(files: Any) -> None:
     states = {f"{index}.{name}": value for index in (0, 1) for name, value in written["states"].items()}
     assert_rows(model, expected_rows(states))
     assert len({id(module.history) for module in model.modules() if hasattr(module, "history")}) == 1
+
+
+def test_the_reader_is_imported_where_a_state_is_met() -> None:
+    """Lightning's own load of a file of 0.12 to 1.13 comes before, and takes its ``io.BytesIO`` all the same."""
+    code = """
+import io, sys
+import torch
+from lightning_fp8 import Linear, LayerNormMLP, TransformerLayer, FP8Precision
+reader = {"lightning_fp8.te.te_state", "lightning_fp8.te.torch_file"}
+state = io.BytesIO()
+torch.save({"_extra_state": io.BytesIO(b"damaged")}, state)
+state.seek(0)
+loaded = torch.load(state, weights_only=True)
+linear = Linear(16, 16)
+linear.load_state_dict(linear.state_dict())
+assert not reader & set(sys.modules), "imported without a state"
+try:
+    linear.load_state_dict({**linear.state_dict(), **loaded})
+except RuntimeError as error:
+    assert "_extra_state: the pickle is damaged" in str(error), error
+else:
+    raise AssertionError("damaged bytes were taken")
+assert reader <= set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import torch
 
 from examples import resume_te_checkpoint
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.te.unpickle import CheckpointError
+from lightning_fp8.te.torch_file import CheckpointError
 from tests.checkpoint.te_models import (
     assert_rows,
     expected_rows,

@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_state_dict, load_te_state_dict
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update
-from lightning_fp8.te.unpickle import CheckpointError
+from lightning_fp8 import (
+    DelayedScaling,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    convert_module,
+    fp8_state_dict,
+    load_te_state_dict,
+)
+from lightning_fp8.delayed.update import reduce_and_update
+from lightning_fp8.te.torch_file import CheckpointError
 from tests.checkpoint.te_models import (
     Block,
     assert_rows,
@@ -188,6 +196,57 @@ def test_a_bad_file_changes_nothing(version: str, how: str, message: str, files:
     after = fp8_state_dict(model)
     assert torch.equal(after["scale"], before["scale"])
     assert torch.equal(after["amax_history"], before["amax_history"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1.0], "is a list in the file and a tensor in the model"),
+        (None, "is a NoneType in the file"),
+        (torch.empty(8, 8, device="meta"), "is on meta, without values, in the file and not in the model"),
+        (torch.ones(8, 8).to_sparse(), "has layout torch.sparse_coo in the file and torch.strided in the model"),
+        (torch.quantize_per_tensor(torch.ones(8, 8), 0.1, 0, torch.qint8), "is quantized in the file"),
+        (torch.ones(8, 8, dtype=torch.complex64), "is torch.complex64 in the file and torch.float32 in the model"),
+        (torch.ones(8, 8, dtype=torch.int64), "is torch.int64 in the file and torch.float32 in the model"),
+    ],
+    ids=["list", "None", "meta", "sparse", "quantized", "complex", "int64"],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_value_that_torch_cannot_copy_changes_nothing(given: Any, message: str, strict: bool) -> None:
+    model = nn.Sequential(Linear(8, 8), Linear(8, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    file = {name: value + 1 for name, value in before.items()} | {"1.weight": given, "0._extra_state": None}
+    with pytest.raises(CheckpointError, match=rf"1\.weight {message}"):
+        load_te_state_dict(model, file, strict)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_of_few_bytes_that_claims_many() -> None:
+    linear = Linear(16, 16)
+    seen_often = torch.frombuffer(bytearray(b"("), dtype=torch.uint8).expand(1 << 40)
+    with pytest.raises(CheckpointError, match=r"_extra_state: it has shape \(1099511627776,\) and 1 stored values"):
+        load_te_state_dict(linear, {**linear.state_dict(), "_extra_state": seen_often})
+    state = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.ones(1, 1).expand(1 << 20, 3)}
+    with pytest.raises(CheckpointError, match=r"amax_history_fwd has shape \(1048576, 3\) and 1 stored values"):
+        load_te_state_dict(linear, {**linear.state_dict(), "_extra_state": state})
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("value", "suspect"), [(0.0, True), (1.0, False)])
+def test_gamma_that_may_be_centered_at_zero_is_noted(ours: bool, value: float, suspect: bool) -> None:
+    weight = torch.randn(8) * 0.1 + value
+    file = {"p.layer_norm_weight": weight, "p.layer_norm_bias": torch.zeros(8), "p._extra_state": None}
+    file |= {"p.weight": torch.randn(8, 8), "p.bias": torch.zeros(8)}
+
+    def model(zero_centered_gamma: bool) -> nn.Module:
+        inside = LayerNormLinear(8, 8, zero_centered_gamma=zero_centered_gamma)
+        norm = LayerNorm(8, zero_centered_gamma=zero_centered_gamma)
+        return nn.ModuleDict({"p": inside if ours else nn.Sequential(norm, nn.Linear(8, 8))})
+
+    report = load_te_state_dict(model(False), file)
+    name = "p.layer_norm_weight" if ours else "p.0.weight"
+    assert (f"nearer to 0 than to 1 on average: {name};" in str(report)) == suspect
+    assert "nearer" not in str(load_te_state_dict(model(True), file))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection, l
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8.cli import bench
 from lightning_fp8.cli import main as cli
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.gemm import cuda as gemm
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+from tests.op_sides import kernels_of
 
 CPU = torch.device("cpu")
 
@@ -29,10 +30,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
     monkeypatch.setattr(bench, "ROUNDS", 3)
     gemm_measurements.measured_on.cache_clear()
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     yield tmp_path
     gemm_measurements.measured_on.cache_clear()
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 def test_the_products_of_a_layer() -> None:
@@ -58,7 +59,8 @@ def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFix
         """How many kernels of ours the op launches for the forward product."""
         before = len(emulator.launched)
         a, b = (torch.ones(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
-        gemm.scaled_mm(a, torch.ones(()), b, torch.ones(()), "tensor tensor bfloat16 fast")
+        gemm = Gemm(Layout.TENSOR, Layout.TENSOR, torch.bfloat16, fast_accum=True)
+        kernels_of(scaled_mm_op)(a, torch.ones(()), b, torch.ones(()), gemm)
         return len(emulator.launched) - before
 
     with executing(emulator):

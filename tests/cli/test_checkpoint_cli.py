@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, export_te_state_dict, fp8_state_dict
-from lightning_fp8.cli.checkpoint import inspect
+from lightning_fp8 import (
+    FP8FabricPrecision,
+    Linear,
+    convert_module,
+    export_te_state_dict,
+    fp8_state_dict,
+    load_te_state_dict,
+)
+from lightning_fp8.cli.checkpoint import convert, inspect
 from lightning_fp8.cli.main import main
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.te.unpickle import CheckpointError
+from lightning_fp8.te.torch_file import CheckpointError
 from tests.checkpoint.te_models import blocks, expected_rows, lightning_checkpoints
 from tests.small import Regression, fp8_trainer, mlp, regression_data
+from tests.tiers import thorough
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +149,149 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
         main(["checkpoint", "inspect", str(tmp_path / "missing.pt")])
 
 
+def converted(content: Any, folder: Path) -> tuple[Any, str]:
+    """What ``convert`` makes of a file, as ``torch.load`` reads it, and what it says."""
+    torch.save(content, folder / "in.pt")
+    (folder / "out.pt").unlink(missing_ok=True)
+    said = convert(folder / "in.pt", folder / "out.pt")
+    return torch.load(folder / "out.pt", weights_only=True), said
+
+
+def states(scale: float, version: str = "1.13") -> dict[str, Any]:
+    """A file's state dict of one layer whose input has this scale."""
+    linear = nn.Sequential(Linear(16, 16))
+    linear[0].use_history(AmaxHistory(linear[0].history_slots()))
+    linear[0].history.scale.fill_(scale)
+    return export_te_state_dict(linear, version)
+
+
+def test_both_state_dicts_of_weight_averaging_are_converted(tmp_path: Path) -> None:
+    """The plugin's state is of the one that training goes on with."""
+    file = {"state_dict": states(2.0), "current_model_state": states(3.0), "averaging_state": {"n_averaged": 1}}
+    result, said = converted(file, tmp_path)
+    assert result["state_dict"].keys() == result["current_model_state"].keys() == {"0.weight", "0.bias"}
+    assert result["FP8Precision"]["model"]["scale"].tolist() == [3.0] * 3
+    assert result["averaging_state"] == {"n_averaged": 1}
+    assert "left" not in said
+    printed = inspect(tmp_path / "in.pt").splitlines()[2:]
+    assert [line.split()[:2] for line in printed if "input" in line] == [
+        ["0.input", "2"],
+        ["current_model_state.0.input", "3"],
+    ]
+
+
+@pytest.mark.parametrize("version", ["1.13", "2.4"])
+def test_a_second_models_state_dict_is_left_and_named(version: str, tmp_path: Path) -> None:
+    """Its states are written as they were read, and torch loads them."""
+    result, said = converted({"net": states(2.0, version), "critic": states(3.0, version)}, tmp_path)
+    assert said.endswith("; left as they were: those in critic")
+    assert result["FP8Precision"]["model"]["scale"].tolist() == [2.0] * 3
+    assert type(result["critic"]["0._extra_state"]) is type(states(3.0, version)["0._extra_state"])
+    model = nn.Sequential(Linear(16, 16))
+    load_te_state_dict(model, result["critic"])
+    assert fp8_state_dict(model)["scale"].tolist() == [3.0] * 3
+
+
+def test_plain_values_of_a_checkpoint_are_written_again(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 3, 5]).state_dict()
+    values = {"dtype": torch.bfloat16, "device": torch.device("cuda", 1), "set": {1, "two"}, "size": (1, 2)}
+    values |= {"buffer": io.BytesIO(b"abc"), 7: torch.ones(2), "lr": scheduler}
+    freqs = torch.polar(torch.ones(4), torch.arange(4.0))
+    result, _ = converted({"state_dict": {**states(2.0), "freqs": freqs}, "plain": values}, tmp_path)
+    assert torch.equal(result["state_dict"]["freqs"], freqs)
+    plain = result["plain"]
+    assert plain.pop("buffer").getvalue() == values.pop("buffer").getvalue()
+    assert torch.equal(plain.pop(7), values.pop(7))
+    assert plain == values
+    assert list(plain["lr"]["milestones"].elements()) == [3, 3, 5]
+
+
+@pytest.mark.parametrize("own", [{"count": 1}, [1, 2], torch.ones(2), "text", pickle.dumps({"count": 1})])
+def test_another_modules_own_extra_state_is_passed_over(own: Any, tmp_path: Path) -> None:
+    result, said = converted({"state_dict": {**states(2.0), "metric._extra_state": own}}, tmp_path)
+    kept = result["state_dict"]["metric._extra_state"]
+    assert torch.equal(kept, own) if isinstance(own, torch.Tensor) else kept == own
+    assert said.startswith(f"{tmp_path / 'out.pt'}: 1 modules' states")
+    assert "metric" not in inspect(tmp_path / "in.pt")
+    torch.save({"state_dict": {"w": torch.ones(2), "metric._extra_state": own, 3: None}}, tmp_path / "own.pt")
+    assert inspect(tmp_path / "own.pt").endswith("no FP8 state")
+    with pytest.raises(CheckpointError, match="nothing to convert"):
+        convert(tmp_path / "own.pt", tmp_path / "new.pt")
+
+
+def test_a_value_in_many_places_is_read_once(tmp_path: Path) -> None:
+    value: list[Any] = []
+    for _ in range(60):  # 2**60 paths lead to the innermost
+        value = [value, value]
+    torch.save({"FP8Precision": {"model": value}}, tmp_path / "nested.pt")
+    with pytest.raises(CheckpointError, match="must be a dictionary, not list"):
+        inspect(tmp_path / "nested.pt")
+    state = {"names": [], "scale": torch.ones(0), "amax_history": torch.ones(0, 0), "updates": value}
+    torch.save({"FP8Precision": {"model": state}}, tmp_path / "nested.pt")
+    with pytest.raises(CheckpointError, match="'updates' must be a count"):
+        inspect(tmp_path / "nested.pt")
+    result, _ = converted({"state_dict": states(2.0), "nested": value}, tmp_path)
+    assert result["nested"][0] is result["nested"][1]
+
+
+def test_a_state_of_ours_that_claims_more_than_is_stored(tmp_path: Path) -> None:
+    state = {"names": ["a"], "scale": torch.ones(1), "amax_history": torch.ones(1, 1).expand(1 << 40, 1), "updates": 0}
+    torch.save({"FP8Precision": {"model": state}}, tmp_path / "in.pt")
+    with pytest.raises(CheckpointError, match=r"'amax_history' has shape \(1099511627776, 1\) and 1 stored values"):
+        inspect(tmp_path / "in.pt")
+
+
+def test_a_target_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"0._extra_state": None}, tmp_path / "in.pt")
+    (tmp_path / "link.pt").symlink_to("nowhere")
+    source = str(tmp_path / "in.pt")
+    with pytest.raises(SystemExit, match="exists"):
+        main(["checkpoint", "convert", source, str(tmp_path / "link.pt")])
+    with pytest.raises(SystemExit, match="missing is no folder; make it first"):
+        main(["checkpoint", "convert", source, str(tmp_path / "missing" / "out.pt")])
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match=r"out.pt cannot be written: \[enforce fail"):
+        main(["checkpoint", "convert", source, str(tmp_path / "out.pt")])
+    assert {file.name for file in tmp_path.iterdir()} == {"in.pt", "link.pt"}
+
+
+def test_an_empty_tensor_whose_strides_overflow(tmp_path: Path) -> None:
+    """torch makes none of this shape, so the shape is edited in the file."""
+    torch.save({"0._extra_state": None, "w": torch.ones(0, 3, 5)}, tmp_path / "in.pt")
+    with zipfile.ZipFile(tmp_path / "in.pt") as source, zipfile.ZipFile(tmp_path / "big.pt", "w") as target:
+        for info in source.infolist():
+            huge = b"\x8a\x08" + (2**62).to_bytes(8, "little")
+            data = source.read(info)
+            target.writestr(info.filename, data.replace(b"K\x00K\x03K\x05\x87", b"K\x00" + huge + huge + b"\x87"))
+    with pytest.raises(
+        SystemExit, match=r"a tensor of shape \(0, 46\d+, 46\d+\) cannot be made: Stride calculation over"
+    ):
+        main(["checkpoint", "convert", str(tmp_path / "big.pt"), str(tmp_path / "out.pt")])
+
+
+@pytest.mark.parametrize("value", [None, b"garbage"])
+def test_what_is_printed_of_a_file_does_not_steer_the_terminal(
+    value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "\x1b]0;pwned\x07\x1b[2J\n\u202e\ud800é._extra_state"
+    torch.save({key: value}, tmp_path / "in.pt")
+    escaped = r"\x1b]0;pwned\x07\x1b[2J\n\u202e\ud800é._extra_state"
+    if value is None:
+        main(["checkpoint", "inspect", str(tmp_path / "in.pt")])
+        assert capsys.readouterr().out.splitlines()[2].split()[0] == escaped
+    else:
+        with pytest.raises(SystemExit) as error:
+            main(["checkpoint", "inspect", str(tmp_path / "in.pt")])
+        assert escaped in str(error.value)
+        assert str(error.value).isprintable()
+
+
+@thorough
 @pytest.mark.parametrize("version", ["1.13", "2.4"])
 def test_five_hundred_modules_with_full_histories(
     version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

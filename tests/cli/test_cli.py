@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 import lightning_fp8
-from lightning_fp8 import FP8Precision
 from lightning_fp8.cli.main import COMMANDS, main, recipe_hints
+from lightning_fp8.delayed import update
+from lightning_fp8.delayed.update import update_slots
 from lightning_fp8.recipes import RECIPES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -76,8 +77,8 @@ def test_the_command_line_is_read_without_a_warning(
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["plugins"]
 
 
-def test_there_is_one_config_per_recipe() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(RECIPES)
+def test_there_is_one_config_per_recipe_and_one_of_a_mesh() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RECIPES, "model_parallel"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -124,9 +125,8 @@ def test_fit_trains_from_yaml(tmp_path: Path) -> None:
     quick = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"]
     quick += ["--trainer.default_root_dir", str(tmp_path)]  # Lightning saves the configuration there
     seen: list[int] = []
-    update = FP8Precision.update_scales
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FP8Precision, "update_scales", lambda plugin: (seen.append(1), update(plugin))[1])
+        patch.setattr(update, "update_slots", lambda owned: (seen.append(1), update_slots(owned))[1])
         main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
     assert len(seen) == 3
     assert (tmp_path / "config.yaml").is_file()

@@ -53,6 +53,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"recipe": {"name": "delayed", "fp8_format": "hybrid"}},
         "fp8_format='hybrid' is not one of E4M3, E5M2, HYBRID",
     ),
+    **{
+        f"the class {path}": (
+            {"recipe": {"class_path": path}},
+            f"class_path='{path}' is not a recipe; use one of lightning_fp8.DelayedScaling, lightning_fp8.Float8",
+        )
+        for path in ("torch.nn.Linear", "lightning_fp8.DelayedScalin", "recipes.nowhere.DelayedScaling")
+    },
     "a class's option": (
         {"recipe": {"class_path": "lightning_fp8.Float8BlockScaling", "init_args": {"power_2_scale": "maybe"}}},
         "power_2_scale='maybe' must be True or False",

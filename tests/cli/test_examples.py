@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,12 @@ from types import ModuleType
 import lightning as L
 import pytest
 import torch
+import yaml
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from examples.train_gpt import GPT, StdlibBytes, rotate
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,6 +146,7 @@ def test_distances_of_blocks_are_relative_and_of_a_validations_first_batch(compa
         assert callback.distances == pytest.approx([0.06, 0.06])  # 0.3 of the norm 5
 
 
+@thorough
 def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     compare_recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,3 +169,36 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     assert "run 1 of" not in again
     assert "| blockwise |" in again
     assert "| blockwise |" in (tmp_path / "tiny.md").read_text()
+
+
+@thorough
+def test_llama_trains_over_a_mesh() -> None:
+    """Tensor parallelism changes the order of sums and the scales of pieces alone; FSDP2 changes nothing."""
+    losses = {}
+    for recipe, cut, ranks in (("delayed", 1, 2), ("delayed", 2, 4), ("rowwise", 2, 4), ("bf16", 2, 4)):
+        options = ["--accelerator", "cpu", "--steps", "4", "--width", "64", "--depth", "3", "--recipe", recipe]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *command, "examples/llama_2d.py", "--tensor-parallel", str(cut), *options],
+            capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed = done.stdout + done.stderr
+        assert "multiplied nothing in FP8" not in printed
+        (loss,) = re.findall(r"'loss': ([\d.]+)", printed)
+        losses[recipe, cut] = float(loss)
+    first = losses["delayed", 1]
+    assert losses["delayed", 2] == pytest.approx(first, rel=2e-3)
+    assert losses["rowwise", 2] == pytest.approx(first, rel=3e-3)
+    assert losses["bf16", 2] == pytest.approx(first, rel=3e-3)
+    assert 0 < first < 5.5
+
+
+def test_a_mesh_in_yaml_names_what_there_is() -> None:
+    config = yaml.safe_load((ROOT / "configs" / "model_parallel.yaml").read_text())
+    strategy = config["trainer"]["strategy"]
+    assert strategy["class_path"] == f"{ModelParallelStrategy.__module__.rpartition('.')[0]}.ModelParallelStrategy"
+    ModelParallelStrategy(**strategy["init_args"])
+    for part in ("model", "data"):
+        module, _, name = config[part]["class_path"].rpartition(".")
+        assert hasattr(importlib.import_module(module), name)

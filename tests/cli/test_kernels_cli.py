@@ -14,13 +14,14 @@ from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.host import cache_folder, compile_cache, gemm_selection
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.lowering import compiler
-from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8 import Linear, doctor, fp8_autocast
 from lightning_fp8.cli import kernels
-from lightning_fp8.doctor import probes
-from lightning_fp8.ops.gemm.problem import SCALINGS
+from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
+from lightning_fp8.ops.gemm_cuda import SCALINGS
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import needs_compilers
+from tests.tiers import thorough
 
 
 def two() -> list[Kernel]:
@@ -34,6 +35,7 @@ def one_is_broken() -> list[Kernel]:
     return [column_sums_kernel("float32"), Kernel("broken", broken, {}, 32)]
 
 
+@thorough
 @needs_compilers
 def test_what_was_built_is_taken_whatever_compilers_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.build(two, (), "90a", tmp_path) == {}
@@ -71,6 +73,8 @@ def test_what_a_layer_starts(recipe: str) -> None:
     assert {name[name.index("(") + 1 :].split(",")[0] for name in casts} == {"bfloat16", "float32"}
     assert not any("vector=1" in name for name in casts)
     assert any("columnwise=True" in name for name in casts), "dgrad and wgrad read transposed copies"
+    assert any(name.startswith("transpose") for name in names) == (recipe != "mxfp8")
+    assert any(name.startswith("quantize_columns") for name in names) == (recipe == "rowwise")
     assert ("update_scales" in " ".join(names)) == (recipe == "delayed")
     assert any(name.startswith("amax") for name in names) == (recipe in ("delayed", "tensorwise"))
     products = {name.split(",")[0] for name in names if "gemm" in name}
@@ -95,7 +99,7 @@ def test_a_product_without_kernels_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products too: whichever tile is chosen, it is among those of the layer."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "numba")
-    monkeypatch.setattr(kernels, "_CUDA_SIDES", (*kernels._CUDA_SIDES, "lightning_fp8.ops.gemm.cuda"))
+    monkeypatch.setattr(kernels, "_OPS", (*kernels._OPS, scaled_mm_op, scaled_mm_accumulate_op))
     layer = Linear(512, 256, bias=bias)  # float32 weights
     with kernels.noted() as found:
         for _ in range(3):
@@ -109,9 +113,10 @@ def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pyt
 
 def test_what_the_doctor_casts_with_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would ask for compilers on a machine that needs none."""
-    monkeypatch.setattr(probes, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(doctor, "device", lambda: torch.device("cpu"))
     with kernels.noted() as found:
-        probes.cast()
+        doctor.cast()
+        doctor.product()
     assert found
     assert set(found) <= {kernel.name for kernel in kernels.layers_kernels([], 128, [], "90a")}
 

@@ -56,6 +56,63 @@ def test_a_module_that_cannot_train_in_fp8_is_listed_with_its_reason(options: An
     assert "one of the first 1" in found[SECOND.replace("1", "0")][1]
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (1, 32)).transpose(1, 2)
+        return self.o(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+class Generated(nn.Module):
+    """Blocks, and a module whose forward torch generated."""
+
+    def __init__(self, generated: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+        self.generated = generated
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.generated(x)
+
+
+@pytest.mark.parametrize(
+    "generate",
+    [torch.fx.symbolic_trace, lambda module: torch.export.export(module, (torch.randn(2, 8, 32),)).module()],
+    ids=["traced", "exported"],
+)
+@pytest.mark.parametrize("inner", [nn.ReLU, Attention])
+def test_a_generated_forward_has_no_module_and_is_read(generate: Any, inner: type[nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generated = generate(nn.Sequential(inner()))
+    assert type(generated).forward.__module__ is None
+    model = Generated(generated)
+    found = planned(model)
+    assert {name for name in attentions(found) if name.startswith("blocks")} == {f"blocks.{i}" for i in range(4)}
+    assert ("generated" in attentions(found)) == (inner is Attention)
+    assert {layer.name: layer.fp8 for layer in found.layers}["blocks.1.q"]
+    assert model(torch.randn(2, 8, 32).bfloat16()).shape == (2, 8, 32)
+
+
+def test_a_generated_function_that_a_forward_calls_is_read() -> None:
+    names: dict[str, Any] = {"F": nn.functional}
+    exec("def attend(q): return F.scaled_dot_product_attention(q, q, q)", names)
+    names["attend"].__module__ = None
+
+    class Calling(nn.Module):
+        attend = staticmethod(names["attend"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attend(x)
+
+    assert attentions(planned(nn.Sequential(Calling())))["0"] == ("FP8", "eligible")
+
+
 def test_without_dropout_it_is_fp8() -> None:
     summary = planned(Layers(attention_dropout=0.0))
     assert attentions(summary)[SECOND] == ("FP8", "eligible")

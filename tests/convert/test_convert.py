@@ -114,7 +114,7 @@ def test_summary_as_a_table() -> None:
     summary = plan_conversion(model, Policy())
     lines = str(summary).splitlines()
     assert lines[0].split("  ")[0].strip() == "layer"
-    assert " to run in " in lines[0]
+    assert " planned " in lines[0]
     assert set(lines[1]) == {"-"}
     for line, layer in zip(lines[2:-1], summary.layers, strict=True):
         assert line.startswith(layer.name)
@@ -122,9 +122,9 @@ def test_summary_as_a_table() -> None:
         assert "{} × {}".format(*layer.shape) in line
         assert line.endswith(layer.reason)
     # Of 3 x 2 x 16 x 32, 16 x 16 and 40 x 16 elements, 2 x 16 x 32 and 16 x 16.
-    assert lines[-1] == "3 of 8 linear layers run in FP8: 32.3 % of the parameters of all matrices"
+    assert lines[-1] == "3 of 8 linear layers planned in FP8: 32.3 % of the parameters of all matrices"
     assert summary.share_of_parameters == 1280 / 3968
-    assert str(ConversionSummary(())).endswith("0 of 0 linear layers run in FP8")
+    assert str(ConversionSummary(())).endswith("0 of 0 linear layers planned in FP8")
 
 
 def test_planning_changes_nothing() -> None:

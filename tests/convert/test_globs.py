@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, Linear, convert_module
-from lightning_fp8.convert.globs import globs_of_nothing
+from lightning_fp8.convert.policy import globs_of_nothing
 from tests.small import Regression, mlp
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,14 +88,11 @@ def test_attention_and_recurrence() -> None:
     assert set(kinds(other_sizes)) == {f"{x}_proj_weight" for x in "qkv"} | {"out_proj"}
 
 
-def test_what_is_looked_up_added_or_scaled_by_is_no_matrix() -> None:
+def test_what_is_looked_up_or_scaled_by_or_has_another_shape_is_no_matrix() -> None:
     class Vision(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.cls_token = nn.Parameter(torch.zeros(1, 1, 16))
-            self.pos_embed = nn.Parameter(torch.zeros(1, 17, 16))
-            self.relative_position_bias_table = nn.Parameter(torch.zeros(49, 4))
-            self.A_log = nn.Parameter(torch.zeros(64, 8))
             self.layer_scale = nn.Parameter(torch.zeros(16, 1, 1))
             self.codes = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
             self.table = nn.Embedding(40, 16)
@@ -104,14 +103,14 @@ def test_what_is_looked_up_added_or_scaled_by_is_no_matrix() -> None:
     assert kinds(Vision()) == {}
 
 
-def test_names_that_only_sound_like_what_is_added_are_matrices() -> None:
+def test_a_name_is_no_evidence() -> None:
+    """Whether the forward multiplies by a parameter, its name does not tell."""
+    names = ("logits_weight", "W_pos_proj", "w_compose", "catalog", "query_kernel", "possible", "pos_emb", "h_mean")
     model = nn.Module()
-    names = ("logits_weight", "W_pos_proj", "w_compose", "catalog", "W_query", "query_kernel", "possible", "betatron")
     for name in names:
         model.register_parameter(name, nn.Parameter(torch.randn(16, 16)))
-    for name in ("pos_emb", "posEmbed", "token_embedding_weight", "queries", "layernorm", "init_state", "h_mean"):
-        model.register_parameter(name, nn.Parameter(torch.randn(16, 16)))
     assert tuple(kinds(model)) == names
+    assert {layer.reason for layer in decisions(model).values()} == {"a parameter of Module, in no linear layer"}
 
 
 def test_parameters_that_a_linear_layer_holds_beside_its_weight() -> None:
@@ -132,7 +131,7 @@ def test_parameters_of_three_dimensions_that_are_no_experts() -> None:
 
     found = decisions(Attention())["q"]
     assert (found.kind, found.parameters) == ("parameter", 512)
-    assert found.reason == "Attention multiplies by a parameter of its own, not by a linear layer"
+    assert found.reason == "a parameter of Attention, in no linear layer"
 
 
 def test_a_weight_that_is_computed_is_its_layers() -> None:
@@ -143,11 +142,37 @@ def test_a_weight_that_is_computed_is_its_layers() -> None:
     assert decisions(model)["linear"].reason == "ParametrizedLinear is a subclass of nn.Linear"
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "hook",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda module: nn.utils.prune.l1_unstructured(module, "weight", 4),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruned"],
+)
+def test_a_weight_that_a_hook_computes_is_its_layers(hook: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Conv1d(16, 16, 3))
+    for module in (model[1], model[4]):
+        hook(module)
+    assert list(kinds(model)) == ["0", "1", "2", "3", "4"]
+    assert plan_conversion(model[:4], Policy()).share_of_parameters == 0.5
+
+
+def test_a_parameter_beside_the_weight_that_a_hook_computes_is_in_the_table() -> None:
+    linear = nn.Linear(16, 16)
+    linear.other = nn.Parameter(torch.randn(16, 16))
+    linear.weight_v = nn.Parameter(torch.randn(16, 16))  # a name is no evidence
+    nn.utils.spectral_norm(linear, "other")
+    assert list(kinds(nn.ModuleList([linear]))) == ["0", "0.weight_v", "0.other_orig"]
+
+
 def test_shares_are_of_all_matrices() -> None:
     model = nn.ModuleDict({"experts": Experts(), "blocks": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
     summary = plan_conversion(model, Policy())
     assert summary.share_of_parameters == 256 / (4 * 32 * 16 + 4 * 16 * 16 + 3 * 256)
-    assert str(summary).endswith("1 of 3 linear layers run in FP8: 6.67 % of the parameters of all matrices")
+    assert str(summary).endswith("1 of 3 linear layers planned in FP8: 6.67 % of the parameters of all matrices")
 
 
 def test_a_subclass_without_a_forward_of_its_own_is_said_to_be_one() -> None:
@@ -157,50 +182,47 @@ def test_a_subclass_without_a_forward_of_its_own_is_said_to_be_one() -> None:
     assert decisions(nn.Sequential(Renamed(16, 16)))["0"].reason == "Renamed is a subclass of nn.Linear"
 
 
-# Layers that are never called
+# Layers that do not call our forward
 
 
-class ReadsWeight(nn.Module):
-    """As timm's attention with a bias of q and v, and Mamba's dt_proj."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.dt, self.proj = (nn.Linear(16, 16) for _ in range(3))
-        nn.init.zeros_(self.proj.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._scan(F.linear(x, weight=self.qkv.weight, bias=self.qkv.bias))
-
-    def _scan(self, x: Tensor) -> Tensor:
-        return self.proj((self.dt.weight @ x.transpose(-1, -2)).transpose(-1, -2).to(self.proj.weight.dtype))
-
-
-class Undecided(ReadsWeight):
-    """What it reads in one branch it calls in another, hands on, or asks for a dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.qkv(x) if x.is_cuda else F.linear(x, self.qkv.weight)
-        x = functools.partial(torch.utils.checkpoint.checkpoint, self.dt)(x.to(self.dt.weight.dtype))
-        return self.proj.forward(x @ self.proj.weight)
-
-
-def test_weights_that_are_read_without_a_call_stay_in_bf16() -> None:
-    model = nn.ModuleDict({"reads": ReadsWeight(), "undecided": Undecided()})
-    found = decisions(model, first_last_layers_bf16=False)
-    for name in ("qkv", "dt"):
-        assert found[f"reads.{name}"].reason == "ReadsWeight reads its weight and never calls it"
-    assert [name for name, layer in found.items() if layer.fp8] == [
-        "reads.proj",
-        *(f"undecided.{n}" for n in ("qkv", "dt", "proj")),
-    ]
+def test_of_torchs_attention_it_is_known_that_it_reads_a_weight() -> None:
+    model = nn.ModuleList(nn.MultiheadAttention(16, 2) for _ in range(3))
+    found = decisions(model)["1.out_proj"]
+    assert (found.fp8, found.reason) == (False, "nn.MultiheadAttention reads its weight and never calls it")
+    model.append(nn.Linear(16, 16))
     convert_module(model, first_last_layers_bf16=False)
-    assert type(model["reads"].qkv) is nn.Linear
+    assert not isinstance(model[1].out_proj, lightning_fp8.Linear)
 
 
-def test_classes_without_a_source_leave_it_open() -> None:
-    space: dict[str, type] = {}
-    exec("class Typed(Base):\n def forward(self, x): return x @ self.qkv.weight", {"Base": ReadsWeight}, space)
-    assert decisions(space["Typed"](), first_last_layers_bf16=False)["qkv"].fp8
+def in_a_closure(module: nn.Module) -> None:
+    """As transformers' tensor parallelism does."""
+    original = module.forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return original(x) * 2
+
+    module.forward = doubled
+
+
+def in_an_attribute(module: nn.Module) -> None:
+    """As accelerate's hooks do."""
+    module._old_forward = module.forward
+    module.forward = functools.partial(lambda module, x: module._old_forward(x) * 2, module)
+
+
+@pytest.mark.parametrize("put", [in_a_closure, in_an_attribute])
+def test_a_forward_on_the_instance_that_calls_the_classes_calls_ours(put: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    put(model[1])
+    assert decisions(model, first_last_layers_bf16=False)["1"].fp8
+    convert_module(model, first_last_layers_bf16=False)
+    x = torch.randn(32, 16)
+    with lightning_fp8.fp8_autocast(fp8_recipe="tensorwise"):
+        y = model[1](x)
+        expected = lightning_fp8.Linear.forward(model[1], x) * 2
+    assert model[1].record.fp8 == 2
+    assert torch.equal(y, expected)
+    assert not torch.equal(y, nn.Linear.forward(model[1], x) * 2)
 
 
 def test_a_forward_that_was_replaced_on_the_instance_stays() -> None:

@@ -26,6 +26,7 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand
 from tests.small import equal_weights, quiet_trainer
+from tests.tiers import every_value, thorough
 
 STEPS = 3
 
@@ -118,6 +119,7 @@ def in_model(text: str) -> set[str]:
     return {f"model.{name}" for name in expand(text)}
 
 
+@every_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
@@ -154,6 +156,7 @@ def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("llama", "delayed"), ("gpt2", "tensorwise")])
+@thorough
 def test_compiled_trains_alike(name: str, recipe: str) -> None:
     """Compiled code hides what ran: the table says so, and names no layer."""
     eager, compiled = Fit(animal(name)), Fit(animal(name))

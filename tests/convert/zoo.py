@@ -28,7 +28,7 @@ class Animal:
         batch: its keyword arguments, or one positional one under ``""``.
         fp8: names of the layers that run in FP8 as the plugin is by default, in braces as a shell expands them.
         idle: the ones among them that turn out to run in BF16 in the first step.
-        other: names of matrices that no linear layer holds.
+        other: names of matrices that no linear layer holds, whether they are multiplied or not.
         needs: the package that it comes from.
         near: how far its loss may be from BF16's, relatively.
     """
@@ -271,7 +271,7 @@ ZOO: dict[str, Animal] = {
         ),
         image(labels=torch.tensor([1, 2])),
         "vit.layers.1.{attention.{q,k,v,o}_proj,mlp.{fc1,fc2}}",
-        other="vit.embeddings.patch_embeddings.projection",
+        other="vit.embeddings.{position_embeddings,patch_embeddings.projection}",
     ),
     "clip": Animal(
         hf(
@@ -290,12 +290,14 @@ ZOO: dict[str, Animal] = {
             state_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         ),
         tokens("input_ids", "labels"),
-        "backbone.layers.1.mixer.{in,x,out}_proj",
+        "backbone.layers.1.mixer.{in,x,dt,out}_proj",
+        idle="backbone.layers.1.mixer.dt_proj",  # whose weight is read
+        other="backbone.layers.{0,1,2}.mixer.A_log",
     ),
     "timm_vit": Animal(
         timm("vit_tiny_patch16_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
-        other="patch_embed.proj",
+        other="pos_embed patch_embed.proj",
         needs="timm",
     ),
     "timm_swin_v2": Animal(
@@ -313,7 +315,7 @@ ZOO: dict[str, Animal] = {
         timm("eva02_tiny_patch14_224", **TIMM_VIT), pixels(),
         "blocks.1.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         idle="blocks.1.attn.qkv",
-        other="patch_embed.proj",
+        other="pos_embed patch_embed.proj",
         needs="timm",
     ),
     "timm_convnext": Animal(

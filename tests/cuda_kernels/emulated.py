@@ -21,7 +21,7 @@ from cuda_kernels.host.launch import Argument, Executor
 from cuda_kernels.host.tensor_maps import Map
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.cases.kernel_cases import Case
-from tests.emulator.samples import needs_gcc as needs_compilers  # noqa: F401
+from tests.emulator.gcc import needs_gcc as needs_compilers  # noqa: F401
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu.mutants import run_as
 
@@ -167,5 +167,5 @@ def kernels_of(check: Callable[[str], object]) -> list[Kernel]:
 def builders() -> set[str]:
     """The names of all kernels: functions of :mod:`cuda_kernels` that give a :class:`Kernel`."""
     names = [module.name for module in walk_packages(cuda_kernels.__path__, "cuda_kernels.")]
-    modules = [import_module(name) for name in names if not name.startswith("cuda_kernels.host")]  # that starts them
+    modules = [import_module(name) for name in names if ".host" not in name]  # those start them
     return {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -122,9 +122,9 @@ def in_a_fresh_thread(work: Any) -> None:
         raise failed[0]
 
 
-def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
+def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
     """Launches of the test cases: of each kernel's function the first, and of products one for each way to scale."""
-    from tests.cuda_kernels.cases.all_cases import CASES
+    from tests.cuda_kernels.cases.all_cases import CASES, each_once
 
     found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
 
@@ -134,7 +134,7 @@ def one_of_each() -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
         found.setdefault(kind, (kernel, blocks, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
-        for case in CASES:
+        for case in CASES if every_product else [case for case in CASES if case in each_once()]:
             with suppress(AssertionError):  # nothing runs
                 case.run("cpu")
     return found
@@ -155,14 +155,16 @@ def of_attention_ops(start: Executor) -> list[Kernel]:
     return launched
 
 
-def every_kernel() -> set[Kernel]:
+def every_kernel(every_product: bool) -> set[Kernel]:
     """All that this program starts."""
-    return {kernel for kernel, *_ in one_of_each().values()} | set(of_attention_ops(lambda *launched: None))
+    return {kernel for kernel, *_ in one_of_each(every_product).values()} | set(
+        of_attention_ops(lambda *launched: None)
+    )
 
 
 if __name__ == "__main__":
     started = Started()
-    for launched in one_of_each().values():
+    for launched in one_of_each("--every-product" in sys.argv).values():
         started.start(*launched)
     from tests.cuda_kernels.cases.attention_op_cases import KERNELS
 

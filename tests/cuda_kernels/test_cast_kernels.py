@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import product as product_of
 
 import pytest
 import torch
 
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.scaled import Cast, Layout
+from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.kernel_cases import (
     BF16,
     CASES,
@@ -23,16 +25,19 @@ from tests.cuda_kernels.cases.kernel_cases import (
     sample,
 )
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.op_sides import kernels_of, reference_of
+from tests.tiers import covering, every_value, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
 
 
+@every_value
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_the_order_of_threads_changes_nothing(layout: Layout, schedule: str, emulator: Emulator) -> None:
@@ -50,7 +55,7 @@ SCALES = [1.0, 448.0, 57344.0, 0.1, 1.0 / 3.0, 2.0**-20, 3.0e38, 1.0e-38, 1.7, 5
 
 @pytest.mark.parametrize(
     ("scale", "float8"),
-    [*zip(SCALES, [E4M3, E5M2] * 5), (1.0, E5M2), (448.0, E4M3)],
+    covering([*zip(SCALES, [E4M3, E5M2] * 5), (1.0, E5M2), (448.0, E4M3)], lambda row: row[1:]),
     ids=lambda each: each.name if isinstance(each, Float8) else str(each),
 )
 def test_every_bfloat16(scale: float, float8: Float8, emulator: Emulator) -> None:
@@ -69,11 +74,14 @@ def test_every_bfloat16_scaled_from_itself(layout: Layout, emulator: Emulator) -
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -3e38])
-@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize(
+    "layout", covering(Layout, lambda layout: {Layout.TENSOR} & {layout}), ids=lambda layout: layout.value
+)
 def test_one_element(layout: Layout, value: float) -> None:
     check_quantize(torch.tensor([[value]]), E4M3.dtype, layout, "cpu")
 
 
+@thorough
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_a_special_value_among_others(layout: Layout) -> None:
     for special in (math.nan, math.inf):
@@ -82,12 +90,14 @@ def test_a_special_value_among_others(layout: Layout) -> None:
         check_quantize(x, E4M3.dtype, layout, "cpu")
 
 
+@thorough
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_a_long_and_narrow_tensor(layout: Layout, emulator: Emulator) -> None:
     emulator.races = False
     check_quantize(sample(131_072, 17, BF16), E4M3.dtype, layout, "cpu", rowwise=False)
 
 
+@thorough
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_rows_apart(layout: Layout) -> None:
     """Views: a slice of columns, every third row, one row broadcast, a transposed tensor."""
@@ -96,6 +106,7 @@ def test_rows_apart(layout: Layout) -> None:
         check_quantize(view, E4M3.dtype, layout, "cpu")
 
 
+@thorough
 @pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.MX_1X32], ids=lambda layout: layout.value)
 def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulator) -> None:
     """Where rows begin at multiples of them."""
@@ -110,10 +121,24 @@ def test_rows_alone_are_read_16_bytes_at_a_time(layout: Layout, emulator: Emulat
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_nothing(layout: Layout, shape: tuple[int, int], emulator: Emulator) -> None:
     """An empty tensor has empty operands, and no kernel is started."""
-    x, config = torch.zeros(shape, dtype=FP16), f"e4m3 {layout.value} rowwise columnwise"
-    for a, b in zip(cuda.quantize(x, config), reference.quantize(x, config)):
+    x, cast = torch.zeros(shape, dtype=FP16), Cast(E4M3, layout, columnwise=True)
+    for a, b in zip(kernels_of(quantize_op)(x, cast), reference_of(quantize_op)(x, cast)):
         assert_same(a, b, "empty")
     assert not emulator.launched
+
+
+@pytest.mark.parametrize(
+    ("scale", "float8"),
+    covering([*product_of(SCALES, [E4M3, E5M2])], lambda row: row[1:]),
+    ids=lambda each: each.name if isinstance(each, Float8) else str(each),
+)
+def test_every_bfloat16_by_columns(scale: float, float8: Float8, emulator: Emulator) -> None:
+    """Scales differ from column to column by small factors, which round."""
+    emulator.races = False
+    values = every_bf16()
+    scales = (scale * torch.linspace(1.0, 2.0, values.shape[1])).clamp(max=3.4e38)
+    codes = kernels_of(quantize_columns_op)(values, scales, float8.dtype)
+    assert_same(codes, reference_of(quantize_columns_op)(values, scales, float8.dtype), "codes")
 
 
 def test_more_than_2_31_elements() -> None:
@@ -137,12 +162,31 @@ def test_more_than_2_31_elements() -> None:
     assert torch.equal(out_t.as_strided((columns, rows), (pitch, 1)), codes.t())
 
 
+def test_codes_more_than_2_31_bytes_apart() -> None:
+    """As above, of the transpose and of the cast by columns' scales."""
+    from cuda_kernels.casts.quantize import quantize_columns_kernel
+    from cuda_kernels.casts.transpose import transpose_kernel
+    from cuda_kernels.device.tile import tensor_loader
+    from cuda_kernels.host.launch import Launch
+
+    rows, columns, pitch = 3, 8, 2**31
+    values, scale = sample(rows, columns, BF16), torch.logspace(-2, 2, columns)
+    codes = torch.empty(rows * pitch, dtype=torch.uint8)
+    out = torch.empty(columns * pitch, dtype=torch.uint8)
+    kernel = quantize_columns_kernel(tensor_loader("bfloat16", 8), "e4m3")
+    Launch(kernel, 1, (rows, columns, pitch), values.device).run(values, columns, scale, codes)
+    expected = (values.float() * scale).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)
+    assert torch.equal(codes.as_strided((rows, columns), (pitch, 1)), expected)
+    Launch(transpose_kernel(4), 1, (rows, columns, pitch), values.device).run(codes, pitch, out)
+    assert torch.equal(out.as_strided((columns, rows), (pitch, 1)), expected.t())
+
+
 def test_results_are_the_same_every_time(emulator: Emulator) -> None:
     x = sample(300, 300, BF16)
     runs = []
     for seed in range(3):
         emulator.schedule, emulator.seed = "random", seed
-        runs.append(cuda.quantize(x, "e4m3 tensor rowwise columnwise"))
+        runs.append(kernels_of(quantize_op)(x, Cast(E4M3, Layout.TENSOR, columnwise=True)))
     for other in runs[1:]:
         for a, b in zip(runs[0], other):
             assert_same(a, b, "repeated")
@@ -162,6 +206,7 @@ def test_blocks_without_a_kernel_are_refused() -> None:
         quantize_blocks_kernel(octets, "e4m3", (1, 128), False, True, False, False)
 
 
+@thorough
 @pytest.mark.parametrize(("block_columns", "vector"), [(64, 4), (64, 8), (32, 4)])
 def test_float32_scales_of_parts_of_a_row(block_columns: int, vector: int) -> None:
     """Blocks that the kernel has code for and no layout has: each is what its largest value says."""

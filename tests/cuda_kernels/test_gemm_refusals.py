@@ -10,81 +10,99 @@ import pytest
 import torch
 
 from cuda_kernels.host import gemm_selection, launch
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.gemm import cuda as gemm
-from lightning_fp8.ops.gemm.problem import aligned_operand
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.scaled import Layout
-from tests.cuda_kernels.cases.gemm_cases import numbers, operand
+from tests.cuda_kernels.cases.gemm_cases import aligned, numbers, operand, scaled_mm
 from tests.cuda_kernels.cases.kernel_cases import E4M3
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
+TENSORS = Gemm(Layout.TENSOR, Layout.TENSOR, torch.bfloat16)
+BLOCKS = Layout.BLOCK_1X128, Layout.BLOCK_128X128
 
-def test_running_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the caller's to know, and the next call may have enough."""
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasLtMatmul(...)`"),
+    ],
+    ids=["memory", "device", "cuBLAS"],
+)
+def test_a_call_that_fails_is_no_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the caller's to know, and the next call may succeed."""
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
-    dispatch.clear_plan_cache()
-    a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, "tensor", True)
+    plans.clear_plan_cache()
+    a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, Layout.TENSOR, True)
 
-    def out_of_memory(*args: object, **named: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fails(*args: object, **named: object) -> None:
+        raise error
 
-    operands = a.data, a.scale_inv, a.data, a.scale_inv, "tensor tensor bfloat16"
-    with monkeypatch.context() as full:
-        full.setattr(torch, "_scaled_mm", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            gemm.scaled_mm(*operands)
+    operands = a.data, a.scale_inv, a.data, a.scale_inv, TENSORS
+    with monkeypatch.context() as failing:
+        failing.setattr(torch, "_scaled_mm", fails)
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            scaled_mm(*operands)
     right = torch.ones(32, 32, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: right)
-    assert gemm.scaled_mm(*operands) is right
-    dispatch.clear_plan_cache()
+    assert scaled_mm(*operands) is right
+    plans.clear_plan_cache()
 
 
-def test_what_no_kernel_multiplies(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        "not on this card",
+        *(f"CUDA error: CUBLAS_STATUS_{each} when calling" for each in ("NOT_SUPPORTED", "INVALID_VALUE")),
+    ],
+)
+def test_what_no_kernel_multiplies(message: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other pairs of layouts are computed exactly; so is what torch._scaled_mm refuses, with one warning."""
     x = torch.randint(-3, 4, (32, 64)).float()
-    a, b = operand(x, E4M3, "row", True), operand(x, E4M3, "tensor", True)
+    a, b = operand(x, E4M3, Layout.ROW, True), operand(x, E4M3, Layout.TENSOR, True)
     right = (a.dequantize() @ b.dequantize().t()).bfloat16()
-    mixed = gemm.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, "row tensor bfloat16")
+    mixed = scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.bfloat16))
     assert torch.equal(mixed, right)
 
     def refuses(*args: object, **named: object) -> None:
-        raise RuntimeError("not on this card")
+        raise RuntimeError(message)
 
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
-    dispatch.clear_plan_cache()
-    data, scale = aligned_operand((b.data, b.scale_inv), Layout.TENSOR)
+    plans.clear_plan_cache()
+    data, scale = aligned(b)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert torch.equal(gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16"), right)
+            assert torch.equal(scaled_mm(data, scale, data, scale, TENSORS), right)
     assert [str(each.message).split(":")[0] for each in caught] == [
         "torch._scaled_mm refuses (32, 64) x (64, 32) on cpu"
     ]
     assert not emulator.launched
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 @pytest.mark.parametrize("backend", ["numba", "cublaslt"])
 def test_a_bias_with_gaps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever multiplies gets it without: torch._scaled_mm takes no other."""
 
-    def scaled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, **rest: Any) -> torch.Tensor:
         assert bias.is_contiguous()
         return (a.float() @ b.float() * rest["scale_a"] * rest["scale_b"] + bias).to(rest["out_dtype"])
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
-    dispatch.clear_plan_cache()
-    a, b = (operand(numbers(rows, 64, rows, True), E4M3, "tensor", True) for rows in (16, 32))
+    plans.clear_plan_cache()
+    a, b = (operand(numbers(rows, 64, rows, True), E4M3, Layout.TENSOR, True) for rows in (16, 32))
     bias = torch.arange(64).bfloat16()[::2]
-    placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
+    placed = *aligned(a), *aligned(b)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        actual = gemm.scaled_mm(*placed, "tensor tensor bfloat16", bias)
-    dispatch.clear_plan_cache()
+        actual = scaled_mm(*placed, TENSORS, bias)
+    plans.clear_plan_cache()
     assert torch.equal(actual, (a.dequantize() @ b.dequantize().t() + bias).bfloat16())
 
 
@@ -106,36 +124,36 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
         return (a.float() @ b.float() * scale_a * scale_b).to(rest["out_dtype"])
 
     monkeypatch.setattr(torch, "_scaled_mm", noted)
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     x = torch.randint(-3, 4, (32, 64)).float()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for layouts, columns in ((("tensor", "tensor"), 64), (("1x128", "128x128"), 64), (("tensor", "tensor"), 50)):
+        tensors = Layout.TENSOR, Layout.TENSOR
+        for layouts, columns in ((tensors, 64), (BLOCKS, 64), (tensors, 50)):
             a, b = (operand(x[:, :columns], E4M3, layout, True) for layout in layouts)
             right = (a.dequantize() @ b.dequantize().t()).bfloat16()
-            placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
-            torch.testing.assert_close(gemm.scaled_mm(*placed, " ".join((*layouts, "bfloat16"))), right)
-    dispatch.clear_plan_cache()
+            gemm = Gemm(*layouts, torch.bfloat16)
+            torch.testing.assert_close(scaled_mm(*aligned(a), *aligned(b), gemm), right)
+    plans.clear_plan_cache()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
     assert taken == [(32, 64)]
 
 
-@pytest.mark.parametrize("layouts", ["1x128 128x128", "1x32 1x32"])
+@pytest.mark.parametrize("layouts", [BLOCKS, (Layout.MX_1X32, Layout.MX_1X32)], ids=["1x128 128x128", "1x32 1x32"])
 def test_what_no_kernel_multiplies_is_said_once(
-    layouts: str, monkeypatch: pytest.MonkeyPatch, emulator: Emulator
+    layouts: tuple[Layout, Layout], monkeypatch: pytest.MonkeyPatch, emulator: Emulator
 ) -> None:
     """On a device that runs kernels: Blackwell of the data centre has none for GEMMs, and nobody one for MXFP8."""
     monkeypatch.setattr(launch, "architecture_of", lambda device: "100a")
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for columns in (64, 128):
             x = torch.randint(-3, 4, (32, columns)).float()
-            a, b = (operand(x, E4M3, layout, True) for layout in layouts.split())
-            placed = [part for each in (a, b) for part in aligned_operand((each.data, each.scale_inv), each.layout)]
-            actual = gemm.scaled_mm(*placed, f"{layouts} bfloat16")
+            a, b = (operand(x, E4M3, layout, True) for layout in layouts)
+            actual = scaled_mm(*aligned(a), *aligned(b), Gemm(*layouts, torch.bfloat16))
             assert torch.equal(actual, (a.dequantize() @ b.dequantize().t()).bfloat16())
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     (said,) = (str(each.message) for each in caught)
     assert re.search("No FP8 GEMM .* plain torch does, slower.*recipe='tensorwise'", said)
     assert not emulator.launched
@@ -144,7 +162,7 @@ def test_what_no_kernel_multiplies_is_said_once(
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
 def test_nothing_to_multiply(shape: tuple[int, int, int], emulator: Emulator) -> None:
     m, n, k = shape
-    op, one = gemm.scaled_mm, torch.tensor(1.0)
+    one, gemm = torch.tensor(1.0), Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32)
     a, b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3)
-    assert torch.equal(op(a, one, b, one, "tensor tensor float32", torch.ones(n)), torch.ones(m, n))
+    assert torch.equal(scaled_mm(a, one, b, one, gemm, torch.ones(n)), torch.ones(m, n))
     assert not emulator.launched

@@ -9,9 +9,11 @@ import pytest
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels import test_mutated_products
 from tests.cuda_kernels.cases import attention_kernel_cases, fused_cases
+from tests.cuda_kernels.cases.all_cases import kernels_of_case
 from tests.cuda_kernels.cases.kernel_cases import CASES, Case
-from tests.cuda_kernels.emulated import builders, is_noticed, kernels_of, needs_compilers, ptx_of
+from tests.cuda_kernels.emulated import builders, is_noticed, needs_compilers, ptx_of
 from tests.ptx_on_cpu.mutants import Span, with_mutants
+from tests.tiers import covering, thorough
 
 pytestmark = needs_compilers
 
@@ -42,7 +44,11 @@ MUTATED = [
             ("given-bfloat16-e4m3fn-140x264-scale=3.7", "given-bfloat16-e4m3fn-140x264-scale=0.0", "observe-bf16")
         )
     ),
-    *(case for case in CASES if case.name in ("update_scales-1024x70", "update_scales-257x9")),
+    *(
+        case
+        for case in CASES
+        if case.name in ("update_scales-1024x70", "update_scales-257x9", "transpose-e4m3fn-140x264")
+    ),
     *(case for case in fused_cases.CASES if case.name in FUSED),
     *(
         case
@@ -53,7 +59,7 @@ MUTATED = [
 
 CASES_OF: dict[Kernel, list[Case]] = {}
 for _case in MUTATED:
-    for _kernel in kernels_of(_case.run):
+    for _kernel in kernels_of_case(_case):
         CASES_OF.setdefault(_kernel, []).append(_case)
 
 
@@ -62,7 +68,11 @@ def synchronisations(ptx: str) -> list[Span]:
     return [found.span() for found in SYNCHRONISATION.finditer(ptx)]
 
 
-@pytest.mark.parametrize("kernel", CASES_OF, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel",
+    covering(CASES_OF, lambda kernel: {"update_scales"} & {kernel.function.__name__}),
+    ids=lambda kernel: kernel.name,
+)
 def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
     cases, spans = CASES_OF[kernel], synchronisations(ptx_of(kernel))
     ptx = with_mutants(ptx_of(kernel), [[span] for span in spans])
@@ -72,12 +82,13 @@ def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
 
 
-ALONE = {"attention_delta"}
+ALONE = {"attention_delta", "quantize_columns"}
 """In all variants each warp works alone, and shuffles are all that its lanes do together."""
 
 
+@thorough
 def test_every_kernel_is_mutated() -> None:
     """But for variants in which each warp works alone, in one variant at least."""
-    products = {kernel.function.__name__ for case in test_mutated_products.OF for kernel in kernels_of(case.run)}
+    products = {kernel.function.__name__ for case in test_mutated_products.OF for kernel in kernels_of_case(case)}
     mutated = {kernel.function.__name__ for kernel in CASES_OF if synchronisations(ptx_of(kernel))}
     assert mutated | products | ALONE == builders()

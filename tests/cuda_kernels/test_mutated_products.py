@@ -18,6 +18,7 @@ from tests.cuda_kernels.cases.gemm_cases import CASES
 from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.ptx_on_cpu.mutants import Span, with_mutants
+from tests.tiers import covering
 
 pytestmark = needs_compilers
 
@@ -73,7 +74,11 @@ def mutants(ptx: str, pingpong: bool) -> Iterator[tuple[str, list[Span]]]:
                 yield f"{len(spans)} times {text} from {begin} on", spans
 
 
-@pytest.mark.parametrize("case", OF, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    covering(OF, lambda case: {"product-blocks-300x264x700-128/128"} & {case.name[:34]}),
+    ids=lambda case: case.name,
+)
 def test_every_synchronisation_is_needed(case: Case) -> None:
     *_, kernel = kernels_of(case.run)
     attention = "attention" in kernel.name

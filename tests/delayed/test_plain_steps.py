@@ -14,10 +14,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import DelayedScaling, Format, Linear, convert_module, fp8_autocast, fp8_state_dict
+from lightning_fp8 import (
+    DelayedScaling,
+    Format,
+    Linear,
+    convert_module,
+    fp8_autocast,
+    fp8_state_dict,
+    update_fp8_scales,
+)
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import UPDATES_IN_EVAL
+from lightning_fp8.delayed.watch import UPDATES_IN_EVAL
 from tests.small import mlp, step_in_backward
 
 WINDOW = 64
@@ -46,26 +55,39 @@ def test_models_in_alternation_count_their_own_steps(interval: int) -> None:
     for _ in range(7):
         for model, optimizer in zip(models, optimizers):
             region_step(model, optimizer, recipe)
-    with fp8_autocast(fp8_recipe=recipe):  # the update of the last steps
-        pass
-    for index, model in enumerate(models):
+    for model in models:
         found = history(model)
-        assert found.updates == 7 + 1 + index  # the regions before its first step found nothing
+        assert found.updates == 7
         assert (found.amax_history[-7:] > 0).all()
         due = 7 - 7 % interval  # the last update that recomputed
         largest = torch.tensor([57344.0 if name.endswith("grad_output") else 448.0 for name in found.names])
         torch.testing.assert_close(found.scale, largest / found.amax_history[: WINDOW - 7 + due].amax(0))
 
 
-def test_alternation_without_optimizers_recomputes_too() -> None:
+def test_steps_without_an_optimizer_update_when_told() -> None:
+    """Of the model that is given, and of none that runs beside it."""
     recipe = DelayedScaling(amax_history_len=WINDOW, interval=2)
     models = [Linear(16, 4) for _ in range(2)]
-    for _ in range(4):
+    for step in range(4):
         for model in models:
             with fp8_autocast(fp8_recipe=recipe):
                 y = model(torch.randn(8, 16))
             y.sum().backward()
-    assert all((model.slots[role].scale > 0) for model in models for role in model.roles)
+        assert [history(model).updates for model in models] == [step, 0]
+        assert all(slot.amax > 0 for model in models for slot in model.slots.values())
+        update_fp8_scales(models[0])
+    assert all(slot.scale > 0 for slot in models[0].slots.values())
+    assert all(slot.scale == 0 for slot in models[1].slots.values())
+
+
+def test_a_part_of_a_model_updates_alone() -> None:
+    model = convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), first_last_layers_bf16=False)
+    with fp8_autocast():
+        y = model(torch.randn(8, 16))
+    y.sum().backward()
+    update_fp8_scales(model[1])
+    assert (fp8_state_dict(model)["scale"] > 0).tolist() == [False] * 3 + [True] * 3
+    assert (fp8_state_dict(model)["seen"] > 0).tolist() == [True] * 3 + [False] * 3
 
 
 def test_micro_batches_of_a_plain_loop_are_one_step() -> None:
@@ -74,10 +96,7 @@ def test_micro_batches_of_a_plain_loop_are_one_step() -> None:
     region_step(model, optimizer, recipe)
     for _ in range(4):
         region_step(model, optimizer, recipe, micro_batches=3)
-    assert history(model).updates == 1 + 4  # the first region found nothing; the fifth step's comes with the next
-    with fp8_autocast(fp8_recipe=recipe):
-        pass
-    assert history(model).updates == 1 + 5
+    assert history(model).updates == 5
     assert (history(model).amax_history[-5:] > 0).all()
     assert not history(model).amax_history[:-5].any()
 
@@ -97,8 +116,8 @@ def test_closures_of_a_plain_loop_are_one_step_from_the_first_on() -> None:
     for _ in range(2):
         optimizer.step(closure)  # type: ignore[arg-type]
     assert len(calls) > 2
-    assert history(model).updates == 1  # the second step's comes with the next region
-    assert (history(model).amax_history[-1] > 0).all()
+    assert history(model).updates == 2
+    assert (history(model).amax_history[-2:] > 0).all()
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -113,11 +132,9 @@ def test_an_optimizer_of_adapters_alone_steps_the_model(copied: bool) -> None:
     optimizer = SGD(model[-1].parameters(), 0.1)
     for _ in range(3):
         region_step(model, optimizer, recipe, micro_batches=2)
-    with fp8_autocast(fp8_recipe=recipe):
-        pass
-    assert history(model).updates == 2 + 3  # the first two regions knew of no optimizer yet
-    assert (history(model).amax_history[-4:, 0] > 0).all()
-    assert not history(model).amax_history[:-4].any()
+    assert history(model).updates == 3
+    assert (history(model).amax_history[-3:, 0] > 0).all()
+    assert not history(model).amax_history[:-3].any()
 
 
 def test_models_in_alternation_keep_their_own_recipes() -> None:
@@ -134,9 +151,6 @@ def test_models_in_alternation_keep_their_own_recipes() -> None:
             for model, optimizer, recipe in zip(models, optimizers, recipes):
                 torch.manual_seed(5)
                 region_step(model, optimizer, recipe)
-        for recipe in recipes:
-            with fp8_autocast(fp8_recipe=recipe):
-                pass
         return [copy.deepcopy(fp8_state_dict(model)) for model in models]
 
     together = train(copy.deepcopy(start), recipes)
@@ -211,21 +225,23 @@ def test_an_optimizer_that_comes_to_hold_the_model_steps_it() -> None:
     """A frozen model's optimizer gets its parameters later, or the model is converted after the first step."""
     model, head = convert_module(mlp()), nn.Linear(4, 4)
     optimizer = SGD(head.parameters(), 0.1)
+    with fp8_autocast():
+        model(torch.randn(8, 16))
     optimizer.step()
-    assert history(model).steps is None
+    assert (history(model).steps, history(model).updates) == (None, 0)
     optimizer.add_param_group({"params": list(model.parameters())})
     optimizer.step()
-    assert history(model).steps == 1
+    assert (history(model).steps, history(model).updates) == (0, 1)
     later = mlp()
     optimizer = SGD(later.parameters(), 0.1)
     optimizer.step()
     convert_module(later)
     optimizer.step()
-    assert history(later).steps == 1
+    assert history(later).updates == 1
     twin = copy.deepcopy(later)
     optimizer.step()
-    assert history(later).steps == 2
-    assert history(twin).steps is None
+    assert history(later).updates == 2
+    assert (history(twin).steps, history(twin).updates) == (None, 0)
 
 
 def test_an_optimizer_whose_parameters_are_replaced_steps_the_new_model() -> None:
@@ -234,7 +250,7 @@ def test_an_optimizer_whose_parameters_are_replaced_steps_the_new_model() -> Non
     optimizer.step()
     optimizer.param_groups[0]["params"] = list(second.parameters())
     optimizer.step()
-    assert (history(first).steps, history(second).steps) == (1, 1)
+    assert (history(first).updates, history(second).updates) == (1, 1)
 
 
 def test_a_copy_that_is_only_evaluated_scales_from_itself() -> None:
@@ -307,8 +323,6 @@ def test_calibration_waits_for_no_optimizer() -> None:
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(2):
         region_step(model, optimizer, recipe)
-    with fp8_autocast(fp8_recipe=recipe):  # the last step's update: no step waits for its own
-        pass
     with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
         model(loud := torch.full((8, 16), 1000.0))
     with torch.no_grad():
@@ -323,7 +337,31 @@ def test_optimizers_inside_the_backward_pass_are_one_step() -> None:
         with fp8_autocast(fp8_recipe=recipe):
             y = plain(torch.randn(8, 16))
         y.square().mean().backward()
-    with fp8_autocast(fp8_recipe=recipe):
-        pass
-    assert history(plain).updates == 1 + 5
+    assert history(plain).updates == 5
     assert (history(plain).amax_history[-5:] > 0).all()
+
+
+@pytest.mark.parametrize("all_inside", [False, True])
+def test_scales_stand_until_the_outermost_backward_pass_ends(all_inside: bool) -> None:
+    """Reentrant checkpointing runs a backward pass for each block inside the model's."""
+    model = nn.Sequential(*(Linear(16, 16) for _ in range(3)))
+    step_in_backward(model)
+    head = nn.Linear(16, 1).requires_grad_(not all_inside)
+    step_in_backward(head if not all_inside else nn.Linear(1, 1))
+    x = torch.randn(8, 16).requires_grad_()
+    scales: list[Tensor] = []
+    for layer in model:
+        layer.register_full_backward_hook(lambda *_: scales.append(fp8_state_dict(model)["scale"].clone()))
+    for step in range(3):
+        with fp8_autocast():
+            y = x
+            for layer in model:
+                y = checkpoint(layer, y, use_reentrant=True)
+            before = fp8_state_dict(model)["scale"].clone()
+            loss = head(y).sum()
+        loss.backward()
+        assert all(torch.equal(amid, before) for amid in scales), step
+        assert len(scales) == 3
+        scales.clear()
+    with fp8_autocast():
+        assert {layer.history.updates for layer in model} == {3}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_fp8 import (
@@ -18,8 +17,9 @@ from lightning_fp8 import (
     FP8Precision,
     convert_module,
     fp8_autocast,
+    fp8_state_dict,
 )
-from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, Watch
 from tests.delayed.test_optimizer_steps import Manual, fitted
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data
 
@@ -41,23 +41,58 @@ def test_standing_scales_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("stand still" in str(warning.message) for warning in caught) == 1
 
 
-@pytest.mark.parametrize("region_for_each_step", [True, False])
-def test_steps_without_an_update_are_told(region_for_each_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AmaxHistory, "patience", PATIENCE)
-    model = mlp()
-    convert_module(model, first_last_layers_bf16=False)
-    optimizer = SGD(model.parameters(), 0.01)
+def test_standing_scales_of_a_plain_loop_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those of a model that only waits beside it."""
+    monkeypatch.setattr(Watch, "patience", PATIENCE)
+    model, waiting = (convert_module(mlp(), first_last_layers_bf16=False) for _ in range(2))
+    with fp8_autocast():
+        waiting(torch.randn(8, 16)).mean().backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with nullcontext() if region_for_each_step else fp8_autocast():
-            for _ in range(2 * PATIENCE):
-                with fp8_autocast():
-                    loss = model(torch.randn(8, 16)).mean()
-                loss.backward()
-                optimizer.step()
+        for _ in range(2 * PATIENCE):
+            with fp8_autocast():
+                loss = model(torch.randn(8, 16)).mean()
+            loss.backward()
     told = [str(warning.message) for warning in caught if "stand still" in str(warning.message)]
-    assert len(told) == (0 if region_for_each_step else 1)
-    assert all(f"{PATIENCE} optimizer steps since update" in message for message in told)
+    assert len(told) == 1
+    assert f"{PATIENCE} training forwards since update 0" in told[0]
+    assert "update_fp8_scales(model)" in told[0]
+
+
+def test_one_region_around_all_steps_lets_scales_follow() -> None:
+    model = convert_module(mlp(), first_last_layers_bf16=False)
+    optimizer = SGD(model.parameters(), 0.01)
+    with fp8_autocast():
+        for _ in range(5):
+            with fp8_autocast():
+                loss = model(torch.randn(8, 16)).mean()
+            loss.backward()
+            optimizer.step()
+    assert fp8_state_dict(model)["updates"] == 5
+    assert (fp8_state_dict(model)["scale"] > 0).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_no_optimizer_updates_are_told_once(frozen: bool) -> None:
+    """A probe on layers that require gradients for nothing; frozen, they follow the probe's optimizer."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    convert_module(model, first_last_layers_bf16=False)
+    model[:2].requires_grad_(not frozen)
+    optimizer = SGD(model[2].parameters(), 0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * UPDATES_OF_OTHERS):
+            with fp8_autocast():
+                loss = model(torch.randn(8, 16)).mean()
+            loss.backward()
+            optimizer.step()
+    told = [str(warning.message) for warning in caught if "stand still" in str(warning.message)]
+    assert len(told) == (not frozen)
+    assert all("scales of 0.input, 0.weight, 0.grad_output and 3 more stand still" in message for message in told)
+    state = fp8_state_dict(model)
+    follow = {name: scale > 0 for name, scale in zip(state["names"], state["scale"].tolist())}
+    assert all(follow[f"2.{role}"] for role in ("input", "weight", "grad_output"))
+    assert follow["0.input"] == follow["1.weight"] == frozen
 
 
 def test_training_and_evaluation_are_not_told() -> None:
@@ -73,7 +108,7 @@ def test_training_and_evaluation_are_not_told() -> None:
         fabric, model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]), mlp()
         module, optimizer = fabric.setup(model, SGD(model.parameters(), 0.1))
         for history in plugin.histories.values():
-            history.patience = PATIENCE
+            history.watch.patience = PATIENCE
         for micro_batches in (PATIENCE // 2, 3 * PATIENCE):  # from the first step on it is known that they come
             for _ in range(micro_batches):
                 fabric.backward(module(torch.randn(8, 16)).mean())

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_on_two_ranks
+from tests.tiers import thorough
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=thorough)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    return run_on_two_ranks("attention", str(folder), folder=folder)
+    return run_on_two_ranks("attention", str(folder), request.param, folder=folder)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_rows_of_attention_are_the_largest_of_all_ranks(strategy: str, ranks: list[Any]) -> None:
-    first, second = (rank[strategy] for rank in ranks)
+def test_rows_of_attention_are_the_largest_of_all_ranks(ranks: list[Any]) -> None:
+    first, second = ranks
     assert first["scales"] == second["scales"]
     assert len(first["amax"]) == 4
     for role in ("qkv", "o", "dqkv", "do"):
@@ -34,11 +33,9 @@ def test_rows_of_attention_are_the_largest_of_all_ranks(strategy: str, ranks: li
         assert not any(amax[row] for amax in first["amax"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_recomputed_and_resumed_it_is_the_same_to_the_bit(strategy: str, ranks: list[Any]) -> None:
+def test_recomputed_and_resumed_it_is_the_same_to_the_bit(ranks: list[Any]) -> None:
     in_fp8 = {"blocks.1", "blocks.1.core", "blocks.2", "blocks.2.core"}
-    for rank in ranks:
-        report = rank[strategy]
+    for report in ranks:
         assert {name for name, ran in report["ran"].items() if ran} == in_fp8
         for what in ("losses", "same amax", "same scales", "weights"):
             assert report[what], what

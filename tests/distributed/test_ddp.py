@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_fp8.recipes import RECIPES
 from tests.checkpoint.te_models import expected_rows, lightning_checkpoints
-from tests.distributed.launch import ROOT, run_on_two_ranks
+from tests.distributed.launch import run_on_two_ranks, run_script
+from tests.tiers import covering, thorough
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with Transformer Engine's files in ``te``, and what they hold."""
-    folder = tmp_path_factory.mktemp("ddp")
-    (folder / "te").mkdir()
-    return folder, lightning_checkpoints(folder / "te")
+def run(part: str, folder: Path) -> list[Any]:
+    return run_on_two_ranks("ddp", str(folder), part, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def ranks(files: tuple[Path, Any]) -> list[Any]:
-    folder, _ = files
-    return run_on_two_ranks("ddp", str(folder), folder=folder)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, ranks: list[Any]) -> None:
-    first, second = (rank["scales"][str(accumulate)] for rank in ranks)
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=thorough), 2])
+def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path: Path) -> None:
+    first, second = run(f"scales {accumulate}", tmp_path)
     steps = 4 // accumulate
     assert first["steps"] == second["steps"] == steps
     assert len(first["amax"]) == steps
@@ -47,16 +36,22 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, ranks: l
         assert rank["more_than_bf16"] == {"all_reduce": steps, "all_gather": 1}
 
 
-def test_resume_is_bit_for_bit(ranks: list[Any]) -> None:
-    for report in (rank["resume"] for rank in ranks):
-        assert len(report) == 6
-        for name, result in report.items():
-            assert result == {"losses": True, "weights": True, "count": 4}, name
+@pytest.mark.parametrize(
+    "part",
+    covering(
+        [*(f"resume {recipe}" for recipe in RECIPES), "resume_ours delayed"],
+        lambda part: {"resume delayed"} & {part},
+    ),
+)
+def test_resume_is_bit_for_bit(part: str, tmp_path: Path) -> None:
+    assert run(part, tmp_path) == [{"losses": True, "weights": True, "count": 4}] * 2
 
 
-def test_transformer_engines_files_resume(ranks: list[Any], files: tuple[Path, Any]) -> None:
-    _, written = files
-    for report in (rank["te_resume"] for rank in ranks):
+@thorough
+def test_transformer_engines_files_resume(tmp_path: Path) -> None:
+    (tmp_path / "te").mkdir()
+    written = lightning_checkpoints(tmp_path / "te")
+    for report in run("te_resume te", tmp_path):
         assert report.keys() == written.keys()
         for version, result in report.items():
             expected = {name: float(scale) for name, (scale, _) in expected_rows(written[version][0]["states"]).items()}
@@ -75,8 +70,7 @@ def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
     for model in first["plain"]:
         assert all(scale > 0 for scale in model["scale"])
         assert all(amax > 0 for row in model["amax_history"][-4:] for amax in row)
-    # A collective for each step but the last two's, and those of the first regions, which knew no optimizer yet.
-    assert first["plain"][0]["reduced"] == 2 * 4 - 2 + 4
+    assert first["plain"][0]["reduced"] == 2 * 4  # a collective for each step
 
 
 def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> None:
@@ -84,11 +78,10 @@ def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> N
     assert run_on_two_ranks("cycles", str(tmp_path), folder=tmp_path) == [[2, 2, 2]] * 2
 
 
+@thorough
 def test_processes_that_the_trainer_starts_share_scales(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "tests.distributed.scripts.spawned", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600,
-    )  # fmt: skip
+    failed = run_script("spawned", (str(tmp_path),), [{}])
+    assert not failed, failed
     first, second, parent = (json.loads((tmp_path / f"{who}.json").read_text()) for who in ("0", "1", "parent"))
     assert first == second
     assert first["updates"] == {"model": 4}

@@ -3,23 +3,24 @@ parameters that are made on meta."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_on_two_ranks
+from tests.tiers import every_value
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_on_two_ranks("model_parallel", str(folder), folder=folder)
+def run(part: str, folder: Path) -> list[Any]:
+    return run_on_two_ranks("model_parallel", str(folder), part, folder=folder)
 
 
+@every_value
 @pytest.mark.parametrize("sharded", ["blocks", "linears"])
 @pytest.mark.parametrize("file", ["full", "sharded"])
-def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, ranks: list[Any]) -> None:
-    first, second = (rank[f"{file} {sharded}"] for rank in ranks)
+def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, tmp_path: Path) -> None:
+    first, second = run(f"{file} {sharded}", tmp_path)
     assert first["scales"] == second["scales"]
     for report in (first, second):
         assert report["losses"]
@@ -34,8 +35,8 @@ def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, ranks: list[Any
         assert report["classes"] == (["FSDPLinear"] if sharded == "linears" else ["Linear"])
 
 
-def test_a_model_made_on_meta_is_filled_and_trains(ranks: list[Any]) -> None:
-    first, second = (rank["meta"] for rank in ranks)
+def test_a_model_made_on_meta_is_filled_and_trains(tmp_path: Path) -> None:
+    first, second = run("meta", tmp_path)
     for name, deviation in first["deviations"].items():
         if name.endswith("layer_norm_weight"):
             expected = (1, 0)

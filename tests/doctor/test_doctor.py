@@ -1,4 +1,4 @@
-"""``lightning-fp8 doctor``: broken machines as a table, what hangs, and the order in which things are said."""
+"""``lightning-fp8 doctor``: healthy and broken machines as a table, what hangs, and what each probe checks."""
 
 from __future__ import annotations
 
@@ -6,321 +6,354 @@ import json
 import os
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from packaging.version import Version
 
-from lightning_fp8.doctor import command
-from lightning_fp8.doctor.findings import Finding, Verdict, advice_of, line_of
-from lightning_fp8.doctor.machine import Cache, Card, Driver, Machine, Torch
-from lightning_fp8.doctor.processes import Answer, answer_of
+from cuda_kernels.host.cache_folder import CARRIED_VARIABLE
+from lightning_fp8 import doctor, ops
+from lightning_fp8.attention import function
+from lightning_fp8.doctor import Answer, Finding, advice_of, answer_of, line_of
+from lightning_fp8.ops import plans
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 
 VERSIONS = {
-    "lightning": "2.6.6", "numpy": "2.4.6", "cuda-bindings": "13.0.3", "cuda-pathfinder": "1.9.0",
+    "torch": "2.11.0", "lightning": "2.6.6", "numpy": "2.4.6", "cuda-bindings": "13.0.3", "cuda-pathfinder": "1.9.0",
     "numba-cuda": "0.30.4", "numba": "0.68.1", "llvmlite": "0.50.0", "cuda-core": "1.2.2", "nvidia-nvvm": "13.0.88",
     "nvidia-nvjitlink": "13.0.88",
 }  # fmt: skip
-COMPILERS = {
-    "libnvvm": {"path": "/w/libnvvm.so.4", "via": "site-packages", "version": "13.0.88"},
-    "libnvJitLink": {"path": "/w/libnvJitLink.so.13", "via": "site-packages", "version": "13.0"},
-    "libnvrtc": {"path": "/w/libnvrtc.so.13", "via": "site-packages", "version": "13.0"},
-    "libdevice": {"path": "/w/libdevice.10.bc", "via": "site-packages"},
-}
-H200_CARD = Card("NVIDIA H200", (9, 0), 141 << 30)
-H200_DRIVER = Driver("580.159.03", (13, 0), (H200_CARD,), devices=True)
-OLD_DRIVER = replace(H200_DRIVER, version="570.1", cuda_version=(12, 8))
+H200 = ("NVIDIA H200", (9, 0), 141 << 30)
+A100 = ("NVIDIA A100", (8, 0), 80 << 30)
+NO_CUDA = "Torch not compiled with CUDA enabled"
 
 
-def machine(
-    versions: Mapping[str, str | None] | None = None,
-    torch_build: Torch | None = Torch("2.11.0+cu130", "13.0"),  # noqa: B008
-    driver: Driver = H200_DRIVER,
-    compilers: Mapping[str, Mapping[str, str]] | None = None,
-    cache: Cache = Cache("/cache", 12, 34567),  # noqa: B008
-    answers: Mapping[str, Answer] | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> Machine:
-    """A healthy H200, but for what is said; a version of None is a package that is not installed."""
-    installed = {name: version for name, version in {**VERSIONS, **(versions or {})}.items() if version}
-    return Machine(
-        "0.1.0, Python 3.12.3, Linux x86_64",
-        variables or {},
-        lambda: {"torch": "2.8", "lightning": "2.5"},
-        lambda: installed,
-        lambda: torch_build,
-        lambda: driver,
-        lambda: {**COMPILERS, **(compilers or {})},
-        lambda: cache,
-        probe=lambda name, variables: {**dict.fromkeys(PROBES, Answer(0, "fine")), **(answers or {})}[name],
-    )
+class Machine(NamedTuple):
+    """A healthy H200, but for what is given; a version of None is a package that is not installed."""
+
+    versions: Mapping[str, str | None] = {}
+    gpus: Sequence[tuple[str, tuple[int, int], int]] = (H200,)
+    cuda: str | None = "13.0"
+    problem: str = ""
+    smi: Answer | None = Answer(0, "NVIDIA H200, 580.159.03, 143771 MiB\n")
+    answers: Mapping[str, Answer] = {}
+    variables: Mapping[str, str] = {}
+
+    def answer(self, name: str) -> Answer:
+        facts = {"version": "2.11.0+cu130", "cuda": self.cuda, "gpus": self.gpus, "problem": self.problem}
+        said = json.dumps(facts) if name == "torch" else "fine"
+        healthy = Answer(0, f"a warning\nlightning-fp8 doctor says: {said}\ngood bye\n")
+        return self.answers.get(name, healthy)
 
 
-def failing(probe: str, stderr: str) -> Machine:
+CPU = Machine(gpus=(), cuda=None, problem=NO_CUDA, smi=None)
+
+
+@pytest.fixture
+def findings_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The findings on a simulated machine; ``asked`` is each probe with its variables."""
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def simulate(machine: Machine) -> None:
+        for name in doctor.VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in machine.variables.items():
+            monkeypatch.setenv(name, value)
+        installed = {name: version for name, version in {**VERSIONS, **machine.versions}.items() if version}
+        monkeypatch.setattr(doctor.toolchain, "versions", lambda names: installed)
+        monkeypatch.setattr(doctor, "oldest_versions", lambda: {"torch": "2.8", "lightning": "2.5"})
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: machine.smi and f"/usr/bin/{name}")
+        monkeypatch.setattr(doctor, "answer_of", lambda command, seconds, environment=None: machine.smi)
+
+        def probe(name: str, seconds: float, **variables: str) -> Answer:
+            asked.append((name, variables))
+            return machine.answer(name)
+
+        monkeypatch.setattr(doctor, "probe", probe)
+
+    def find(machine: Machine, compiling: bool = False) -> list[Finding]:
+        simulate(machine)
+        return doctor.report(60, compiling)
+
+    find.asked = asked  # type: ignore[attr-defined]
+    find.simulate = simulate  # type: ignore[attr-defined]
+    return find
+
+
+def failing(probe: str, stderr: str, status: int = 1, **others: Any) -> Machine:
     """A healthy H200 on which a process of the doctor's fails."""
-    return machine(answers={probe: Answer(1, "", stderr)})
+    return Machine(answers={probe: Answer(status, "", stderr)}, **others)
 
 
-PROBES = ("torch", "cast", "product", "compile")
-
-NO_CARD = Driver(problem="no libcuda.so.1")
-CPU_TORCH = Torch("2.13.0+cpu", None)
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
-
-BROKEN: dict[str, tuple[Machine, str, Verdict, str, str]] = {
-    # machine, what is found, how bad, a part of what is said, a part of the way out
-    "no torch": (machine(torch_build=None), "torch", FAIL, "not installed", "pip install torch"),
-    "old torch": (machine(torch_build=Torch("2.7.1+cu126", "12.6")), "torch", FAIL, "2.8 is the oldest", "-U"),
-    "no lightning": (machine({"lightning": None}), "lightning", FAIL, "not installed", "pip install lightning"),
-    "old lightning": (machine({"lightning": "2.4.0"}), "lightning", FAIL, "2.5 is the oldest", "-U"),
-    "pytorch_lightning": (
-        machine({"lightning": None, "pytorch-lightning": "2.6.0"}), "lightning", FAIL, "refuses our plugins",
-        "pip install lightning",
+BROKEN: dict[str, tuple[Machine, str, str, str, str]] = {
+    # machine, what is found, how bad, a part of the value, a part of the advice
+    "no torch": (
+        failing("torch", "No module named 'torch'", versions={"torch": None}), "torch", "fail", "not installed",
+        "pip install torch",
     ),
-    "CPU torch on a card": (
-        machine(torch_build=CPU_TORCH), "torch and driver", FAIL, "built without CUDA", "built for CUDA"
+    "old torch": (Machine({"torch": "2.7.1"}), "torch", "fail", "2.8 is the oldest", 'pip install -U "torch"'),
+    "no lightning": (Machine({"lightning": None}), "lightning", "fail", "not installed", "pip install lightning"),
+    "old lightning": (Machine({"lightning": "2.4.0"}), "lightning", "fail", "2.5 is the oldest", "-U"),
+    "CPU torch on a GPU": (
+        Machine(gpus=(), cuda=None, problem=NO_CUDA), "GPU", "fail", f"torch sees none: {NO_CUDA}", "built for a CUDA",
     ),
     "torch newer than the driver": (
-        machine(driver=OLD_DRIVER, versions={"cuda-bindings": "12.9.1", "nvidia-nvjitlink": None, "nvidia-nvvm": None}),
-        "torch and driver", FAIL, "torch is built for CUDA 13.0, and the driver supports CUDA up to 12.8",
-        "built for CUDA 12",
+        Machine(gpus=(), problem="The NVIDIA driver on your system is too old (found version 12080)."), "GPU", "fail",
+        "found version 12080", "update the driver, or install a torch",
     ),
-    "kernels newer than the driver": (
-        machine(driver=OLD_DRIVER, torch_build=Torch("2.11.0+cu128", "12.8")), "versions", FAIL,
-        "libraries of CUDA 13, and the driver supports 12.8", "lightning-fp8[cuda12]",
+    "no fabric manager": (
+        Machine(gpus=(), problem="Unexpected error. Error 802: system not yet initialized"), "GPU", "fail", "802",
+        "systemctl start nvidia-fabricmanager",
     ),
-    "Ampere": (
-        machine(driver=replace(H200_DRIVER, cards=(Card("NVIDIA A100", (8, 0), 80 << 30),))), "card 0", WARN,
-        "compute capability 8.0, 80 GiB; FP8's tensor cores begin with 8.9", "BF16",
+    "Ampere": (Machine(gpus=(A100,)), "GPU 0", "warn", "compute capability 8.0, 80 GiB; FP8 tensor cores", "BF16"),
+    "hidden GPUs": (
+        Machine(gpus=(), problem="No CUDA GPUs are available", variables={"CUDA_VISIBLE_DEVICES": "-1"}), "GPU", "warn",
+        "hidden by CUDA_VISIBLE_DEVICES='-1'", "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "a driver just updated": (
+        Machine(gpus=(), problem="No CUDA GPUs", smi=Answer(18, "Driver/library version mismatch\nNVML 575.51\n")),
+        "driver", "fail", "nvidia-smi: Driver/library version mismatch; NVML 575.51", "restart the machine",
+    ),
+    "a driver without a GPU": (
+        Machine(gpus=(), problem="No CUDA GPUs", smi=Answer(6, "No devices were found\n")), "driver", "warn",
+        "No devices were found", "restart",
+    ),
+    "a driver that hangs": (
+        Machine(gpus=(), problem="No CUDA GPUs", smi=Answer(None)), "driver", "fail", "did not answer within 60 s",
+        "restart",
     ),
     "no numba-cuda": (
-        machine({"numba-cuda": None}), "numba-cuda", FAIL, "slower", 'pip install "lightning-fp8[cuda]"',
+        Machine({"numba-cuda": None}), "compile", "fail", "slower", 'pip install "lightning-fp8[cuda]"',
     ),
     "no numba-cuda, CUDA 12": (
-        machine({"numba-cuda": None, "cuda-bindings": "12.9.1", "nvidia-nvjitlink": None}, Torch("2.8.0", "12.8"),
-                OLD_DRIVER),
-        "numba-cuda", FAIL, "slower", 'pip install "lightning-fp8[cuda12]"',
+        Machine({"numba-cuda": None}, cuda="12.8"), "compile", "fail", "slower", 'pip install "lightning-fp8[cuda12]"',
     ),
     "numba older than numpy": (
-        machine({"numba": "0.66.0", "numpy": "2.5.2"}), "versions", FAIL,
+        Machine({"numba": "0.66.0", "numpy": "2.5.2"}), "versions", "fail",
         "numba 0.66.0 refuses to be imported with numpy 2.5.2", 'pip install "numba>=0.67"',
     ),
     "nvvm newer than nvJitLink": (
-        machine({"nvidia-nvvm": "13.5.37"}, compilers={"libnvvm": COMPILERS["libnvvm"] | {"version": "13.5.37"}}),
-        "versions", FAIL, "ERROR_OUTDATED_LIBRARY", 'pip install "cuda-toolkit[nvvm]==13.0.*"',
-    ),
-    "a toolkit's nvvm newer than nvJitLink": (
-        machine({"nvidia-nvvm": None}, compilers={"libnvvm": {"path": "/c/libnvvm.so", "via": "CUDA_PATH",
-                                                              "version": "13.1.80"}}),
-        "compilers", FAIL, "libnvvm (13.1.80 at /c/libnvvm.so) is newer", 'pip install "cuda-toolkit[nvvm]==13.0.*"',
+        Machine({"nvidia-nvvm": "13.5.37"}), "versions", "fail", "ERROR_OUTDATED_LIBRARY",
+        'pip install "cuda-toolkit[nvvm]==13.0.*"',
     ),
     "no libnvvm": (
-        machine({"nvidia-nvvm": None}, compilers={"libnvvm": {"problem": "Failure finding libnvvm.so"}}), "libnvvm",
-        FAIL, "not found: Failure finding libnvvm.so", "CUDA_HOME",
+        failing("compile", "KernelError: no libnvvm.so\n"), "compile", "fail", "no libnvvm.so",
+        'pip install "lightning-fp8[cuda]"; numba -s',
     ),
-    "two toolkits": (
-        machine(variables={"CUDA_HOME": "/usr", "CUDA_PATH": "/tmp"}), "CUDA_HOME", WARN, "/usr, and CUDA_PATH=/tmp",
-        "to one folder",
-    ),
-    "a wrong CUDA_HOME": (
-        machine(variables={"CUDA_HOME": "/nowhere"}), "CUDA_HOME", WARN, "/nowhere is no folder", "unset CUDA_HOME",
+    "a toolkit's nvvm": (
+        failing("compile", "Error: ERROR_OUTDATED_LIBRARY\n"), "compile", "fail", "OUTDATED", "install libnvvm in the",
     ),
     "a simulator": (
-        machine(variables={"NUMBA_ENABLE_CUDASIM": "1"}), "NUMBA_ENABLE_CUDASIM", FAIL, "compiles no kernel", "unset",
+        failing("compile", "TypeError: 'NoneType' object\n", variables={"NUMBA_ENABLE_CUDASIM": "1"}), "compile",
+        "fail", "TypeError", "unset NUMBA_ENABLE_CUDASIM",
     ),
-    "waiting launches": (
-        machine(variables={"CUDA_LAUNCH_BLOCKING": "1"}), "CUDA_LAUNCH_BLOCKING", WARN, "slow", "unset",
-    ),
-    "a wrong backend": (
-        machine(variables={"LIGHTNING_FP8_GEMM": "cublas"}), "LIGHTNING_FP8_GEMM", FAIL, "'cublas' is neither", "unset",
-    ),
-    "hidden cards": (
-        machine(driver=replace(H200_DRIVER, cards=()), variables={"CUDA_VISIBLE_DEVICES": ""}), "card", WARN, "hidden",
-        "unset CUDA_VISIBLE_DEVICES",
-    ),
-    "a container without its cards": (
-        machine(driver=Driver(problem="no libcuda.so.1", devices=True)), "card", FAIL, "CUDA none (no libcuda.so.1)",
-        "--gpus all",
-    ),
-    "a driver that hangs": (
-        machine(driver=Driver(problem="did not answer within 20 s", hangs=True)), "card", FAIL, "did not answer",
-        "nvidia-smi",
-    ),
-    "no fabric manager": (
-        machine(driver=Driver("580.1", (13, 0), (), "CUDA_ERROR_SYSTEM_NOT_READY", 802, devices=True)), "card", FAIL,
-        "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager",
-    ),
-    "a driver just updated": (
-        machine(driver=Driver(None, None, (), "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", 803, devices=True)), "card", FAIL,
-        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart",
-    ),
-    "a read-only cache": (
-        machine(cache=Cache("/cache", 3, 99, "Read-only file system")), "compiled kernels", WARN,
-        "3 in /cache, 99 bytes; nothing can be written there (Read-only file system)", "LIGHTNING_FP8_CACHE",
+    "a slow compiler": (
+        Machine(answers={"compile": Answer(None)}), "compile", "fail", "did not answer within 60 s", "--seconds 300",
     ),
     "torch does not import": (
-        failing("torch", "ImportError: a.so: undefined symbol: __nvJitLinkComplete_12_4\n"),
-        "torch", FAIL, "undefined symbol", "unset LD_LIBRARY_PATH",
+        failing("torch", "Traceback\nImportError: a.so: undefined symbol: __nvJitLinkComplete_12_4\n", gpus=()),
+        "torch", "fail", "undefined symbol", "unset LD_LIBRARY_PATH",
     ),
-    "a nvJitLink that torch brought along": (
-        failing("cast", "Error: ERROR_OUTDATED_LIBRARY (loaded: /c/libnvvm.so.4)\n"),
-        "cast", FAIL, "(loaded: /c/libnvvm.so.4)", "install libnvvm in the version of the nvJitLink",
+    "torch does not find a library": (
+        failing("torch", "ImportError: libcudart.so.12: cannot open shared object file: No such file\n", gpus=()),
+        "torch", "fail", "libcudart.so.12", "pip install --force-reinstall torch",
+    ),
+    "torch ends without an answer": (
+        Machine(answers={"torch": Answer(0, "good bye\n")}), "torch", "fail", "exit status 0, without a message",
+        "bug report",
+    ),
+    "torch hangs": (
+        Machine(answers={"torch": Answer(None, "", "(most recent call first):\n  File \"/t/a.py\", line 3 in load\n")}),
+        "torch", "fail", "did not answer within 60 s; it was in a.py:3, load", "nvidia-smi",
     ),
     "numba-cuda on PYTHONPATH": (
-        failing("cast", "RuntimeWarning: ... No module named 'numba.cuda.cgutils'\n"),
-        "cast", FAIL, "numba.cuda.cgutils", "its .pth is not read",
+        failing("cast", "RuntimeWarning: ... No module named 'numba.cuda.cgutils'\n"), "cast", "fail",
+        "numba.cuda.cgutils", "its .pth is not read",
     ),
     "a cast that is wrong": (
-        failing("cast", "Traceback\nArithmeticError: 3 of 9 values are not the nearest\n"),
-        "cast", FAIL, "ArithmeticError: 3 of 9", "--json",
+        failing("cast", "Traceback\nArithmeticError: 3 of 9 values are not the nearest\n"), "cast", "fail",
+        "ArithmeticError: 3 of 9", "Fix the failures above first; otherwise attach the --json file to a bug report.",
     ),
-    "a cast that crashes": (
-        machine(answers={"cast": Answer(-11, "", "")}), "cast", FAIL, "ended by SIGSEGV", "--json",
+    "a cast that crashes": (failing("cast", "", -11), "cast", "fail", "ended by SIGSEGV", "bug report"),
+    "attention that hangs": (
+        Machine(answers={"attention": Answer(None)}), "attention", "fail", "did not answer", "end the process",
     ),
 }  # fmt: skip
 
 
-def findings_of(of: Machine, compiling: bool = False) -> list[Finding]:
-    return [*command.looked_at(of, compiling), *command.started(of, 60, compiling)]
-
-
-def test_a_healthy_machine_has_nothing_to_do() -> None:
-    found = findings_of(machine(), compiling=True)
-    assert {finding.verdict for finding in found} == {OK}
-    assert advice_of(found) == "nothing to do"
-    said = {finding.what: finding.value for finding in found}
-    assert said["torch"] == "fine"  # the last word: what became of importing it
-    assert said["driver"] == "580.159.03, for CUDA up to 13.0"
-    assert said["card 0"] == "NVIDIA H200, compute capability 9.0, 141 GiB"
-    assert said["libnvJitLink"] == "13.0 /w/libnvJitLink.so.13 (site-packages)"
-    assert said["compiled kernels"] == "12 in /cache, 34,567 bytes"
-    assert {"cast", "product, cuBLASLt", "product, kernel", "compile"} <= said.keys()
+def test_a_healthy_machine_has_nothing_to_do(findings_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings_of(Machine(), compiling=True)
+    assert {finding.verdict for finding in found} == {"ok"}
+    assert capsys.readouterr().out.endswith("\n\nnothing to do\n")
+    values = {finding.what: finding.value for finding in found}
+    assert values["torch"] == "2.11.0+cu130, built for CUDA 13.0"  # the last one: as torch says it
+    assert values["driver"] == "NVIDIA H200, 580.159.03, 143771 MiB"
+    assert values["GPU 0"] == "NVIDIA H200, compute capability 9.0, 141 GiB"
+    assert set(VERSIONS) < values.keys()
+    launches = ["compile", "cast", "product, cuBLASLt", "product, kernel", "attention"]
+    assert [finding.what for finding in found][-5:] == launches
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_is_found_with_a_way_out(case: str) -> None:
-    of, what, verdict, value, way_out = BROKEN[case]
-    wrong = [finding for finding in findings_of(of) if finding.verdict is not OK]
+def test_what_is_broken_is_found_with_advice(case: str, findings_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, what, verdict, value, advice = BROKEN[case]
+    wrong = [finding for finding in findings_of(machine) if finding.verdict != "ok"]
+    if case == "no torch":  # and its process fails
+        wrong = wrong[:1]
     assert [finding.what for finding in wrong] == [what]
-    assert (wrong[0].verdict, value in wrong[0].value, way_out in wrong[0].way_out) == (verdict, True, True), wrong[0]
-    assert advice_of(wrong) == f"do    {wrong[0].way_out}"
+    assert (wrong[0].verdict, value in wrong[0].value, advice in wrong[0].way_out) == (verdict, True, True), wrong[0]
+    assert f"do    {wrong[0].way_out}" in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("case", ["no numba-cuda", "numba older than numpy", "nvvm newer than nvJitLink", "no libnvvm"])
-def test_without_a_card_nothing_of_the_kernels_fails_unless_they_are_wanted(case: str) -> None:
-    of = replace(BROKEN[case][0], driver=lambda: NO_CARD, torch_build=lambda: CPU_TORCH)
-    assert FAIL not in {finding.verdict for finding in findings_of(of)}
-    assert [finding.what for finding in findings_of(of, compiling=True) if finding.verdict is FAIL] == [BROKEN[case][1]]
+COMPILERS = ["no numba-cuda", "numba older than numpy", "nvvm newer than nvJitLink", "no libnvvm"]
 
 
-def test_with_carried_kernels_no_compiler_is_needed() -> None:
-    broken = BROKEN["numba older than numpy"][0]
-    found = findings_of(replace(broken, carried=lambda: Cache("/carried", 3, 99)))
-    assert [finding.what for finding in found if finding.verdict is not OK] == ["versions"]
-    assert FAIL not in {finding.verdict for finding in found}
-    assert "3 in /carried, 99 bytes" in [finding.value for finding in found if finding.what == "carried kernels"]
-    found = findings_of(replace(broken, carried=lambda: Cache("/empty")))
-    verdicts = {finding.what: finding.verdict for finding in found}
-    assert (verdicts["carried kernels"], verdicts["versions"]) == (WARN, FAIL)
+@pytest.mark.parametrize("case", COMPILERS)
+def test_compilers_fail_where_kernels_are_wanted(case: str, findings_of: Any) -> None:
+    machine, what, *_ = BROKEN[case]
+
+    def failures(machine: Machine, compiling: bool = False) -> list[str]:
+        return [finding.what for finding in findings_of(machine, compiling) if finding.verdict == "fail"]
+
+    without_gpu = machine._replace(gpus=(), cuda=None, problem=NO_CUDA, smi=None)
+    assert failures(without_gpu) == []
+    assert failures(without_gpu, compiling=True) == [what]
+    carried = machine._replace(variables={CARRIED_VARIABLE: "/carried"})
+    assert failures(carried) == []
+    assert failures(carried._replace(variables={CARRIED_VARIABLE: ""})) == [what]
 
 
-def test_a_machine_without_a_card_is_healthy() -> None:
-    of = machine({name: None for name in VERSIONS if name not in ("lightning", "numpy")}, CPU_TORCH, NO_CARD)
-    found = findings_of(of)
-    assert {finding.verdict for finding in found} == {OK}
-    assert "the reference runs here" in next(finding.value for finding in found if finding.what == "card")
-    assert [finding.what for finding in found][-3:] == ["torch", "cast", "product"]
+def test_what_needs_a_compiler_is_started_where_one_works(findings_of: Any) -> None:
+    machine = BROKEN["no libnvvm"][0]
+    launches = [name for name, _ in (findings_of(machine), findings_of.asked)[1]]
+    assert launches == ["torch", "compile", "cast", "product"]  # cuBLASLt's
 
 
-def test_each_product_is_asked_of_what_shall_compute_it() -> None:
-    asked: list[tuple[str, Mapping[str, str]]] = []
-    of = replace(machine(), probe=lambda name, variables: (asked.append((name, dict(variables))), Answer(0))[1])
-    list(command.started(of, 60, compiling=True))
-    *first, (name, variables) = asked
-    assert first == [
+def test_a_machine_without_a_gpu_is_healthy(findings_of: Any) -> None:
+    versions = {name: None for name in VERSIONS if name not in ("torch", "lightning", "numpy")}
+    found = findings_of(CPU._replace(versions=versions))
+    assert {finding.verdict for finding in found} == {"ok"}
+    values = {finding.what: finding.value for finding in found}
+    assert values["GPU"].startswith(f"none ({NO_CUDA})")
+    assert "numba-cuda is not installed" in values["compile"]
+    assert [finding.what for finding in found][-3:] == ["cast", "product", "attention"]
+
+
+def test_each_launch_has_its_environment(findings_of: Any) -> None:
+    findings_of(Machine(variables={CARRIED_VARIABLE: "/carried"}))
+    compiled = findings_of.asked.pop(1)
+    assert findings_of.asked == [
         ("torch", {}), ("cast", {}), ("product", {"LIGHTNING_FP8_GEMM": "cublaslt"}),
-        ("product", {"LIGHTNING_FP8_GEMM": "numba"}),
+        ("product", {"LIGHTNING_FP8_GEMM": "numba"}), ("attention", {}),
     ]  # fmt: skip
-    assert (name, variables.keys()) == ("compile", {"LIGHTNING_FP8_CACHE", "LIGHTNING_FP8_KERNELS"})
-    assert variables["LIGHTNING_FP8_KERNELS"] == "", "what was compiled elsewhere proves no compiler"
+    assert (compiled[0], compiled[1].keys()) == ("compile", {"LIGHTNING_FP8_CACHE", "LIGHTNING_FP8_KERNELS"})
+    assert compiled[1]["LIGHTNING_FP8_KERNELS"] == "", "what was compiled elsewhere proves no compiler"
 
 
-def test_a_torch_that_sees_no_card_proves_nothing_of_the_card() -> None:
-    """On the processor a product would be right, whatever it is called."""
-    blind = {"torch": Answer(0, "sees no card\n")}
-    (found,) = command.started(machine(answers=blind), 60, compiling=False)
-    assert (found.what, found.verdict, found.value) == ("torch", FAIL, "sees no card, and the driver has 1")
-    assert "built for a CUDA that the driver supports" in found.way_out
-    found, *others = command.started(machine(answers=blind, driver=NO_CARD), 60, compiling=False)
-    assert (found.verdict, len(others)) == (OK, 2)
+@pytest.mark.parametrize("case", ["torch does not import", "torch hangs", "CPU torch on a GPU"])
+def test_where_torch_fails_only_a_compilation_is_started(case: str, findings_of: Any) -> None:
+    """On the CPU a product would be right, whatever it is called."""
+    findings_of(BROKEN[case][0])
+    assert [name for name, _ in findings_of.asked] == ["torch", "compile"]
 
 
-def test_without_torch_nothing_else_is_started() -> None:
-    found = list(command.started(failing("torch", "ImportError: no"), 60, compiling=True))
-    assert [finding.what for finding in found] == ["torch"]
+def test_a_hang_and_a_crash_are_reported_and_the_rest_goes_on(
+    findings_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings_of.simulate(Machine())
 
+    def probe(name: str, seconds: float, **variables: str) -> Answer:
+        if variables.get("LIGHTNING_FP8_GEMM") == "numba":
+            return answer_of(["sleep", "30"], seconds)
+        if name == "cast":
+            return answer_of([sys.executable, "-c", "import os; os.abort()"], 30)
+        return Machine().answer(name)
 
-def test_a_hang_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    def probe(name: str, variables: Mapping[str, str]) -> Answer:
-        hangs = variables.get("LIGHTNING_FP8_GEMM") == "numba"
-        return answer_of(["sleep", "30"], 0.5) if hangs else Answer(0, "fine")
-
-    found = command.report(replace(machine(), probe=probe), 0.5, compiling=True)
-    (hung,) = [finding for finding in found if finding.verdict is FAIL]
+    monkeypatch.setattr(doctor, "probe", probe)
+    found = doctor.report(0.5, compiling=True)
+    cast, hung = (finding for finding in found if finding.verdict == "fail")
+    assert (cast.what, cast.value) == ("cast", "ended by SIGABRT")
     assert (hung.what, hung.value) == ("product, kernel", "did not answer within 0.5 s")
     assert "LIGHTNING_FP8_GEMM=cublaslt" in hung.way_out
     printed = capsys.readouterr().out
     assert "FAIL  product, kernel        did not answer within 0.5 s" in printed
-    assert "ok    compile                fine" in printed, "what comes after a hang is still started"
+    assert "ok    attention              fine" in printed, "what comes after a hang is still started"
 
 
-def test_what_is_known_is_said_before_anything_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """A driver may hang for as long as it is waited for, and torch takes seconds: versions are out before."""
-    said: dict[str, str] = {}
-    of = machine()
+def test_versions_and_variables_are_printed_before_anything_starts(
+    findings_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A driver may hang for as long as it is waited for, and torch takes seconds."""
+    before: list[str] = []
+    findings_of.simulate(Machine(variables={"CUDA_HOME": "/opt/cuda"}))
 
-    def driver() -> Driver:
-        said.setdefault("driver", capsys.readouterr().out)
-        return H200_DRIVER
+    def answer_of(*arguments: Any) -> Answer:
+        before.append(capsys.readouterr().out)
+        return Answer(0, "lightning-fp8 doctor says: fine")
 
-    def probe(name: str, variables: Mapping[str, str]) -> Answer:
-        said.setdefault(name, capsys.readouterr().out)
-        return Answer(0, "fine")
-
-    command.report(replace(of, driver=driver, probe=probe), 60, compiling=False)
-    assert all(f" {name} " in said["driver"] for name in (*VERSIONS, "torch"))
-    assert all(f" {name} " in said["torch"] for name in ("driver", *COMPILERS, "compiled kernels"))
-    assert " fine" not in said["torch"]
+    monkeypatch.setattr(doctor, "answer_of", answer_of)
+    doctor.report(60, compiling=False)
+    assert all(f" {name} " in before[0] for name in VERSIONS)
+    assert "ok    CUDA_HOME              /opt/cuda" in before[0]
+    assert "Python" in before[0]
+    assert "driver" not in before[0]
 
 
 def test_lines_are_as_wide_as_the_terminal() -> None:
-    line = line_of(Finding("a", "word " * 40, WARN), 60)
+    line = line_of(Finding("a", "word " * 40, "warn"), 60)
     assert max(map(len, line.splitlines())) <= 60
     assert line.startswith("warn  a   ")
     assert all(rest.startswith(" " * 29) for rest in line.splitlines()[1:])
 
 
 def test_the_worst_is_to_be_done_first_and_once() -> None:
-    found = [Finding("a", "", WARN, "later"), Finding("b", "", FAIL, "now"), Finding("c", "", FAIL, "now")]
+    found = [Finding("a", "", "warn", "later"), Finding("b", "", "fail", "now"), Finding("c", "", "fail", "now")]
     assert advice_of(found) == "do    now\ndo    later"
 
 
-@pytest.mark.parametrize(
-    ("of", "status"), [(machine(), 0), (BROKEN["a wrong CUDA_HOME"][0], 0), (BROKEN["no torch"][0], 1)]
-)
-def test_json_and_exit_status(of: Machine, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "this_machine", lambda seconds: of)
+@pytest.mark.parametrize(("machine", "status"), [(Machine(), 0), (BROKEN["Ampere"][0], 0), (BROKEN["old torch"][0], 1)])
+def test_json_and_exit_status(machine: Machine, status: int, findings_of: Any, tmp_path: Path) -> None:
+    expected = findings_of(machine)
     with pytest.raises(SystemExit) as stopped:
-        command.main(["--json", str(tmp_path / "report.json")])
+        doctor.main(["--json", str(tmp_path / "report.json")])
     assert stopped.value.code == status
-    told: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
-    assert told["status"] == status
-    assert [Finding(**{**each, "verdict": Verdict(each["verdict"])}) for each in told["findings"]] == findings_of(of)
+    document: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    assert document["status"] == status
+    assert [Finding(**each) for each in document["findings"]] == expected
 
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        *(
+            ("--seconds", each, "is not a number above 0 and up to 86400")
+            for each in ("0", "-1", "nan", "inf", "1e9", "a")
+        ),
+        *(("--json", each, "cannot be written") for each in ("/nonexistent/x.json", "/", "/dev/null/x.json")),
+    ],
+)
+def test_arguments_are_refused_before_anything_starts(
+    option: str, value: str, message: str, findings_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings_of.simulate(Machine())
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main([f"{option}={value}"])
+    assert stopped.value.code == 2
+    assert f"argument {option}: '{value}' {message}" in capsys.readouterr().err
+    assert not findings_of.asked
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
 
 REPORT = """
 import sys
@@ -333,14 +366,222 @@ except SystemExit as stopped:
 """
 
 
-def run_python(arguments: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "200", **variables}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 def test_the_report_of_this_machine_imports_nothing_itself() -> None:
-    done = run_python(["-c", REPORT])
+    done = run_python("-c", REPORT)
     assert done.stdout.splitlines()[-1] == "status 0 imported []", done.stdout + done.stderr
     assert done.stderr == ""
+    assert f"{torch.__version__}, built " in done.stdout
     assert "[320, 200] in bfloat16 to E4M3 and its transpose, all 128,000 values right" in done.stdout
-    assert "equals float64 within rounding" in done.stdout
+    assert "in E4M3 equals float64 within rounding" in done.stdout
+    assert "[1, 256, 2, 128] equals float64 within FP8's rounding" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("breaking", "value"),
+    [
+        ("raise ImportError('libtorch.so: undefined symbol: x')", "ImportError: libtorch.so: undefined symbol: x"),
+        pytest.param("import os; os.kill(os.getpid(), 11)", "ended by SIGSEGV", marks=thorough),
+        pytest.param("import time; time.sleep(60)", "did not answer within 3 s", marks=thorough),
+    ],
+)
+def test_the_report_where_torch_is_broken(breaking: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(breaking)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python("-m", "lightning_fp8", "doctor", "--seconds", "3", PYTHONPATH=path)
+    assert done.returncode == 1, done.stderr
+    assert f"FAIL  torch                  {value}" in done.stdout
+    assert "cast  " not in done.stdout
+
+
+NOISE = """
+import atexit, sys
+print("hi", end="")
+for file in (sys.stdout, sys.stderr):
+    atexit.register(print, "bye", file=file)
+"""
+
+
+def test_other_lines_of_a_process_are_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "lightning_fp8.doctor"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    answer = answer_of([*command, "torch", "300"], 300, environment)
+    assert answer.output.endswith("bye\n")
+    assert Version(json.loads(answer.said)["version"]) == Version(torch.__version__)
+    (tmp_path / "torch.py").write_text("raise ImportError('why')")
+    answer = answer_of([*command, "torch", "300"], 300, environment)
+    assert answer.error.endswith("bye\n")
+    assert (answer.said, answer.last_line) == ("", "ImportError: why")
+
+
+def test_a_hang_has_a_place() -> None:
+    program = "import faulthandler\ndef waits():\n faulthandler.dump_traceback()\nwaits()"
+    assert answer_of([sys.executable, "-c", program], 60).place == "<string>:3, waits"
+    assert Answer(None, "", "waiting\n").place == ""
+
+
+def test_children_of_what_hangs_are_ended_too() -> None:
+    answer = answer_of(["sh", "-c", "sleep 100 & echo $!; wait"], 1.5)
+    assert answer.status is None
+    child = int(answer.output)
+    for _ in range(50):
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.1)
+                continue
+        break
+    else:
+        os.kill(child, 9)
+        pytest.fail("a child lives on")
+
+
+@pytest.mark.parametrize(
+    ("program", "last_line"),
+    [
+        ("import sys; print('a'); sys.exit('why')", "why"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+        ("import sys; sys.exit(3)", "exit status 3, without a message"),
+        ("raise ValueError('no\\nway')", "way"),
+    ],
+)
+def test_a_process_that_fails_says_why(program: str, last_line: str) -> None:
+    answer = answer_of([sys.executable, "-c", program], 60)
+    assert answer.status
+    assert answer.last_line == last_line
+
+
+def test_lower_bounds_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = [
+        "torch>=2.8",
+        "lightning>=2.5",
+        "numpy",
+        'jsonargparse[signatures]>=4.39; extra == "cli"',
+        "a >= 1.2, <3",
+    ]
+    monkeypatch.setattr(doctor, "requires", {"lightning-fp8": required}.get)
+    assert doctor.oldest_versions() == {"torch": "2.8", "lightning": "2.5", "a": "1.2"}
+
+
+PROBING = """
+import time
+from lightning_fp8 import doctor
+
+def waits():
+    time.sleep(2)
+    raise ValueError("of no\\nuse")
+
+doctor.PROBES["torch"] = waits
+doctor.run_probe("torch", "0.5")
+"""
+
+
+def test_a_probe_says_where_it_hangs_and_why_it_fails() -> None:
+    answer = answer_of([sys.executable, "-c", PROBING], 300)
+    assert answer.status == 1
+    assert answer.place == "<string>:6, waits"
+    assert answer.last_line == "ValueError: of no use"
+
+
+# --- Probes -----------------------------------------------------------------------------------------------------------
+
+
+def test_torch_facts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    both = [
+        SimpleNamespace(name=name, major=major, minor=minor, total_memory=size)
+        for name, (major, minor), size in (H200, A100)
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", both.__getitem__)
+    assert json.loads(doctor.torch_facts()) == {
+        "version": torch.__version__, "cuda": torch.version.cuda, "problem": "",
+        "gpus": [["NVIDIA H200", [9, 0], 141 << 30], ["NVIDIA A100", [8, 0], 80 << 30]],
+    }  # fmt: skip
+
+
+def test_why_there_is_no_gpu_is_in_torchs_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    facts = json.loads(doctor.torch_facts())
+    assert (facts["gpus"], facts["problem"]) == ([], "Found no NVIDIA driver on your system.")
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_one_wrong_value_of_a_cast_is_seen(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = doctor.quantized
+
+    def wrong(x: torch.Tensor) -> Any:
+        results = [replace(operand, data=operand.data.clone()) for operand in right(x)]  # they may share memory
+        results[where].data.view(torch.uint8)[-1, -1] ^= 1
+        return results
+
+    assert "all 128,000 values right" in doctor.cast()
+    monkeypatch.setattr(doctor, "quantized", wrong)
+    with pytest.raises(ArithmeticError, match="^1 of 64000 " + ("transposed " if where else "values")):
+        doctor.cast()
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda y: y.index_put_((torch.tensor(3), torch.tensor(5)), y[3, 5] * 1.02), lambda y: y * torch.nan]
+)
+def test_one_wrong_value_of_a_product_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.scaled_mm
+    assert "equals float64 within rounding" in doctor.product()
+    monkeypatch.setattr(ops, "scaled_mm", lambda a, b: wrong(right(a, b)))
+    with pytest.raises(ArithmeticError, match="times as far from the float64 product"):
+        doctor.product()
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda o: o.index_put_((torch.tensor(0), torch.tensor(200)), o[0, 200] * 1.3), lambda o: o * torch.nan]
+)
+def test_one_wrong_row_of_attention_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = function.fp8_attention
+    assert "equals float64 within FP8's rounding" in doctor.attention()
+    monkeypatch.setattr(function, "fp8_attention", lambda *qkv: wrong(right(*qkv)))
+    with pytest.raises(ArithmeticError, match="a row is .* off the float64 result"):
+        doctor.attention()
+
+
+def test_attention_without_a_kernel_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run it in high precision there."""
+    monkeypatch.setattr(function, "why_not_fp8", lambda *qkv: "no kernel for sm_100")
+    assert doctor.attention() == "runs in high precision: no kernel for sm_100"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "taken"), [([], "cpu"), ([(8, 0)], "cuda:0"), ([(8, 0), (9, 0), (9, 0)], "cuda:1")]
+)
+def test_the_first_gpu_for_fp8_is_tried(
+    capabilities: list[tuple[int, int]], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert doctor.device() == torch.device(taken)
+
+
+def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs instead of kernels warns; a launch on a GPU with FP8 tensor cores must not pass on it."""
+    from cuda_kernels.host.launch import KernelError
+
+    @plans.planned(lambda x: x)
+    def plan(device: torch.device) -> Any:
+        raise KernelError("no such kernel")
+
+    monkeypatch.setattr(doctor, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with warnings.catch_warnings():
+        doctor.refuse_fallbacks()
+        with pytest.raises(RuntimeWarning, match="no such kernel"):
+            plan(torch.device("cpu"), False)
+    plans.clear_plan_cache()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda
 from numba.cuda import types
 
-from tests.ptx_on_cpu.build import unavailable
-
-needs_gcc = pytest.mark.skipif(bool(unavailable()) and not os.environ.get("CI"), reason=str(unavailable()))
+from tests.emulator.gcc import needs_gcc as needs_gcc
 
 f32, i32, i64, u32, void = types.float32, types.int32, types.int64, types.uint32, types.void
 TARGETS = {"sm_89": (8, 9), "sm_90a": (9, 0, "a"), "sm_120": (12, 0)}

@@ -14,8 +14,9 @@ from tests.emulator.sample_products import hopper_gemm, mma_gemm
 from tests.emulator.samples import TARGETS, needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu.mutants import Span, run_as, with_mutants
+from tests.tiers import every_value, thorough
 
-pytestmark = needs_gcc
+pytestmark = [needs_gcc, every_value]
 
 ONE, WARP = (1, 1, 1), (32, 1, 1)
 MODES: list[dict[str, Any]] = [
@@ -288,6 +289,7 @@ def survivors(text: str, run: Any) -> list[str]:
     return found
 
 
+@thorough
 def test_the_product_by_mma_needs_each_synchronization() -> None:
     text, threads, shared = mma_gemm("sm_90a")
     assert len(synchronizations(text)) >= 4
@@ -297,6 +299,7 @@ def test_the_product_by_mma_needs_each_synchronization() -> None:
     )
 
 
+@thorough
 def test_the_product_by_wgmma_needs_each_synchronization() -> None:
     text, _, _ = hopper_gemm(128, 2)
     assert len(synchronizations(text)) >= 12

@@ -12,7 +12,7 @@ from onnxscript import evaluator, ir
 
 from lightning_fp8 import DotProductAttention, LayerNorm, Linear, fp8_autocast, onnx_export
 from lightning_fp8.export import translation_table
-from lightning_fp8.export.fused import VALUES
+from lightning_fp8.export.translations import VALUES
 from lightning_fp8.ops import ACTIVATIONS
 from tests.export import in_onnx
 from tests.small import assert_raises
@@ -22,6 +22,8 @@ NOT_OF_INFERENCE = {
     "activation_backward_quantize_unobserved",
     "activation_quantize",  # it, norm_quantize and quantize may write to an amax
     "attention_backward",
+    "attention_cast",  # it and the next are context parallelism's
+    "attention_forward_of_codes",
     "attention_tables",
     "gated_backward_quantize",  # what casts for layers of others is the model's own where it is traced
     "gated_backward_quantize_unobserved",
@@ -30,6 +32,8 @@ NOT_OF_INFERENCE = {
     "norm_backward",
     "norm_quantize",
     "observe",
+    "quantize_columns",  # it and transpose are FSDP2's
+    "transpose",
     "quantize",
     "scaled_mm_accumulate",
     "scaled_mm_observed",
@@ -82,7 +86,11 @@ def test_blocks_need_a_newer_opset() -> None:
     asked = SimpleNamespace(opset=SimpleNamespace(version=20))
     x = SimpleNamespace(shape=(4, 64), dtype=ir.DataType.FLOAT)
     with evaluator.default_as(asked):  # as torch's exporter does
-        assert_raises(lambda: translation(x, "e4m3 row power_2 rowwise"), ValueError, "opset_version=21")
+        assert_raises(
+            lambda: translation(x, ir.DataType.FLOAT8E4M3FN, "row", True, 0.0, True, False, False),
+            ValueError,
+            "opset_version=21",
+        )
 
 
 def test_no_export_while_calibrating() -> None:

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tests.emulator.samples import needs_gcc
 
-# Before 3.9, Triton's compiler aborts for clusters. The variable is set where these tests shall run or fail.
+# Before 3.9, Triton's compiler aborts for clusters. With the variable they run or fail.
 if not os.environ.get("LIGHTNING_FP8_FOREIGN") and (
     find_spec("triton") is None or Version(version("triton")) < Version("3.9")
 ):
@@ -30,6 +30,7 @@ from tests.foreign.case import Case
 from tests.foreign.cases import CASES
 from tests.foreign.compiler import Emulated, Noted
 from tests.foreign.opcodes import kinds
+from tests.tiers import covering, thorough
 
 pytestmark = needs_gcc
 
@@ -37,7 +38,9 @@ ROOT = Path(__file__).parents[2]
 CUTLASS = ROOT / "tests/foreign/cutlass/met.txt"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.name}".replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case", covering(CASES, lambda case: [type(case)]), ids=lambda case: f"{case.kind}-{case.name}".replace(" ", "-")
+)
 def test_a_kernel_of_triton_gives_what_it_must(case: Case) -> None:
     launch = Emulated()
     case.run(launch)
@@ -54,6 +57,7 @@ KINDS = ("persistent", "warp-specialized", "cluster", "tensor adds", "attention"
 SYNCHRONIZED = [case for case in CASES if case.kind in KINDS]
 
 
+@thorough
 @pytest.mark.parametrize("case", SYNCHRONIZED, ids=lambda case: f"{case.kind}-{case.name}".replace(" ", "-"))
 def test_neither_order_nor_late_copies_change_it(case: Case) -> None:
     case.run(Emulated(schedule="reverse", copies="late"))
@@ -70,6 +74,7 @@ def _met() -> set[str]:
     return noted.union(*(kinds(kernel.ptx) for kernel in launch.launched))
 
 
+@thorough
 def test_what_no_other_kernel_has_is_listed_in_the_docs() -> None:
     """Both ways: no instruction of ours is neither met nor listed, and none is listed that is met, or not ours."""
     cases = *OURS, *FUSED, *GEMMS, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA

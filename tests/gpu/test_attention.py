@@ -17,15 +17,15 @@ from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, Exam, In
 from benchmarks.contenders.attention_problems import Problem as Measured
 from cuda_kernels.host.launch import architecture_of
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
+    Attention,
     AttentionCall,
     Band,
     attention_backward,
     attention_forward,
-    format_attention_options,
 )
-from lightning_fp8.ops.attention.launches import PLANS
-from lightning_fp8.ops.core import dispatch
+from lightning_fp8.attention.ops.cuda import PLANS
+from lightning_fp8.ops import plans
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case
 from tests.cuda_kernels.run_case import ATTENTION, fits
 
@@ -82,7 +82,7 @@ class Problem:
                 torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
                 for each in (self.queries, self.keys)
             )
-        call = AttentionCall(format_attention_options(self.qkv_format, self.band), None, *starts)
+        call = AttentionCall(Attention(self.qkv_format, self.band or Band()), None, *starts)
         o, kept = attention_forward(q, k, v, call)
         gradients = attention_backward(do, o, kept, k.shape[1 if self.qkv_format == "bshd" else 0], call)
         return {name: x.cpu() for name, x in zip(("o", "dq", "dk", "dv"), (o, *gradients))}
@@ -110,7 +110,7 @@ PROBLEMS = [
 @contextmanager
 def only_kernels(head_dim: int) -> Iterator[None]:
     """A fallback to the specification is an error, where the card has kernels for both passes."""
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     with warnings.catch_warnings():
         if all(head_dim in PLANS[which].get(architecture_of(CARD), (None, ()))[1] for which in PLANS):
             warnings.simplefilter("error", RuntimeWarning)
@@ -157,7 +157,7 @@ def test_a_long_sequence_is_exact_attention(causal: bool) -> None:
     problem = Measured(2, 8192, 8, 128, sharing=4, causal=causal)
     q, k, v, do = given = inputs(problem, CARD)
     exam = Exam(problem, given)
-    call = AttentionCall(format_attention_options("bshd", CAUSAL if causal else None))
+    call = AttentionCall(Attention("bshd", CAUSAL if causal else Band()))
     with only_kernels(128):
         o, kept = attention_forward(q, k, v, call)
         gradients = attention_backward(do, o, kept, k.shape[1], call)
@@ -188,7 +188,7 @@ def test_a_module_trains_as_on_the_cpu() -> None:
 
 def test_both_passes_in_a_graph() -> None:
     problem = Measured(1, 512, 4, 128, sharing=2, causal=True)
-    fixed, call = inputs(problem, CARD), AttentionCall(format_attention_options("bshd", CAUSAL))
+    fixed, call = inputs(problem, CARD), AttentionCall(Attention("bshd", CAUSAL))
 
     def both(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         o, kept = attention_forward(q, k, v, call)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases import fused_cases
 from tests.cuda_kernels.cases.kernel_cases import (
     BF16,
@@ -28,8 +28,12 @@ from tests.cuda_kernels.cases.kernel_cases import (
 )
 from tests.cuda_kernels.test_cast_kernels import SCALES, every_bf16
 from tests.gpu.graphs import captured
+from tests.op_sides import reference_of
 
 ops = torch.ops.lightning_fp8
+reference = reference_of(quantize_op)
+ROWS, BOTH = ({layout: Cast(E4M3, layout, columnwise=columnwise) for layout in Layout} for columnwise in (False, True))
+"""The operand of x, and those of x and of xᵀ."""
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 
 
@@ -72,19 +76,36 @@ def test_more_than_2_31_elements(layout: Layout) -> None:
     x = torch.randn(36_000, 64_000, device="cuda", dtype=BF16)
     assert x.numel() > 2**31
     x[-1, -1] = 300.0  # the largest by far, at the very end
-    data, scale_inv, data_t, _ = ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
+    data, scale_inv, data_t, _ = ops.quantize(x, *BOTH[layout].flat)
     rows = slice(35_968, 36_000)
     last = x[rows].cpu()
     if layout is Layout.TENSOR:
         assert scale_inv.item() == pytest.approx(300.0 / 448.0, rel=1e-6)
-        expected = reference.quantize(last, "e4m3 tensor rowwise", torch.tensor(1.0) / scale_inv.cpu())
+        expected = reference(last, ROWS[layout], torch.tensor(1.0) / scale_inv.cpu())
         assert (data[rows].cpu().float() - expected[0].float()).abs().max() <= 32  # 1 / scale_inv may round the scale
     elif layout is not Layout.BLOCK_128X128:
-        expected = reference.quantize(last, f"e4m3 {layout.value} rowwise")
+        expected = reference(last, ROWS[layout])
         assert_same(data[rows], expected[0], "data")
         assert_same(scale_inv[rows], expected[1], "scale_inv")
     if layout.transposes:
         assert torch.equal(data_t[:, rows].view(torch.uint8).t(), data[rows].view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(8192, 8192), (4096, 14336), (131_072, 17), (36_000, 64_000), (33, 100_001)])
+def test_transpose(shape: tuple[int, int]) -> None:
+    codes = torch.randint(256, shape, dtype=torch.uint8, device="cuda")
+    for each in (codes, codes.t()):
+        assert torch.equal(ops.transpose(each.view(E4M3.dtype)).view(torch.uint8), each.t())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("shape", [(8192, 8192), (36_000, 64_000), (33, 100_001)])
+def test_columns_scales(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, scale = torch.randn(shape, device="cuda", dtype=dtype), torch.rand(shape[1], device="cuda") * 1000
+    codes = ops.quantize_columns(x, scale, E4M3.dtype)
+    for rows in (slice(0, 33), slice(-33, None)):
+        expected = reference_of(quantize_columns_op)(x[rows].cpu(), scale.cpu(), E4M3.dtype)
+        assert_same(codes[rows], expected, "codes")
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -101,8 +122,9 @@ def test_nothing_waits_for_the_device() -> None:
     for _ in range(2):  # the first call compiles and loads
         with nothing_waits():
             for layout in Layout:
-                ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
-            ops.quantize(x, "e4m3 tensor rowwise columnwise", scale, amax)
+                ops.quantize(x, *BOTH[layout].flat)
+            ops.quantize(x, *BOTH[Layout.TENSOR].flat, scale, amax)
+            ops.transpose(ops.quantize_columns(x, torch.ones(300, device="cuda"), E4M3.dtype))
             ops.observe(x, amax)
             ops.update_scales(torch.ones(8, device="cuda"), amax_history, scales, largest, 0.0, "max")
 
@@ -115,7 +137,7 @@ def test_kernels_run_on_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         x.fill_(3.0)
-        data, scale_inv, *_ = ops.quantize(x, "e4m3 tensor rowwise")
+        data, scale_inv, *_ = ops.quantize(x, *ROWS[Layout.TENSOR].flat)
     stream.synchronize()
     assert torch.equal(data.float() * scale_inv, torch.full_like(x, 3.0, dtype=torch.float32))
 
@@ -125,7 +147,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
     x = torch.randn(500, 768, device="cuda", dtype=BF16)
 
     def cast() -> tuple[Tensor, ...]:
-        return ops.quantize(x, f"e4m3 {layout.value} rowwise columnwise")
+        return ops.quantize(x, *BOTH[layout].flat)
 
     graph, results = captured(cast)
     for seed in range(3):
@@ -133,7 +155,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
         x.copy_(values)
         graph.replay()
         torch.cuda.synchronize()
-        for name, a, b in zip(RESULTS, results, reference.quantize(values, f"e4m3 {layout.value} rowwise columnwise")):
+        for name, a, b in zip(RESULTS, results, reference(values, BOTH[layout])):
             assert_same(a, b, name)
 
 
@@ -144,7 +166,7 @@ def test_a_delayed_step_in_a_graph() -> None:
                         "largest": torch.full((1,), 448.0, device=on)} for on in ("cuda", "cpu"))  # fmt: skip
 
     def step(s: dict[str, Tensor]) -> Tensor:
-        data = ops.quantize(s["x"], "e4m3 tensor rowwise", s["scale"][0], s["amax"][0])[0]
+        data = ops.quantize(s["x"], *ROWS[Layout.TENSOR].flat, s["scale"][0], s["amax"][0])[0]
         ops.update_scales(s["amax"], s["amax_history"], s["scale"], s["largest"], 0.0, "max")
         return data
 
@@ -167,13 +189,12 @@ def test_a_delayed_step_in_a_graph() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 def test_the_tensors_device_is_used() -> None:
     x = sample(200, 300, BF16)
-    data = ops.quantize(x.to("cuda:1"), "e4m3 tensor rowwise columnwise")[0]
+    data = ops.quantize(x.to("cuda:1"), *BOTH[Layout.TENSOR].flat)[0]
     assert data.device.index == 1
-    assert_same(data, reference.quantize(x, "e4m3 tensor rowwise columnwise")[0], "data")
+    assert_same(data, reference(x, BOTH[Layout.TENSOR])[0], "data")
 
 
 SANITIZED = """
-from tests.cuda_kernels.cases import fused_cases
 from tests.cuda_kernels.cases import fused_cases
 from tests.cuda_kernels.cases import kernel_cases
 for case in [*kernel_cases.CASES, *fused_cases.CASES][::3]:

@@ -14,8 +14,10 @@ from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.ops.core import dispatch
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.recipes import RECIPES
+from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
 from tests.gpu.graphs import captured
@@ -39,7 +41,7 @@ def test_case(case: Case) -> None:
 @pytest.fixture(params=["numba", "cublaslt"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, request.param)
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     return str(request.param)
 
 
@@ -85,7 +87,7 @@ def test_more_than_2_31_elements() -> None:
     a = torch.ones(140_000, 16_384, device="cuda", dtype=BF16).to(E4M3)
     a[-1] = 2.0
     b, one = torch.ones(16_384, 16_384, device="cuda", dtype=BF16).to(E4M3), torch.ones((), device="cuda")
-    out = torch.ops.lightning_fp8.scaled_mm(a, one, b, one, "tensor tensor bfloat16")
+    out = scaled_mm_op(a, one, b, one, Gemm(Layout.TENSOR, Layout.TENSOR, BF16), None)
     assert out.numel() > 2**31
     assert bool((out[-1] == 32_768).all())
     assert bool((out[-2] == 16_384).all())
@@ -146,7 +148,7 @@ def test_a_product_in_a_graph() -> None:
     b, one = torch.randint(-3, 4, (256, 512), device="cuda").to(E4M3), torch.ones((), device="cuda")
 
     def multiply() -> torch.Tensor:
-        return torch.ops.lightning_fp8.scaled_mm(a, one, b, one, "tensor tensor float32")
+        return scaled_mm_op(a, one, b, one, Gemm(Layout.TENSOR, Layout.TENSOR, FP32), None)
 
     graph, out = captured(multiply)
     for seed in range(3):

@@ -18,10 +18,13 @@ from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gem
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
 from cuda_kernels.host.gemm_selection import choose_gemm
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.gemm import cuda as gemm
-from lightning_fp8.ops.gemm.problem import SCALINGS
-from lightning_fp8.ops.quantize import reference
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
+from lightning_fp8.ops.gemm_cuda import SCALINGS
+from lightning_fp8.scaled import Cast, Layout
+from tests.op_sides import kernels_of, reference_of
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(
@@ -232,18 +235,12 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     measured_on.cache_clear()
 
 
-def test_measurements_are_read_by_the_names_of_before() -> None:
-    """As files were written, with other names for fields, and as they are written now."""
-    hopper = {"groups": 2, "waves": 1, "columns": 128, "stages": 4, "cluster": 2, "shares_a": True, "buffers": 1}
-    hopper |= {"staged": True, "even": False, "alternate": True}
-    former = {"kind": "Tile", **hopper}, {"kind": "MmaTile", "rows": 64, "columns": 32, "stages": 3, "even": True}
+def test_measurements_are_read_as_they_were_written() -> None:
     choices = GemmConfig(2, 1, 128, 4, 2, True, 1, True, False, True), MmaConfig(64, 32, 3, True), Library.REFERENCE
-    for saved, choice in zip((*former, "bf16"), choices):
+    for choice in choices:
         measured = Measurement("e4m3 e4m3 tensor bfloat16", (1, 2, 3), choice)
-        assert from_json({"product": measured.gemm, "sizes": [1, 2, 3], "plan": saved}) == measured
         entry = json.loads(json.dumps(gemm_measurements.to_json(measured)))
         assert from_json(entry) == measured
-        assert "plan" not in entry
     assert gemm_measurements.to_json(Measurement("one", (1, 2, 3), choices[1]))["choice"] == {
         "kind": "MmaConfig", "tile_m": 64, "tile_n": 32, "stages": 3, "even": True
     }  # fmt: skip
@@ -259,13 +256,13 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         return Library.REFERENCE
 
     monkeypatch.setattr(gemm_selection, "choose_gemm", noted)
-    data, scale, *_ = reference.quantize(torch.randn(32, 64), "e4m3 tensor rowwise")
+    data, scale, *_ = reference_of(quantize_op)(torch.randn(32, 64), Cast(E4M3, Layout.TENSOR))
     for backend, kind in (("numba", GemmConfig), ("cublaslt", Library)):
         monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
-        dispatch.clear_plan_cache()
-        gemm.scaled_mm(data, scale, data, scale, "tensor tensor bfloat16")
+        plans.clear_plan_cache()
+        kernels_of(scaled_mm_op)(data, scale, data, scale, Gemm(Layout.TENSOR, Layout.TENSOR, torch.bfloat16))
         assert isinstance(taken[-1], kind)
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 @pytest.mark.parametrize(

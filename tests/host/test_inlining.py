@@ -1,4 +1,4 @@
-"""What makes compilation fast: the inliner, which gives the code that Numba's own gives, and no garbage collection."""
+"""What makes compilation fast and changes no code: the inliner, no garbage collection, what architectures share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from cuda_kernels.casts.quantize import quantize_rows_kernel
 from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.emulated import needs_compilers
+from tests.machine_code.cubin import code_of_entry
+from tests.tiers import covering, every_value, thorough
 
 KERNELS = {
     "amax": amax_kernel(tensor_loader("bfloat16", 1), False),
@@ -34,7 +36,7 @@ def ptx_of(kernel: Kernel) -> str:
 
 
 @needs_compilers
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", covering(KERNELS, lambda name: {"amax"} & {name}))
 def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.cuda.core import inline_closurecall
 
@@ -59,6 +61,7 @@ def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
 
 
+@every_value
 @needs_compilers
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [True, False])
@@ -86,6 +89,38 @@ def test_nothing_is_collected_meanwhile(enabled: bool, fails: bool, monkeypatch:
     finally:
         gc.callbacks.pop()
         (gc.enable if was_enabled else gc.disable)()
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", covering(KERNELS, lambda name: {"amax"} & {name}))
+@pytest.mark.parametrize("archs", [("90a", "100"), pytest.param(("120", "89"), marks=thorough)])
+def test_architectures_share_what_numba_makes(
+    archs: tuple[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where launch bounds are the same. Machine code is the same to the byte, and PTX but for names of functions."""
+    from cuda_kernels.lowering import compiler
+
+    kernel, compile_with_numba = KERNELS[name], compiler.cuda.compile
+    calls: list[Any] = []
+
+    def compiled(*given: Any, **named: Any) -> Any:
+        calls.append(named["cc"])
+        return compile_with_numba(*given, **named)
+
+    def code_for(arch: str) -> tuple[bytes, str]:
+        ltoir = compiler.ltoir(kernel, arch)
+        cubin, ptx = (compiler.link(ltoir, arch, target)[0] for target in ("cubin", "ptx"))
+        return code_of_entry(cubin), re.sub(r"_ZN\w+|//.*", "", ptx.decode())
+
+    monkeypatch.setattr(compiler.cuda, "compile", compiled)
+    compiler._last.clear()
+    first, shared = map(code_for, archs)
+    assert len(calls) == 1
+    compiler._last.clear()
+    assert code_for(archs[1]) == shared != first
+    assert len(calls) == 2
+    code_for(archs[1])
+    assert len(calls) == 3, "what is asked for again is compiled again: a cache is elsewhere"
 
 
 @needs_compilers

@@ -21,14 +21,18 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.host import cache_folder, compile_cache, launch, tensor_maps
 from cuda_kernels.host.launch import Launch, bind
 from cuda_kernels.kernel import Kernel, KernelError
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.quantize import cuda, launches
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops import cast_cuda, plans
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, sample
 from tests.cuda_kernels.emulated import executing, ptx_of
 from tests.cuda_kernels.launch_everything import every_kernel
 from tests.emulator.samples import needs_gcc
 from tests.host.card import ADDRESS, KERNEL, Card
 from tests.machine_code.test_compiled_kernels import compiled
+from tests.op_sides import kernels_of
+from tests.tiers import thorough
 
 
 def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
@@ -117,14 +121,21 @@ def test_maps_and_zeros_through_nvidias_bindings(fake_driver: Path) -> None:
     assert on_the_fake_driver(fake_driver, "-c", THROUGH_THE_BINDINGS) == "started\n"
 
 
+@thorough
 @needs_gcc
-def test_every_kernel_starts_through_nvidias_bindings(fake_driver: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--every-product",)], ids=" ".join)
+def test_every_kernel_starts_through_nvidias_bindings(
+    options: tuple[str, ...], fake_driver: Path, tmp_path: Path
+) -> None:
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
-    for kernel in every_kernel():
+    for kernel in every_kernel(every_product=bool(options)):
         arch = kernel.architectures[0]
         cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}
-    assert on_the_fake_driver(fake_driver, "-m", "tests.cuda_kernels.launch_everything", **folders) == "started\n"
+    assert (
+        on_the_fake_driver(fake_driver, "-m", "tests.cuda_kernels.launch_everything", *options, **folders)
+        == "started\n"
+    )
     assert not (tmp_path / "empty").exists()
 
 
@@ -203,16 +214,16 @@ def test_arguments_are_bound_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("maker", "options_text"),
+    ("maker", "layout"),
     [
-        ("quantize_tensor_kernel", "e4m3 tensor rowwise columnwise"),
-        ("quantize_rows_kernel", "e4m3 row rowwise columnwise"),
-        ("quantize_blocks_kernel", "e4m3 1x128 rowwise columnwise"),
+        ("quantize_tensor_kernel", Layout.TENSOR),
+        ("quantize_rows_kernel", Layout.ROW),
+        ("quantize_blocks_kernel", Layout.BLOCK_1X128),
     ],
 )
-def test_casts_are_bound_by_name(maker: str, options_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_are_bound_by_name(maker: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel that takes two strides in the other order, neither is given for the other."""
-    make, other = getattr(launches, maker), {"out_stride": "out_t_stride", "out_t_stride": "out_stride"}
+    make, other = getattr(cast_cuda, maker), {"out_stride": "out_t_stride", "out_t_stride": "out_stride"}
 
     def exchanged(*args: Any) -> Kernel:
         kernel = make(*args)
@@ -220,7 +231,7 @@ def test_casts_are_bound_by_name(maker: str, options_text: str, monkeypatch: pyt
         function = eval(f"lambda {', '.join(names)}: None")
         return Kernel(kernel.name, function, {name: kernel.parameters[name] for name in names}, kernel.threads)
 
-    monkeypatch.setattr(launches, maker, exchanged)
-    dispatch.clear_plan_cache()
+    monkeypatch.setattr(cast_cuda, maker, exchanged)
+    plans.clear_plan_cache()
     with executing(lambda *args: None), pytest.raises(TypeError, match="out_t_stride.* out_stride.*; it is bound with"):
-        cuda.quantize(sample(4, 4, BF16), options_text)
+        kernels_of(quantize_op)(sample(4, 4, BF16), Cast(E4M3, layout, columnwise=True))

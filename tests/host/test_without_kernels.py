@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,15 +19,16 @@ from cuda_kernels.host import compile_cache, launch
 from cuda_kernels.host.launch import Launch, NoKernels
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
+from lightning_fp8.attention.ops import missing_kernel
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.attention import missing_kernel
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.alignment import empty_operand
-from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.scaled import Layout
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.cast import observe_op, quantize_op
+from lightning_fp8.ops.memory import empty_operand
+from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, assert_same, sample
 from tests.cuda_kernels.emulated import executing
 from tests.host.card import Card
+from tests.op_sides import kernels_of, reference_of
 
 
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,20 +68,20 @@ def test_a_kernel_is_for_its_architectures(cold: Path, monkeypatch: pytest.Monke
 
 
 def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dispatch.planned(lambda x: -x)
+    @plans.planned(lambda x: -x)
     def plan(device: torch.device, size: int) -> Callable[[int], int]:
         if size == 2:
             raise KernelError("no registers are left")
         return lambda x: x * size
 
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     cpu = torch.device("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [plan(cpu, False, size)(5) for size in (1, 2, 3, 2)] == [5, -5, 15, -5]
-    assert dispatch.runs_kernels(cpu)
+    assert plans.runs_kernels(cpu)
     assert ["no registers are left" in str(each.message) for each in caught] == [True]
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +99,20 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -> None:
-    x, config = sample(131, 203, BF16), f"e4m3 {layout.value} rowwise columnwise"
-    dispatch.clear_plan_cache()
+    x, cast = sample(131, 203, BF16), Cast(E4M3, layout, columnwise=True)
+    plans.clear_plan_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            actual = cuda.quantize(x, config)
-    assert not dispatch.runs_kernels(x.device)
-    dispatch.clear_plan_cache()
+            actual = kernels_of(quantize_op)(x, cast)
+    assert not plans.runs_kernels(x.device)
+    plans.clear_plan_cache()
     assert ["nothing runs kernels on cpu" in str(w.message) for w in caught] == [True]
     promised = (
         *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
         *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
     )
-    for a, b, c in zip(actual, reference.quantize(x, config), promised):
+    for a, b, c in zip(actual, reference_of(quantize_op)(x, cast), promised):
         assert_same(a, b, layout.value)
         assert not a.numel() or a.stride() == c.stride()
 
@@ -127,7 +129,7 @@ def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "device", device)
 
-    @dispatch.planned(lambda x: pytest.fail("the reference serves"))
+    @plans.planned(lambda x: pytest.fail("the reference serves"))
     def plan(device: torch.device, size: int) -> Callable[[int], tuple[int, int]]:
         planned_on.append(current[0])
         return lambda x: (x * size, current[0])
@@ -140,7 +142,13 @@ def test_what_lies_on_another_card_is_served_there(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_of_the_caller_is_not_taken_for_a_missing_kernel() -> None:
-    with executing(lambda *args: None), pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
-        cuda.quantize(sample(4, 4, BF16), "e4m3 2x2 rowwise")
-    with executing(lambda *args: None), pytest.raises(ValueError, match="scale must be None"):
-        cuda.quantize(sample(4, 4, BF16), "e4m3 row rowwise", torch.tensor(1.0))
+    """Neither what is said when the arguments are read, nor by a planner."""
+    x, on_cuda = sample(4, 4, BF16), quantize_op.implementations["cuda"]
+    with executing(lambda *args: None), patch.dict(quantize_op.implementations, cpu=on_cuda):
+        with pytest.raises(ValueError, match="'2x2' is not a valid Layout"):
+            torch.ops.lightning_fp8.quantize(x, E4M3.dtype, "2x2", False, 0.0, True, False, False)
+        with pytest.raises(ValueError, match="scale must be None"):
+            torch.ops.lightning_fp8.quantize(x, *Cast(E4M3, Layout.ROW).flat, torch.tensor(1.0))
+    codes, amax = x.to(E4M3.dtype), torch.zeros(())
+    with executing(lambda *args: None), pytest.raises(TypeError, match=r"cannot observe torch\.float8_e4m3fn"):
+        kernels_of(observe_op)(codes, amax)

@@ -70,6 +70,12 @@ def entry_of(cubin: bytes) -> Entry:
     )
 
 
+def code_of_entry(cubin: bytes) -> bytes:
+    """The instructions of the one kernel in it."""
+    (code,) = (content for name, content in _sections(cubin) if name.startswith(".text."))
+    return code
+
+
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)

@@ -14,18 +14,19 @@ from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.gemm.wgmma import _PRODUCERS_REGISTERS, _REGISTERS
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels.cases.all_cases import CASES
-from tests.cuda_kernels.emulated import builders, compiled, kernels_of
+from tests.cuda_kernels.cases.all_cases import CASES, cost, kernels_of_case, launched
+from tests.cuda_kernels.emulated import builders, compiled
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
 from tests.machine_code.cubin import ATTRIBUTES, entry_of
+from tests.tiers import cover, thorough
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
 """The most a block may have."""
 
-KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of_case(case)}
 SPILLED_BYTES = {
     "row_amax(gradient of glu bfloat16, bfloat16, aligned=False, by_row=True, by_column=False)": 16,
     "mma_attention_dq(d=256 bfloat16)": 24,
@@ -43,7 +44,7 @@ def starting_with(found: Iterable[str], *prefixes: str) -> list[str]:
     return sorted(name for name in found if name.startswith(prefixes))
 
 
-def variants() -> Iterator[Any]:
+def variants() -> Iterator[tuple[Kernel, str]]:
     """Every variant for its first architecture, and for each other one a variant of each kernel, in turn."""
     count = Counter(kernel.function.__name__ for kernel in KERNELS.values())
     seen: Counter[str] = Counter()
@@ -53,10 +54,32 @@ def variants() -> Iterator[Any]:
         seen[name] += 1
         turn = others[place:] if seen[name] == count[name] else others[place : place + 1]
         for arch in (first, *turn):
-            yield pytest.param(kernel, arch, id=f"{kernel.name}-{arch}")
+            yield kernel, arch
 
 
-@pytest.mark.parametrize(("kernel", "arch"), variants())
+def kinds_of_code(kernel: Kernel) -> set[str]:
+    """The folder of its source; of a product its kind, too."""
+    name = kernel.function.__name__
+    return {kernel.function.__module__.rpartition(".")[0], *([name] if kernel in PRODUCTS else [])}
+
+
+def tiered_variants() -> list[Any]:
+    """By default, of the kernels that it emulates, one of each folder, each kind of product, each architecture."""
+    found = [*variants()]
+    chosen = cover(
+        [{arch, *kinds_of_code(kernel)} if kernel.name in launched() else set() for kernel, arch in found],
+        [cost(kernel) for kernel, _ in found],
+    )
+    return [
+        pytest.param(kernel, arch, id=f"{kernel.name}-{arch}", marks=() if index in chosen else thorough)
+        for index, (kernel, arch) in enumerate(found)
+    ]
+
+
+VARIANTS = tiered_variants()
+
+
+@pytest.mark.parametrize(("kernel", "arch"), VARIANTS)
 def test_kernel(kernel: Kernel, arch: str) -> None:
     report, binary = compiled(kernel, arch)
     code = sass.parsed(sass.disassembled(binary))
@@ -93,12 +116,12 @@ def check_instructions(kernel: Kernel, found: Counter[str]) -> None:
         name.startswith(("quantize", "normalize", "cast", "attention", "mma_attention")) and name != "attention_delta"
     )
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
-    if re.search("aligned=True|vector=[48]", kernel.name):
+    if re.search("aligned=True|vector=[48]", kernel.name) and name != "transpose":  # a warp's 4 bytes each are a line
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"
     if "vector=8" in kernel.name:
         assert not starting_with(found, "LDG.E.NA.64"), "rows alone are read 16 bytes at a time"
         assert "rowwise=True" not in kernel.name or starting_with(found, "STG.E.64")
-    if "columnwise=True" in kernel.name:
+    if "columnwise=True" in kernel.name or name == "transpose":
         assert starting_with(found, "STG.E.128"), "columns leave 16 bytes at a time"
         assert starting_with(found, "LDS.128")
         assert starting_with(found, "STS.128")
@@ -145,7 +168,7 @@ def test_attributes_of_machine_code_have_these_numbers() -> None:
     assert ATTRIBUTES.items() <= {name: int(number, 16) for name, number in named}.items()
 
 
-@pytest.mark.parametrize(("kernel", "arch"), [each for each in variants() if "mma_attention" in str(each.id)])
+@pytest.mark.parametrize(("kernel", "arch"), [each for each in VARIANTS if "mma_attention" in str(each.id)])
 def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
     """Products are FP8's, operands come by asynchronous copies, and nothing is shuffled but maxima of rows."""
     code = code_of(kernel, arch)
@@ -159,6 +182,7 @@ def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
     assert found["CALL"] <= (arch == "89"), "Ada's assembler adds a way for warps whose threads have parted"
 
 
+@thorough
 def test_attention_hands_the_tensor_cores_over_before_its_exponentials() -> None:
     """The assembler leaves the order in which a tile of 64 by 128 is written: its turn, the scores' four products, the
     other warpgroup's turn, 64 exponentials of each thread, and the products with V."""

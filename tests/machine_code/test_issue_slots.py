@@ -9,17 +9,20 @@ import pytest
 
 from cuda_kernels.casts.activation import activation_loader
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
-from cuda_kernels.casts.quantize import quantize_rows_kernel, quantize_tensor_kernel
+from cuda_kernels.casts.quantize import quantize_columns_kernel, quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel
+from cuda_kernels.casts.transpose import transpose_kernel
 from cuda_kernels.device.tile import TILE, tensor_loader
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.norm.backward import backward_row_layout, norm_backward_kernel
 from cuda_kernels.norm.cast import normalize_kernel
 from cuda_kernels.norm.rows import cast_row_layout
 from cuda_kernels.norm.statistics import NormSpec
+from tests.cuda_kernels.cases.all_cases import launched
 from tests.machine_code.issue_slots import NoWalk, issue_clocks, issue_slots, memory_clocks, slots_of_another
 from tests.machine_code.sass import disassembled
 from tests.machine_code.test_compiled_kernels import compiled
+from tests.tiers import covering
 
 # --- The counter ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +163,10 @@ WORK = {
     "rows, both": Work(
         quantize_rows_kernel(QUADS, "e4m3", True, True, False), 0.37, READ + 2 * WRITTEN, {**TWICE, "SHFL.IDX": 16}
     ),
+    "columns' scales, row": Work(
+        quantize_columns_kernel(OCTETS, "e4m3"), 0.26, READ + WRITTEN, {**ROW, "LDG.E.NA*": 8 + 8}
+    ),
+    "transpose": Work(transpose_kernel(4), 0.23, 2 * WRITTEN, {"LDG.E.NA*": 16, "PRMT*": 32, **COLUMNS}),
     # One more store of four bytes, in two more for both: the scales.
     "1x128, row": Work(
         quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, False, False),
@@ -221,7 +228,7 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", covering(WORK, lambda name: {WORK[name].kernel.name} & launched()))
 def test_issuing_leaves_memory_its_time(name: str) -> None:
     """Slots × warps / 4 schedulers ≤ 0.6 × bytes / (4.3 TB/s / 132 multiprocessors / 1.755 GHz), on an H200."""
     work = WORK[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cuda_kernels.host.launch import Kernel
+from tests.cuda_kernels.cases.all_cases import tiered_kernels
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
 from tests.machine_code.test_compiled_kernels import PRODUCTS
@@ -12,7 +13,7 @@ from tests.machine_code.test_compiled_kernels import PRODUCTS
 
 @pytest.mark.parametrize(
     "kernel",
-    [each for each in PRODUCTS if each.name.startswith("gemm") and "1x128*" in each.name],
+    tiered_kernels(each for each in PRODUCTS if each.name.startswith("gemm") and "1x128*" in each.name),
     ids=lambda kernel: kernel.name,
 )
 def test_scales_are_read_before_the_products_are_done(kernel: Kernel) -> None:

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lightning_fp8.functions.linear
-import lightning_fp8.modules.weight_cache
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
-from lightning_fp8.functions.linear import quantize_role
+from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
+from tests.op_sides import note_calls
+from tests.small import update_all_scales
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 EPS = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
@@ -76,7 +75,7 @@ def test_each_operand_is_scaled_by_its_own_delayed_scale() -> None:
         with fp8_autocast(fp8_recipe=recipe):
             y = linear(leaf)
         y.backward(dy)
-        update_without_plugin(recipe)  # the second pass casts by what the first one saw
+        update_all_scales(recipe)  # the second pass casts by what the first one saw
     x64, w64, dy64 = x.double(), linear.weight.detach().double(), dy.double()
     assert within(y, x64 @ w64.t(), gemm_error_bound(x64, w64.t(), "E4M3", "E4M3", x64 @ w64.t()))
     assert within(leaf.grad, dy64 @ w64, gemm_error_bound(dy64, w64, "E5M2", "E4M3", dy64 @ w64))
@@ -211,14 +210,8 @@ def test_init_method_and_params_dtype() -> None:
 def test_weight_is_cast_once_for_all_micro_batches_until_it_changes(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    casts: list[Role] = []
-
-    def counted(x: Tensor, role: Role, *args: Any, **kwargs: Any) -> Any:
-        casts.append(role)
-        return quantize_role(x, role, *args, **kwargs)
-
-    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "quantize_role", counted)
-    monkeypatch.setattr(lightning_fp8.functions.linear, "quantize_role", counted)
+    casts: list[torch.Size] = []
+    note_calls(monkeypatch, quantize_op, lambda x, *others: casts.append(x.shape))
     linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
     plain = copy.deepcopy(linear)
     optimizer = torch.optim.SGD(linear.parameters(), 0.003)
@@ -230,14 +223,14 @@ def test_weight_is_cast_once_for_all_micro_batches_until_it_changes(
         return y.detach()
 
     outputs = [step(True), step(False), step(False)]
-    assert casts.count(Role.WEIGHT) == 1
-    assert casts.count(Role.INPUT) == 3
+    assert casts.count(linear.weight.shape) == 1
+    assert casts.count(x.shape) == 3
     if recipe == "blockwise":  # no state: the same values as without a cache
         assert all(torch.equal(output, step(None, plain)) for output in outputs)
     casts.clear()
     optimizer.step()
     after = step(False)
-    assert casts.count(Role.WEIGHT) == 1
+    assert casts.count(linear.weight.shape) == 1
     assert not torch.equal(after, outputs[0])
     with torch.no_grad():
         exact = F.linear(x, linear.weight, linear.bias)
@@ -291,12 +284,7 @@ def test_norms(dtype: torch.dtype, zero_centered: bool) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_without_gradients_nothing_is_cast_for_them(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-
-    def noted(*args: Any, columnwise: bool = False, **kwargs: Any) -> Any:
-        asked.append(columnwise)
-        return quantize_role(*args, columnwise=columnwise, **kwargs)
-
-    monkeypatch.setattr(lightning_fp8.functions.linear, "quantize_role", noted)
+    note_calls(monkeypatch, quantize_op, lambda x, cast, *others: asked.append(cast.columnwise))
     layer, x = Linear(64, 32), torch.randn(8, 64)
     with fp8_autocast(fp8_recipe=recipe), torch.no_grad():
         layer(x)

@@ -8,6 +8,7 @@ float64's, bit for bit.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,9 +21,9 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
+from tests.small import update_all_scales
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -169,7 +170,7 @@ def test_a_gradient_penalty_trains_as_in_float64(recipe: str) -> None:
 
     for _ in range(2):  # by the tensors' own scales, then, with delayed scaling, by the last step's
         found = gradients(model, x)
-        update_without_plugin(make_recipe("delayed"))  # type: ignore[arg-type]
+        update_all_scales(make_recipe("delayed"))  # type: ignore[arg-type]
         for ours, exact in zip(found, gradients(twin, x.double())):
             assert distance(ours, exact) < 0.15
 
@@ -246,6 +247,73 @@ def test_an_ordinary_backward_leaves_no_graph() -> None:
         y = linear(x)
     y.square().sum().backward()
     assert not any(tensor.grad.requires_grad for tensor in (x, *linear.parameters()))
+
+
+def penalty(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``x``, ``y``, and a function of the gradients of a layer's output."""
+    torch.manual_seed(0)
+    linear, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    with fp8_autocast(fp8_recipe=recipe):
+        y = linear(x * 1)
+    dx, dw = grad(y.square().sum(), (x, linear.weight), create_graph=True)
+    return x, y, dx.square().sum() + dw.square().sum()
+
+
+@pytest.mark.parametrize("way", ["stops at y", "raises at y", "stops at y, with a graph"])
+def test_a_pass_that_does_not_reach_the_input_leaves_nothing_behind(way: str) -> None:
+    x, y, value = penalty("tensorwise")
+    (expected,) = grad(value, x, retain_graph=True)
+    if way == "raises at y":
+
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError
+
+        handle = y.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            grad(value, x, retain_graph=True)
+        handle.remove()
+    else:
+        grad(value, y, retain_graph=True, create_graph="graph" in way)
+    assert torch.equal(grad(value, x, retain_graph=True)[0], expected)
+
+
+def test_two_passes_with_a_graph_add_up_in_a_third() -> None:
+    linear, x = exact_layer("tensorwise"), integers(16, 24).requires_grad_()
+    exact_linear, exact_x = in_float64(linear), x.detach().double().requires_grad_()
+
+    def thrice(layer: nn.Module, x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            y = layer(x)
+        dw = [grad(y, layer.weight, dy, create_graph=True)[0] for dy in (torch.ones_like(y), -3 * torch.ones_like(y))]
+        return grad(dw[0].sum() + (2 * dw[1]).sum(), x)[0]
+
+    assert torch.equal(thrice(linear, x).double(), thrice(exact_linear, exact_x))
+
+
+def test_threads_derive_one_graph_at_once() -> None:
+    x, _, value = penalty("delayed")
+    (expected,) = grad(value, x, retain_graph=True)
+    wrong: list[Tensor] = []
+
+    def run() -> None:
+        for _ in range(20):
+            (found,) = grad(value, x, retain_graph=True)
+            if not torch.equal(found, expected):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_anomaly_mode_looks_through_second_derivatives() -> None:
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")
+        x, _, value = penalty("tensorwise")
+        assert grad(value, x)[0].isfinite().all()
 
 
 @RECIPE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from lightning_fp8 import Linear, convert_module, fp8_autocast, ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import Cast, Layout
-from tests.distributed.launch import run_on_two_ranks
 from tests.small import mlp
 
 X = torch.linspace(-2, 2, 8 * 16).view(8, 16)
@@ -116,17 +114,3 @@ def test_a_layer_outside_fp8_is_torchs_under_a_transform() -> None:
     plain.load_state_dict(layer.state_dict())
     both = [torch.func.jacrev(net)(X) for net in (layer, plain)]
     assert torch.equal(*both)
-
-
-def test_tensor_parallelism_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    """A DTensor has no rule for FP8 ops; FSDP2's layers compute with local tensors, and run (test_model_parallel)."""
-    for said in run_on_two_ranks("tensor_parallel", str(tmp_path), folder=tmp_path):
-        assert len(said) == 3 * len(RECIPES)
-        for case, error in said.items():
-            if case.endswith("skipped"):
-                assert error == ""
-            else:
-                assert "Linear's " in error, case
-                assert "is a DTensor (" in error, case
-                assert "skip=[...]" in error, case
-                assert "fully_shard" in error, case

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.core.alignment import (
+from lightning_fp8.ops.memory import (
+    TensorKey,
     aligned_copy,
     has_aligned_pairs,
     is_aligned_operand,
     is_aligned_result,
     operand_allocations,
 )
-from lightning_fp8.ops.core.tensor_keys import TensorKey
 from lightning_fp8.scaled import Layout
 
 CPU = torch.device("cpu")

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.activation import cuda as activation_cuda
-from lightning_fp8.ops.activation import reference as activation_reference
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.norm import cuda as norm_cuda
-from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
-from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
-from lightning_fp8.ops.quantize.outputs import CastOutputs
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.activation import (
+    activation_backward_quantize_op,
+    activation_quantize_op,
+    gated_backward_quantize_op,
+    gated_quantize_op,
+)
+from lightning_fp8.ops.cast_cuda import CastOutputs
+from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.op import Op
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs, sides_of, values
+from tests.cuda_kernels.cases.all_cases import tiered
+from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs, values
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP32, Case, assert_same
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.op_sides import kernels_of, reference_of
+from tests.tiers import covering, thorough
 
 LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
 ACTIVATIONS = pytest.mark.parametrize("name", ops.ACTIVATIONS)
@@ -30,7 +37,11 @@ library = torch.ops.lightning_fp8
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-@LAYOUTS
+@pytest.mark.parametrize(
+    "layout",
+    covering(Layout, lambda layout: {layout} & {Layout.MX_1X32}),
+    ids=lambda layout: layout.value,
+)
 def test_registration(layout: Layout) -> None:
     """Schemas, what is written to, shapes and strides on fake tensors."""
     x, weight, bias = norm_inputs((35, 48), BF16, FP32, False)
@@ -39,77 +50,74 @@ def test_registration(layout: Layout) -> None:
         given.append((torch.tensor(2.0), torch.tensor(0.0)))
     for scale, amax in given:
         for usage in ((True, False), (False, True), (True, True)):
-            cast, rest = (
-                format_quantize_options(Cast(E4M3, layout), *usage),
-                (scale, amax, torch.zeros(2, dtype=torch.int64)),
-            )
-            layer, rms = f"layer eps=1e-5 zero_centered, {cast}", f"rms eps=1e-5, {cast}"
-            torch.library.opcheck(library.norm_quantize, (x, weight, bias, layer, *rest))
-            torch.library.opcheck(library.norm_quantize, (x, weight, None, rms, *rest))
-            torch.library.opcheck(library.activation_quantize, (x, f"swiglu, {cast}", *rest))
+            rest = *Cast(E4M3, layout).usage(*usage).flat, scale, amax, torch.zeros(2, dtype=torch.int64)
+            torch.library.opcheck(library.norm_quantize, (x, weight, bias, *Norm(1e-5, zero_centered=True), *rest))
+            torch.library.opcheck(library.norm_quantize, (x, weight, None, *Norm(1e-5, rms=True), *rest))
+            torch.library.opcheck(library.activation_quantize, (x, "swiglu", *rest))
             gradients = library.activation_backward_quantize
-            torch.library.opcheck(gradients, (x, x, f"gelu bias=bfloat16, {cast}", *rest))
-            torch.library.opcheck(gradients, (x[:, :24], x, f"reglu, {cast}", *rest))
-            torch.library.opcheck(library.gated_quantize, (x, x, f"silu, {cast}", *rest), test_utils="test_schema")
-    cast = format_quantize_options(Cast(E4M3, layout), True, True)  # without anything to write to
-    torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, f"layer eps=1e-5, {cast}"))
-    torch.library.opcheck(library.activation_quantize_unobserved, (x, f"swiglu, {cast}"))
-    torch.library.opcheck(library.gated_quantize_unobserved, (x, x, f"silu, {cast}"))
-    torch.library.opcheck(library.gated_backward_quantize_unobserved, (x, x, x, f"silu, {cast}"))
-    torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, f"gelu bias=bfloat16, {cast}"))
+            torch.library.opcheck(gradients, (x, x, "gelu", BF16, *rest))
+            torch.library.opcheck(gradients, (x[:, :24], x, "reglu", None, *rest))
+            torch.library.opcheck(library.gated_quantize, (x, x, "silu", *rest), test_utils="test_schema")
+    cast = Cast(E4M3, layout, columnwise=True).flat  # without anything to write to
+    torch.library.opcheck(library.norm_quantize_unobserved, (x, weight, bias, *Norm(1e-5), *cast))
+    torch.library.opcheck(library.activation_quantize_unobserved, (x, "swiglu", *cast))
+    torch.library.opcheck(library.gated_quantize_unobserved, (x, x, "silu", *cast))
+    torch.library.opcheck(library.gated_backward_quantize_unobserved, (x, x, x, "silu", *cast))
+    torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, "gelu", BF16, *cast))
     statistics = torch.stack((x.float().mean(1), torch.ones(35)))
-    torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, "layer zero_centered bias"))
-    torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], "rms"))
+    layer, rms = Norm(0.0, zero_centered=True), Norm(0.0, rms=True)
+    torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, *layer, True))
+    torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], *rms, False))
 
 
-def arguments(op: str, x: Tensor, options_text: str) -> tuple[object, ...]:
-    """What ``op`` takes for a tensor that is cast so."""
-    if op == "norm_quantize":
-        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), f"layer eps=1e-5, {options_text}"
-    if op == "activation_backward_quantize":
-        return x, x, f"gelu bias=float32, {options_text}"
-    tensors = {"activation_quantize": 1, "gated_quantize": 2, "gated_backward_quantize": 3}[op]
-    return *[x] * tensors, f"gelu, {options_text}"
+def arguments(op: Op, x: Tensor) -> tuple[Any, ...]:
+    """What ``op`` takes before the cast, for a tensor that is cast."""
+    if op is norm_quantize_op:
+        return x, torch.ones(x.shape[1]), torch.ones(x.shape[1]), Norm(1e-5)
+    if op is activation_backward_quantize_op:
+        return x, x, "gelu", FP32
+    tensors = {activation_quantize_op: 1, gated_quantize_op: 2, gated_backward_quantize_op: 3}[op]
+    return *[x] * tensors, "gelu"
 
 
-CAST_OPS = (
-    "norm_quantize",
-    "activation_quantize",
-    "activation_backward_quantize",
-    "gated_quantize",
-    "gated_backward_quantize",
+CAST_OPS = pytest.mark.parametrize(
+    "op",
+    [
+        norm_quantize_op,
+        activation_quantize_op,
+        activation_backward_quantize_op,
+        gated_quantize_op,
+        gated_backward_quantize_op,
+    ],
+    ids=lambda op: op.name,
 )
 
 
 @LAYOUTS
-@pytest.mark.parametrize("op", CAST_OPS)
+@CAST_OPS
 @pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")
-def test_without_kernels(op: str, layout: Layout) -> None:
+def test_without_kernels(op: Op, layout: Layout) -> None:
     """Where none run, the reference's results lie as the kernels' do."""
-    dispatch.clear_plan_cache()
-    x, options_text = values(35, 49, BF16), format_quantize_options(Cast(E4M3, layout), columnwise=True)
-    cuda, reference = sides_of(op)
-    results = getattr(cuda, op)(*arguments(op, x, options_text))
-    dispatch.clear_plan_cache()
-    like = CastOutputs(x.device, parse_quantize_options(options_text), 35, 49).allocate()
+    plans.clear_plan_cache()
+    x, cast = values(35, 49, BF16), Cast(E4M3, layout, columnwise=True)
+    results = kernels_of(op)(*arguments(op, x), cast)
+    plans.clear_plan_cache()
+    like = CastOutputs(x.device, cast, 35, 49).allocate()
     assert [result.stride() for result in results[:4]] == [tensor.stride() for tensor in like]
-    for actual, right in zip(
-        results,
-        getattr(reference, op)(*arguments(op, x, options_text)),
-    ):
-        assert_same(actual, right, op)
+    for actual, right in zip(results, reference_of(op)(*arguments(op, x), cast)):
+        assert_same(actual, right, op.name)
 
 
-@pytest.mark.parametrize("op", CAST_OPS)
+@CAST_OPS
 @pytest.mark.parametrize("shape", [(0, 0), (0, 8), (7, 0)])
-def test_nothing(op: str, shape: tuple[int, int]) -> None:
+def test_nothing(op: Op, shape: tuple[int, int]) -> None:
     """An empty tensor has empty operands and sums of nothing."""
-    options_text = "e4m3 tensor rowwise columnwise"
-    data, scale_inv, data_t, _, *beside = getattr(library, op)(*arguments(op, torch.zeros(shape), options_text))
+    cast = Cast(E4M3, Layout.TENSOR, columnwise=True)
+    data, scale_inv, data_t, _, *beside = op(*arguments(op, torch.zeros(shape)), cast, None, None, None)
     assert data.shape == shape
     assert data_t.shape == shape[::-1]
     assert scale_inv == 1
-    if op == "activation_backward_quantize":
+    if op is activation_backward_quantize_op:
         assert torch.equal(beside[0], torch.zeros(shape[1]))
 
 
@@ -137,7 +145,7 @@ def test_errors() -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
@@ -145,12 +153,13 @@ def test_case(case: Case, emulator: Emulator) -> None:
 
 def gradient_sums(name: str, dy: Tensor, x: Tensor) -> Tensor:
     """The float32 sums over rows of the gradient that the kernels cast; of one row, the gradient itself."""
-    options_text = f"{name} bias=float32, e5m2 tensor rowwise nonzero"
-    return activation_cuda.activation_backward_quantize(dy, x, options_text, torch.tensor(1.0), torch.tensor(0.0))[-1]
+    cast, given = Cast(E5M2, Layout.TENSOR, scale_is_nonzero=True), (torch.tensor(1.0), torch.tensor(0.0))
+    sums: Tensor = kernels_of(activation_backward_quantize_op)(dy, x, name, FP32, cast, *given)[-1]
+    return sums
 
 
 @needs_compilers
-@pytest.mark.parametrize("name", ["geglu", "swiglu"])
+@pytest.mark.parametrize("name", ["geglu", pytest.param("swiglu", marks=thorough)])
 def test_accuracy_of_the_exponential(name: str, emulator: Emulator) -> None:
     """Values and slopes in float32, for gate and dy of 1, against float64: what activation.py says of them."""
     emulator.races = False
@@ -179,11 +188,12 @@ def test_special_values(name: str, emulator: Emulator) -> None:
     x, gate, dy = (grid.reshape(1, -1) for grid in torch.meshgrid(special, special, special, indexing="ij"))
     row = torch.cat([x, gate], 1)
     actual = gradient_sums(name, dy, row)
-    right = activation_reference.activation_backward_quantize(dy, row, f"{name} bias=float32, e5m2 tensor rowwise")[-1]
+    right = reference_of(activation_backward_quantize_op)(dy, row, name, FP32, Cast(E5M2, Layout.TENSOR))[-1]
     torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
 @needs_compilers
+@thorough
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 def test_the_order_of_threads_changes_nothing(schedule: str, emulator: Emulator) -> None:
     """Sums along rows and over rows are the same to the bit."""
@@ -192,8 +202,9 @@ def test_the_order_of_threads_changes_nothing(schedule: str, emulator: Emulator)
 
     def results() -> list[Tensor]:
         given = torch.tensor(0.0), torch.tensor(0.0)
-        *operands, statistics = norm_cuda.norm_quantize(x, weight, bias, "layer eps=1e-5, e4m3 tensor rowwise", *given)
-        gradients = norm_cuda_backward.norm_backward(dy, x, weight, statistics, "layer bias")
+        cast, norm = Cast(E4M3, Layout.TENSOR), Norm(1e-5)
+        *operands, statistics = kernels_of(norm_quantize_op)(x, weight, bias, norm, cast, *given)
+        gradients = kernels_of(norm_backward_op)(dy, x, weight, statistics, norm, True)
         sums = gradient_sums("geglu", g[:, :264].float(), g.float())
         return [*operands[:2], given[1], statistics, *gradients, sums]
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.ops.activation import reference as activation_reference
-from lightning_fp8.ops.activation.schema import is_gated
+from lightning_fp8.ops.activation import _FORMULAS, is_gated
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.cases.fused_cases import assert_close_codes, norm_inputs, values
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.float8_reference import cast
 from tests.ops.test_fused_ops import ACTIVATIONS, LAYOUTS
 from tests.ops.test_ops import POWER_2, expected
+from tests.tiers import every_value
 
 # --- The reference ----------------------------------------------------------------------------------------------------
 
@@ -141,6 +141,7 @@ def test_gradients_have_their_tensors_dtypes() -> None:
         )[1].dtype == dtype  # type: ignore[union-attr]  # fmt: skip
 
 
+@every_value
 @LAYOUTS
 @ACTIVATIONS
 def test_activation(name: str, layout: Layout) -> None:
@@ -184,7 +185,7 @@ def test_gated(name: str, layout: Layout) -> None:
 def test_limits(name: str) -> None:
     """At the ends of the number line values and slopes are the limits, not 0 times infinity; NaN stays as in torch."""
     x = torch.tensor([-math.inf, -1e30, -200.0, 200.0, 1e30, math.inf, math.nan])
-    forward, backward = activation_reference.ACTIVATIONS[name]
+    forward, backward = _FORMULAS[name]
     right = {"srelu": x[3:6] ** 2}.get(name, x[3:6])
     slopes = {"srelu": 2 * x[3:6]}.get(name, torch.ones(3))
     torch.testing.assert_close(forward(x), torch.cat([torch.zeros(3), right, x[6:]]), equal_nan=True)

@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from cuda_kernels.host import launch
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.activation import cuda as activation_cuda
-from lightning_fp8.ops.activation import cuda_gated
-from lightning_fp8.ops.activation import reference as activation_reference
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.checks import CheckedAddresses
-from lightning_fp8.ops.gemm import cuda as gemm_cuda
-from lightning_fp8.ops.gemm import reference as gemm_reference
-from lightning_fp8.ops.norm import cuda as norm_cuda
-from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
-from lightning_fp8.ops.norm import reference as norm_reference
-from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.ops.scales import cuda as scales_cuda
-from lightning_fp8.ops.scales import reference as scales_reference
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.activation import (
+    activation_backward_quantize_op,
+    activation_quantize_op,
+    gated_backward_quantize_op,
+    gated_quantize_op,
+)
+from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.op import Op
+from lightning_fp8.ops.scales import update_scales_op
+from lightning_fp8.ops.transpose import transpose_op
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.emulated import executing
+from tests.op_sides import kernels_of
 from tests.small import assert_raises
 
 R, K = 32, 64
 X, WEIGHT, STATISTICS = torch.ones(R, K), torch.ones(K), torch.ones(2, R)
-CAST = "e4m3 tensor rowwise"
+CAST, LAYER = Cast(E4M3, Layout.TENSOR), Norm(1e-5)
 CODES = torch.zeros(R, K, dtype=E4M3.dtype)
 ONE, COUNTS = torch.ones(()), torch.zeros(2, dtype=torch.int64)
 WIDE, META = torch.ones((), dtype=torch.float64), torch.ones((), device="meta")
 ROWS = torch.ones(3)
 
-Op = Callable[..., Any]
+
+def past_the_dispatcher(op: Op, *args: Any) -> Any:
+    """As the package calls it; the side of kernels computes."""
+    with torch.no_grad(), patch.dict(op.implementations, cpu=op.implementations["cuda"]):
+        return op(*args)
 
 
-def find(op: str, modules: tuple[ModuleType, ...]) -> Op:
-    return next(vars(module)[op] for module in modules if op in vars(module))
+def by_the_dispatcher(op: Op, *args: Any) -> Any:
+    """As a user's code may call it; the reference computes."""
+    return op.through_dispatcher()(*args)
 
 
-REFERENCES = (reference, gemm_reference, norm_reference, activation_reference, scales_reference)
-CUDA_SIDES = (cuda, gemm_cuda, norm_cuda, norm_cuda_backward, activation_cuda, cuda_gated, scales_cuda)
-SIDES: dict[str, Callable[[str], Op]] = {
-    "reference": lambda op: find(op, REFERENCES),
-    "kernels": lambda op: find(op, CUDA_SIDES),
-}
+SIDES: dict[str, Callable[..., Any]] = {"reference": by_the_dispatcher, "kernels": past_the_dispatcher}
 
 # Op, its arguments, the place of one, what is wrong there, and what is said of it.
-Case = tuple[str, tuple[Any, ...], dict[int, tuple[Any, type[Exception], str]]]
+Case = tuple[Op, tuple[Any, ...], dict[int, dict[str, Any]]]
 SCALAR = {
     "dtype": (WIDE, TypeError, r"{} is torch\.float64; it must be torch\.float32"),
     "shape": (ROWS, ValueError, r"{} has shape \[3\]; it must have \[\]"),
@@ -69,6 +69,11 @@ COUNT = {
     ),
 }
 OF_NORM = {
+    "weight dtype": (WEIGHT.double(), ValueError, r"weight is torch\.float64 \(64,\); x \(32, 64\) needs \[64\]"),
+    "weight shape": (WEIGHT[:-1], ValueError, r"weight is torch\.float32 \(63,\); x \(32, 64\) needs \[64\]"),
+    "weight device": (WEIGHT.to("meta"), ValueError, "weight is on meta and what it belongs to on cpu; move one"),
+}
+OF_NORM_BACKWARD = {
     "weight dtype": (WEIGHT.double(), TypeError, r"weight is torch\.float64"),
     "weight shape": (WEIGHT[:-1], ValueError, r"weight has shape \[63\]; it must have \[64\]"),
 }
@@ -82,6 +87,7 @@ OF_DY = {
     "dtype": (X.double(), TypeError, r"dy is torch\.float64; it must be torch\.bfloat16 or"),
     "shape": (X[:-1], ValueError, r"dy has shape \[31, 64\]; it must have \[32, 64\]"),
 }
+OF_GRADIENT = {**OF_DY, "shape": (X[:-1], ValueError, r"dy of shape \(31, 64\) is no gradient of gelu of x \(32, 64\)")}
 OF_FACTOR = {
     "dtype": (X.double(), TypeError, r"factor is torch\.float64; it must be torch\.float32"),
     "shape": (X[:-1], ValueError, r"factor has shape \[31, 64\]; it must have \[32, 64\]"),
@@ -114,77 +120,93 @@ def beside_a_cast(first: int) -> dict[int, dict[str, Any]]:
     return {first: named("scale", SCALAR), first + 1: named("amax", SCALAR), first + 2: COUNT}
 
 
-PRODUCT = (CODES, ONE, CODES, ONE, "tensor tensor float32")
-OPS: dict[str, tuple[str, tuple[Any, ...], dict[int, dict[str, Any]]]] = {
-    "quantize": ("quantize", (X, CAST, ONE, ONE.clone(), COUNTS), beside_a_cast(2)),
-    "observe": ("observe", (X, ONE.clone()), {1: named("amax", SCALAR), 0: {
+PRODUCT = (CODES, ONE, CODES, ONE, Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32))
+BESIDE = ONE, ONE.clone(), COUNTS
+OPS: dict[str, Case] = {
+    "quantize": (quantize_op, (X, CAST, *BESIDE), beside_a_cast(2)),
+    "observe": (observe_op, (X, ONE.clone()), {1: named("amax", SCALAR), 0: {
         "integers": (X.int(), TypeError, r"cannot observe torch\.int32; cast to one of torch\.bfloat16"),
     }}),
+    "quantize columns": (quantize_columns_op, (X, WEIGHT, E4M3.dtype), {
+        0: {
+            "integers": (X.int(), TypeError, r"cannot quantize torch\.int32; cast to one of torch\.bfloat16"),
+            "a vector": (WEIGHT, TypeError, r"a cast takes a 2-D tensor, not shape \(64,\)"),
+        },
+        1: {
+            "dtype": (WEIGHT.double(), TypeError, r"scale is torch\.float64; it must be torch\.float32"),
+            "shape": (WEIGHT[:-1], ValueError, r"scale has shape \[63\]; it must have \[64\]"),
+            "device": (WEIGHT.to("meta"), ValueError, "scale is on meta and what it belongs to on cpu; move one"),
+            "strides": (torch.ones(K, 2)[:, 0], ValueError, r"scale of strides \(2,\) must be contiguous"),
+        },
+        2: {"dtype": (torch.int8, ValueError, r"dtype=torch\.int8 is not an FP8 format; use one of")},
+    }),
+    "transpose": (transpose_op, (CODES,), {0: {
+        "dtype": (X, TypeError, r"transpose takes a 2-D tensor in torch\.float8_e4m3fn or .*, not torch\.float32"),
+        "bytes": (CODES.view(torch.uint8), TypeError, r"transpose takes .*, not torch\.uint8 of shape \(32, 64\)"),
+        "a vector": (CODES[0], TypeError, r"transpose takes .*, not torch\.float8_e4m3fn of shape \(64,\)"),
+    }}),
     "update": (
-        "update_scales",
+        update_scales_op,
         (ROWS.clone(), torch.ones(4, 3), ROWS.clone(), ROWS, 0.0, "max"),
         {1: OF_HISTORY, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
     ),
     "norm": (
-        "norm_quantize", (X, WEIGHT, WEIGHT, f"layer eps=1e-05, {CAST}", ONE, ONE.clone(), None),
-        {1: OF_NORM, **{at: wrong for at, wrong in beside_a_cast(4).items() if at < 6}},
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST, ONE, ONE.clone(), None),
+        {1: OF_NORM, **{at: wrong for at, wrong in beside_a_cast(5).items() if at < 7}},
     ),
     "norm, nothing known": (
-        "norm_quantize", (X, WEIGHT, WEIGHT, f"layer eps=1e-05, {CAST} columnwise", ONE, ONE.clone(), COUNTS),
-        {1: OF_NORM, **beside_a_cast(4)},
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True), *BESIDE),
+        {1: OF_NORM, **beside_a_cast(5)},
     ),
     "norm, bands": (
-        "norm_quantize", (X, WEIGHT, WEIGHT, f"layer eps=1e-05, {CAST} columnwise nonzero", ONE, ONE.clone(), None),
-        {1: OF_NORM, 4: named("scale", SCALAR), 5: named("amax", SCALAR)},
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), ONE, ONE.clone(), None),
+        {1: OF_NORM, 5: named("scale", SCALAR), 6: named("amax", SCALAR)},
     ),
     "norm backward": (
-        "norm_backward", (X, X, WEIGHT, STATISTICS, "layer eps=0.0"), {0: OF_DY, 2: OF_NORM, 3: OF_STATISTICS}
+        norm_backward_op, (X, X, WEIGHT, STATISTICS, Norm(0.0), False),
+        {0: OF_DY, 2: OF_NORM_BACKWARD, 3: OF_STATISTICS},
     ),
-    "activation": ("activation_quantize", (X, f"gelu, {CAST}", ONE, ONE.clone(), COUNTS), beside_a_cast(2)),
+    "activation": (activation_quantize_op, (X, "gelu", CAST, *BESIDE), beside_a_cast(3)),
     "activation backward": (
-        "activation_backward_quantize", (X, X, f"gelu, {CAST}", ONE, ONE.clone(), COUNTS),
-        {0: OF_DY, **beside_a_cast(3)},
+        activation_backward_quantize_op, (X, X, "gelu", None, CAST, *BESIDE), {0: OF_GRADIENT, **beside_a_cast(5)}
     ),
-    "gated": (
-        "gated_quantize", (X, X, f"silu, {CAST}", ONE, ONE.clone(), COUNTS), {1: OF_FACTOR, **beside_a_cast(3)}
-    ),
+    "gated": (gated_quantize_op, (X, X, "silu", CAST, *BESIDE), {1: OF_FACTOR, **beside_a_cast(4)}),
     "gated backward": (
-        "gated_backward_quantize", (X, X, X, f"silu, {CAST}", ONE, ONE.clone(), COUNTS),
-        {2: OF_FACTOR, **beside_a_cast(4)},
+        gated_backward_quantize_op, (X, X, X, "silu", CAST, *BESIDE), {2: OF_FACTOR, **beside_a_cast(5)}
     ),
-    "product": ("scaled_mm", (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
-    "product, observed": ("scaled_mm_observed", (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),
-    "product, accumulated": ("scaled_mm_accumulate", (torch.zeros(R, R), *PRODUCT), {0: OF_OUT}),
+    "product": (scaled_mm_op, (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
+    "product, observed": (scaled_mm_observed_op, (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),
+    "product, accumulated": (scaled_mm_accumulate_op, (torch.zeros(R, R), *PRODUCT), {0: OF_OUT}),
 }  # fmt: skip
 CASES = [(op, at, what) for op, (_, _, places) in OPS.items() for at, wrong in places.items() for what in wrong]
 
 
 @pytest.fixture(autouse=True)
 def _kernels_are_only_noted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     with executing(lambda *launched: None):
         yield
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("op", OPS)
 def test_what_fits_is_taken(op: str, side: str) -> None:
-    name, args, _ = OPS[op]
-    SIDES[side](name)(*args)
+    called, args, _ = OPS[op]
+    SIDES[side](called, *args)
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("op", "at", "what"), CASES, ids=lambda value: str(value))
 def test_what_does_not_fit_is_refused(op: str, at: int, what: str, side: str) -> None:
     """Also after what fits: plans are kept."""
-    name, args, places = OPS[op]
+    called, args, places = OPS[op]
     wrong, error, message = places[at][what]
     changed = (*args[:at], wrong, *args[at + 1 :])
     for _ in range(2):
         with pytest.raises(error, match=f"^{message}"):
-            SIDES[side](name)(*changed)
-        SIDES[side](name)(*args)
+            SIDES[side](called, *changed)
+        SIDES[side](called, *args)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 8), (2, 1, 3, 4), (0, 3, 4)])
@@ -196,45 +218,33 @@ def test_tensors_of_any_shape_are_observed(shape: tuple[int, ...], dtype: torch.
     assert amax == max(0.25, x.abs().amax().float() if x.numel() else 0)
     rows: list[Any] = []
     with executing(lambda kernel, blocks, args: rows.append(args[0])):
-        cuda.observe(x, torch.zeros(()))
+        kernels_of(observe_op)(x, torch.zeros(()))
     assert all(tensor.dim() == 2 and tensor.dtype != torch.float64 for tensor in rows)
     assert len(rows) == (x.numel() > 0)
 
 
-def test_an_address_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_cuda_device", lambda device: True)
-    checked = CheckedAddresses(torch.device("cpu"))
-    checked.keep(5, 7)
-    assert checked == {0, 5, 7}
-    monkeypatch.setattr(launch, "is_cuda_device", lambda device: False)
-    checked = CheckedAddresses(torch.device("cpu"))
-    checked.keep(X)
-    assert checked == {0}
-
-
 PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "scale": (lambda: ops.quantize(X, SCALED, scale=WIDE), TypeError, "scale is torch.float64"),
+    "scale": (lambda: ops.quantize(X, CAST, scale=WIDE), TypeError, "scale is torch.float64"),
     "x of a backward": (lambda: ops.norm_backward(X, X.double(), WEIGHT, STATISTICS), TypeError, "not torch.float64"),
     "out_dtype": (lambda: ops.scaled_mm(codes(), codes(), out_dtype=WIDE.dtype), TypeError, "out_dtype=torch.float64"),
     "contractions": (lambda: ops.scaled_mm_accumulate(X, codes(), codes(K=8)), ValueError, "contractions differ"),
     "a history of one row": (lambda: update(amax_history=ROWS), ValueError, r"amax_history has shape \[3\]"),
     "an algorithm": (lambda: update(algorithm="mean"), ValueError, "algorithm='mean'.*'max' or 'most_recent'"),
     "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must lie from -126 to 126"),
-    "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0; it must be a finite number"),
-    "eps nan": (lambda: norm(eps=float("nan")), ValueError, "eps=nan; it must be a finite number"),
+    "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0 must be a finite number of at least 0"),
+    "eps nan": (lambda: norm(eps=float("nan")), ValueError, "eps=nan must be a finite number of at least 0"),
     "bias_dtype": (
         lambda: activation(bias_dtype=WIDE.dtype),
         TypeError,
         "bias_dtype=torch.float64 must be None or one",
     ),
     "a gated activation": (
-        lambda: ops.gated_quantize(X, X, "swiglu", SCALED),
+        lambda: ops.gated_quantize(X, X, "swiglu", CAST),
         ValueError,
         "swiglu would split x: pass silu for swiglu",
     ),
     "an activation": (lambda: activation(activation="elu"), ValueError, "activation='elu' is unknown"),
 }
-SCALED = Cast(E4M3, Layout.TENSOR)
 
 
 def update(amax_history: Any = None, algorithm: Any = "max", margin: float = 0.0) -> None:
@@ -243,11 +253,11 @@ def update(amax_history: Any = None, algorithm: Any = "max", margin: float = 0.0
 
 
 def norm(eps: Any) -> Any:
-    return ops.norm_quantize(X, WEIGHT, None, SCALED, eps=eps)
+    return ops.norm_quantize(X, WEIGHT, None, CAST, eps=eps)
 
 
 def activation(activation: str = "gelu", bias_dtype: torch.dtype | None = None) -> Any:
-    return ops.activation_backward_quantize(X, X, activation, SCALED, bias_dtype=bias_dtype)
+    return ops.activation_backward_quantize(X, X, activation, CAST, bias_dtype=bias_dtype)
 
 
 def codes(K: int = K) -> Any:
@@ -268,7 +278,7 @@ def test_eps_may_be_any_number() -> None:
 def test_scales_that_are_not_the_operands_are_refused(layout: Layout) -> None:
     a = ops.quantize(X, Cast(E4M3, layout)).rowwise
     assert a is not None
-    options_text = f"{layout.value} {layout.value} float32"
+    gemm = Gemm(layout, layout, torch.float32)
     for scales, error in ((a.scale_inv[:-1], ValueError), (a.scale_inv.view(torch.uint8), TypeError)):
         with pytest.raises(error, match="^scale_inv of b"):
-            gemm_reference.scaled_mm(a.data, a.scale_inv, a.data, scales, options_text)
+            scaled_mm_op(a.data, a.scale_inv, a.data, scales, gemm, None)

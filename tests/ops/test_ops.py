@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product as product_of
 
 import numpy as np
 import pytest
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops.core.bf16_products import bf16_products
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options, parse_scaled_mm_options
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.options import format_quantize_options, parse_quantize_options
+from lightning_fp8.ops.bf16_products import bf16_products
+from lightning_fp8.ops.cast import decode
+from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
@@ -170,26 +170,25 @@ def test_a_scale_of_zero_takes_the_tensors_own_and_seen_is_a_maximum() -> None:
     assert amax.item() == 7.0
 
 
-def test_how_in_words() -> None:
+def test_a_cast_as_arguments_of_an_op() -> None:
     cast = Cast(E4M3, Layout.BLOCK_1X128, True, 0.5)
-    assert format_quantize_options(cast, columnwise=True) == "e4m3 1x128 power_2 epsilon=0.5 rowwise columnwise"
-    assert parse_quantize_options(format_quantize_options(cast, columnwise=True)) == (
-        E4M3,
-        Layout.BLOCK_1X128,
-        True,
-        0.5,
-        True,
-        True,
-        False,
-    )
-    assert parse_quantize_options("e5m2 tensor nonzero") == (E5M2, Layout.TENSOR, False, 0.0, False, False, True)
-    for wrong, message in {
-        "": "names the format ''; use one of e4m3, e5m2",
-        "e4m3": "'' is not a valid Layout",
-        "e4m3 row rowwise colwise": "says colwise; known are power_2, epsilon, rowwise",
-    }.items():
+    assert cast.flat == (E4M3.dtype, "1x128", True, 0.5, True, False, False)
+    usages = [cast.usage(*usage) for usage in product_of((False, True), repeat=3)]
+    assert len(set(usages)) == 8
+    for usage, asked in zip(product_of((False, True), repeat=3), usages):
+        assert (asked.rowwise, asked.columnwise, asked.scale_is_nonzero) == usage
+        assert asked.flat == (*cast.flat[:4], *usage)
+        assert Cast.from_flat(*asked.flat) == asked == Cast(E4M3, Layout.BLOCK_1X128, True, 0.5, *usage)
+        assert asked.usage(True, False) == cast
+    quantize, x = torch.ops.lightning_fp8.quantize, torch.ones(2, 2)
+    usage = True, False, False
+    for dtype, layout, message in (
+        (torch.int8, "tensor", "dtype=torch.int8 is not an FP8 format; use one of torch.float8_e4m3fn"),
+        (E4M3.dtype, "", "'' is not a valid Layout"),
+        (E5M2.dtype, "1x64", "'1x64' is not a valid Layout"),
+    ):
         with pytest.raises(ValueError, match=message):
-            parse_quantize_options(wrong)
+            quantize(x, dtype, layout, False, 0.0, *usage)
 
 
 @contextmanager
@@ -209,7 +208,7 @@ def test_codes_keep_their_values_where_subnormal_numbers_are_flushed(float8: Flo
     codes = codes[torch.isfinite(codes.view(float8.dtype).float())].view(float8.dtype)
     exact = torch.tensor([value_of_code(float8.name, code) for code in codes.view(torch.uint8).tolist()]).bfloat16()
     with flushing_subnormals():
-        decoded = reference.decode(codes)
+        decoded = decode(codes)
     assert torch.equal(decoded.view(torch.int16), exact.view(torch.int16))
 
 
@@ -226,33 +225,38 @@ def test_products_do_not_depend_on_whether_subnormal_numbers_are_flushed(recipe:
     assert torch.equal(*results)
 
 
-def test_how_to_multiply_in_words() -> None:
-    options_text = format_scaled_mm_options(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
-    assert options_text == "1x128 128x128 bfloat16 fast"
-    assert parse_scaled_mm_options(options_text) == (Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
-    for wrong in ("", "tensor tensor", "tensor tensor float64", "row row bfloat16 slow", "row row bfloat16 fast fast"):
-        with pytest.raises(ValueError, match="is not two layouts and one of bfloat16, float16, float32"):
-            parse_scaled_mm_options(wrong)
+def test_a_gemm_as_arguments_of_an_op() -> None:
+    gemm = Gemm(Layout.BLOCK_1X128, Layout.BLOCK_128X128, torch.bfloat16, True)
+    assert gemm.flat == ("1x128", "128x128", torch.bfloat16, True)
+    assert Gemm.from_flat(*gemm.flat) == gemm
+    codes, one = torch.ones(2, 2).to(E4M3.dtype), torch.ones(())
+    for layouts, out_dtype, error, message in (
+        (("", "tensor"), torch.float32, ValueError, "'' is not a valid Layout"),
+        (("tensor", "slow"), torch.float32, ValueError, "'slow' is not a valid Layout"),
+        (("tensor", "tensor"), torch.float64, TypeError, "out_dtype=torch.float64 must be one of torch.bfloat16"),
+    ):
+        with pytest.raises(error, match=message):
+            torch.ops.lightning_fp8.scaled_mm(codes, one, codes, one, *layouts, out_dtype, False)
 
 
 def test_ops_pass_torchs_own_checks() -> None:
     library, x = torch.ops.lightning_fp8, torch.randn(33, 40)
     for layout in Layout:
         for usage in [(True, True), (True, False), (False, True)]:
-            options_text = format_quantize_options(Cast(E4M3, layout, True, 0.5), *usage)
-            torch.library.opcheck(library.quantize, (x, options_text))
-            torch.library.opcheck(library.quantize_unobserved, (x, options_text))
+            flat = Cast(E4M3, layout, True, 0.5).usage(*usage).flat
+            torch.library.opcheck(library.quantize, (x, *flat))
+            torch.library.opcheck(library.quantize_unobserved, (x, *flat))
     scale, amax = torch.tensor(2.0), torch.tensor(0.0)
-    torch.library.opcheck(library.quantize, (x, "e5m2 tensor rowwise columnwise", scale, amax))
+    torch.library.opcheck(library.quantize, (x, *Cast(E5M2, Layout.TENSOR, columnwise=True).flat, scale, amax))
     torch.library.opcheck(library.observe, (x, amax))
     a, s = torch.randn(5, 8).to(E4M3.dtype), torch.tensor(1.0)
     b = torch.randn(6, 8).to(E4M3.dtype)
     # The schema check multiplies its inputs by numbers, which torch cannot do with FP8.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(library.scaled_mm, (a, s, b, s, "tensor tensor bfloat16", torch.randn(6)), test_utils=checks)
-    observed = a, s, b, s, "tensor tensor bfloat16", None, torch.tensor(0.0)
-    torch.library.opcheck(library.scaled_mm_observed, observed, test_utils=checks)
-    arguments = torch.zeros(5, 6), a, s, b, s, "tensor tensor float32"
+    operands = a, s, b, s, *Gemm(Layout.TENSOR, Layout.TENSOR, torch.bfloat16).flat
+    torch.library.opcheck(library.scaled_mm, (*operands, torch.randn(6)), test_utils=checks)
+    torch.library.opcheck(library.scaled_mm_observed, (*operands, None, torch.tensor(0.0)), test_utils=checks)
+    arguments = torch.zeros(5, 6), a, s, b, s, *Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32).flat
     torch.library.opcheck(library.scaled_mm_accumulate, arguments, test_utils=checks)
     rows = [torch.rand(3), torch.rand(4, 3), torch.rand(3), torch.full((3,), 448.0)]
     torch.library.opcheck(library.update_scales, (*rows, 0.0, "max"))

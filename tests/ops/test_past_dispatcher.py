@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,15 +17,25 @@ from torch.utils._pytree import tree_map
 
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
-from lightning_fp8.ops.core.registration import past_dispatcher
+from lightning_fp8.ops import op as op_module
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.op import op, past_dispatcher
 from lightning_fp8.scaled import Cast, Layout
 from tests.modules.contexts.test_threads import in_a_thread
 
 NAMESPACE = "lightning_fp8_test_calls"
-torch.library.define(f"{NAMESPACE}::double", "(Tensor x, Tensor? y=None, str text='') -> Tensor")
-torch.library.impl(f"{NAMESPACE}::double", "cpu", lambda x, y=None, text="": 2 * x)
-torch.library.register_fake(f"{NAMESPACE}::double", lambda x, y=None, text="": torch.empty_like(x))
-DOUBLE = getattr(torch.ops, NAMESPACE).double.default
+checked: list[tuple[Any, ...]] = []
+
+with patch.multiple(
+    op_module, NAMESPACE=NAMESPACE, _vmap_refusals=(KEPT := torch.library.Library(NAMESPACE, "FRAGMENT"))
+):
+
+    @op("double", check=lambda *args: checked.append(args))
+    def double_op(x: Tensor, y: Tensor | None, text: str) -> Tensor:
+        return torch.empty_like(x)
+
+    double_op.implement("cpu", lambda x, y, text: 2 * x)
+    double_op.implement("cuda", lambda x, y, text: 2 * x)
 
 
 class Dispatch(TorchDispatchMode):
@@ -54,16 +65,23 @@ class Wrapped(Tensor):
 
 
 def paths_taken(run: Callable[[Callable[..., Any]], object]) -> list[str]:
-    """How the op was computed while ``run`` used it: "past" the dispatcher, or not at all but by the dispatcher."""
+    """How the op was called while ``run`` used it: by the "dispatcher", or "past" it."""
     taken: list[str] = []
+    through_dispatcher = double_op.through_dispatcher()
 
-    def past(x: Tensor, *args: Any) -> Tensor:
-        taken.append("past")
+    def noted(*args: Any) -> Any:
+        taken.append("dispatcher")
+        return through_dispatcher(*args)
+
+    def computed(x: Tensor, *args: Any) -> Tensor:
+        taken.append("past" if not taken else "computed")
         return 2 * x
 
-    op = past_dispatcher(DOUBLE, {"cpu": past, "cuda": past})
-    run(lambda x, y=None, text="": op(x, y, text))
-    return taken
+    with patch.object(double_op, "through_dispatcher", lambda: noted):
+        call = past_dispatcher(double_op)
+    with patch.dict(double_op.implementations, cpu=computed, cuda=computed):
+        run(lambda x, y=None, text="": call(x, y, text))
+    return taken[:1]
 
 
 @pytest.mark.parametrize("arguments", [(), (None, "text"), (torch.ones(2), "")], ids=str)
@@ -80,14 +98,14 @@ def test_without_gradients_the_implementation_is_called_past_the_dispatcher(argu
 def test_what_watches_the_dispatcher_sees_the_op(context: Callable[[], AbstractContextManager[object]]) -> None:
     with torch.no_grad(), context():
         x = torch.ones(2)
-        assert paths_taken(lambda call: call(x)) == []
+        assert paths_taken(lambda call: call(x)) == ["dispatcher"]
 
 
 def test_a_profiler_of_all_threads_sees_the_op() -> None:
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=config):
         taken = in_a_thread(lambda: [paths_taken(torch.no_grad()(lambda call: call(torch.ones(2))))])
-    assert taken == [[]]
+    assert taken == [["dispatcher"]]
 
 
 @pytest.mark.parametrize("arguments", [(1.0, None), (torch.ones(2), 1.0)], ids=str)
@@ -96,7 +114,7 @@ def test_arguments_of_other_types_are_refused_as_the_schema_says(arguments: tupl
         with torch.no_grad(), pytest.raises(RuntimeError, match="Expected a value of type"):
             call(*arguments)
 
-    assert paths_taken(run) == []
+    assert paths_taken(run) == ["dispatcher"]
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -105,20 +123,25 @@ def test_a_subclass_of_tensor_sees_the_op_wherever_it_stands(position: int) -> N
     args[position] = Wrapped(args[position])
     with torch.no_grad():
         results: list[Any] = []
-        assert paths_taken(lambda call: results.append(call(*args))) == []
+        assert paths_taken(lambda call: results.append(call(*args))) == ["dispatcher"]
     assert type(results[0]) is Wrapped
 
 
 @pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.vmap, lambda f: torch.jit.trace(f, torch.ones(2), check_trace=False)]
+    ("transform", "refused"),
+    [
+        (torch.func.grad, False),
+        (torch.vmap, True),
+        (lambda f: torch.jit.trace(f, torch.ones(2), check_trace=False), False),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_transforms_and_tracers_see_the_op(transform: Callable[..., Any]) -> None:
+def test_transforms_and_tracers_see_the_op(transform: Callable[..., Any], refused: bool) -> None:
     def run(call: Callable[..., Any]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(RuntimeError, match="under vmap") if refused else nullcontext():
             transform(lambda x: call(x.detach()).sum() + x.sum())(torch.ones(2))
 
-    assert paths_taken(run) == []
+    assert paths_taken(run) == ["dispatcher"]
 
 
 def test_batched_gradients_are_left_to_the_dispatcher() -> None:
@@ -136,9 +159,10 @@ def test_batched_gradients_are_left_to_the_dispatcher() -> None:
                 return result
 
         x = torch.ones(3, requires_grad=True)
-        torch.autograd.grad(Identity.apply(x), x, torch.eye(3), is_grads_batched=True)
+        with pytest.raises(RuntimeError, match="do not run under vmap, is_grads_batched=True"):
+            torch.autograd.grad(Identity.apply(x), x, torch.eye(3), is_grads_batched=True)
 
-    assert paths_taken(run) == []
+    assert paths_taken(run) == ["dispatcher"]
 
 
 def test_torch_compile_sees_the_op() -> None:
@@ -152,7 +176,7 @@ def test_torch_compile_sees_the_op() -> None:
         with torch.no_grad():
             torch.compile(lambda x: call(x) + 1, backend=backend, fullgraph=True)(torch.ones(2))
 
-    assert paths_taken(run) == []
+    assert paths_taken(run) == ["dispatcher"]
     assert any(f"{NAMESPACE}.double" in target for target in seen)
 
 
@@ -160,13 +184,43 @@ def test_a_negated_view_is_left_to_the_dispatcher() -> None:
     x = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
     results: list[Tensor] = []
     with torch.no_grad():
-        assert paths_taken(lambda call: results.append(call(x))) == []
+        assert paths_taken(lambda call: results.append(call(x))) == ["dispatcher"]
     assert results[0].tolist() == [-4.0, -8.0]
 
 
 def test_other_devices_are_left_to_the_dispatcher() -> None:
     with torch.no_grad():
-        assert paths_taken(lambda call: call(torch.ones(2, device="meta"))) == []
+        assert paths_taken(lambda call: call(torch.ones(2, device="meta"))) == ["dispatcher"]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
+def test_arguments_are_checked_once(context: Callable[[], AbstractContextManager[object]]) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    checked.clear()
+    with context():
+        assert double_op(x, y, "text").tolist() == [2, 2]
+    ((of_x, of_y, text),) = checked
+    assert of_x is x
+    assert of_y is y
+    assert text == "text"
+
+
+@pytest.mark.parametrize(("observed", "name"), [(False, "quantize_unobserved"), (True, "quantize")])
+def test_the_dispatcher_gets_the_op_that_writes_only_where_it_does(observed: bool, name: str) -> None:
+    seen: list[str] = []
+
+    class Noted(Dispatch):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    scale = torch.ones(())
+    with Noted():
+        data, *_ = quantize_op(
+            torch.ones(2, 2), Cast(E4M3, Layout.TENSOR), scale, torch.zeros(()) if observed else None, None
+        )
+    assert data.float().tolist() == [[1, 1], [1, 1]]
+    assert [each for each in seen if "lightning_fp8" in each] == [f"lightning_fp8::{name}"]
 
 
 def test_versions_advance_of_what_is_written_and_of_nothing_else() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -25,6 +25,7 @@ from lightning_fp8 import (
     fp8_autocast,
 )
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.parallel.pieces import Cut
 from tests.plugin.small_model import Mlp, loader, trainer
 from tests.small import Regression, fp8_trainer, regression_data
 
@@ -170,6 +171,39 @@ def test_the_table_says_what_layers_outside_of_fp8_compute_in(
     assert table == {"0": bits[computed], "1": bits[computed], "2": "FP8", "3": bits[computed]}
 
 
+class Rotary(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        angles = torch.outer(torch.arange(8.0), 1e4 ** (-torch.arange(8.0) / 8))
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+        self.rotation = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.layers(x).float().unflatten(-1, (8, 2)))
+        return torch.view_as_real(pairs * self.freqs_cis * self.rotation).flatten(-2) * self.scale
+
+
+@pytest.mark.parametrize("cls", [FP8Precision, FP8FabricPrecision])
+def test_complex_tensors_stay_complex(cls: type[FP8FabricPrecision]) -> None:
+    model, x = Rotary(), torch.randn(2, 8, 16)
+    names, before, parameter = [*model.state_dict()], model.freqs_cis, model.rotation
+    expected = model(x)
+    plugin = cls("tensorwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin.convert_module(model)
+    assert model.freqs_cis is before
+    assert model.rotation is parameter
+    assert model.rotation.dtype == torch.complex64
+    assert model.scale.dtype == model.layers[0].weight.dtype == model.dtype == torch.bfloat16
+    assert [*model.state_dict()] == names
+    with plugin.forward_context():
+        actual = model(x.bfloat16())
+    assert (actual - expected).norm() < 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_convert_input_casts_floats_only(weights_dtype: torch.dtype) -> None:
     data = {
@@ -254,3 +288,14 @@ def test_training_on_the_cpu_says_once_that_fp8_is_emulated(
     monkeypatch.setattr("lightning_fp8.callbacks.fp8.rank_zero_info", said.append)
     fp8_trainer(fp8={"skip": skip}, max_epochs=2).fit(Regression(), regression_data())
     assert sum("emulated on the CPU" in line for line in said) == is_said
+
+
+def test_ddp_of_tensor_parallel_pieces_is_refused() -> None:
+    """It would send rank 0's pieces to all ranks; any other strategy is warned of its checkpoints."""
+    model = Regression()
+    layer = model.net[0] = lightning_fp8.Linear(16, 8)
+    layer.cuts = {"weight": Cut(0)}
+    with pytest.warns(UserWarning, match="holds the pieces of rank 0 alone"):
+        FP8Precision().convert_module(model)
+    with pytest.raises(MisconfigurationException, match="DDP would give all ranks the pieces of rank 0"):
+        fp8_trainer(strategy="ddp", devices=1).fit(model, regression_data())

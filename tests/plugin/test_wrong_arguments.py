@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lightning_fp8 as fp8
-from lightning_fp8.delayed import instances
+from lightning_fp8.delayed import history as histories
 from lightning_fp8.formats import E4M3
 from tests.float8_reference import cast
 from tests.small import assert_raises, mlp
@@ -239,7 +239,7 @@ def test_a_model_that_stays_in_bf16_is_said_so() -> None:
 
 
 def test_a_region_without_fp8_layers_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "_instances", WeakValueDictionary())  # other tests' models may still be there
+    monkeypatch.setattr(histories, "_instances", WeakValueDictionary())  # other tests' models may still be there
     with pytest.warns(UserWarning, match=r"ran nothing in FP8.*convert_module\(model\)"), fp8.fp8_autocast():
         nn.Linear(4, 4)(X)
     with warnings.catch_warnings():

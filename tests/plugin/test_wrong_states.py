@@ -20,6 +20,7 @@ from lightning_fp8 import (
     fp8_autocast,
     fp8_state_dict,
     load_fp8_state_dict,
+    update_fp8_scales,
 )
 from lightning_fp8.plugin import fabric
 from tests.plugin.test_hostile_values import HOSTILE
@@ -32,6 +33,7 @@ def trained(steps: int = 3) -> nn.Module:
         with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
             y = net(torch.randn(4, 16))
         y.sum().backward()
+        update_fp8_scales(net)
     return net
 
 
@@ -192,6 +194,7 @@ def test_a_plain_loop_goes_on_in_another_format() -> None:
         with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
             y = net[2](x)
         y.sum().backward()
+        update_fp8_scales(net)
     state = fp8_state_dict(net)
     assert (state["fp8_format"], state["margin"]) == ("HYBRID", 0)
     load_fp8_state_dict(net, state)

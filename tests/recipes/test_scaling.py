@@ -12,7 +12,7 @@ import torch
 
 from lightning_fp8 import DelayedScaling, Format, Linear
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update
+from lightning_fp8.delayed.update import reduce_and_update
 from lightning_fp8.scaled import Role
 from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.arguments import one_of
-from lightning_fp8.ops.activation.schema import is_gated
+from lightning_fp8.ops.activation import is_gated
 
 
 def _qgelu(x: Tensor) -> Tensor:

@@ -10,18 +10,15 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, refuse_in_forward, refuse_transforms, require_bools, rows_by_name
-from lightning_fp8.arguments.initialization import Initialization, InitMethod, default_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments
+from lightning_fp8.arguments import one_dtype, rows_by_name
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
-from lightning_fp8.modules.fused.arguments import (
-    checked_norm,
-    detached,
-    register_norm,
-    reset_norm,
-)
-from lightning_fp8.modules.fused.normed_layer import NormedLayer
+from lightning_fp8.functions.norm import Norm
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
+from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method
+from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
+from lightning_fp8.primary_weights import keep_weights_in_fp8
+from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
 
 
 class LayerNormLinear(NormedLayer):
@@ -44,15 +41,17 @@ class LayerNormLinear(NormedLayer):
         return_bias: give the bias beside y, not added.
         return_layernorm_output: give the norm's output ``[..., in_features]``, in x's dtype, beside y.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
-        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`; ``parallel_mode`` is ``"column"`` or None. See
+            :class:`lightning_fp8.Linear`.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: a parallel argument that is not at its default.
+        NotImplementedError: an argument that is not supported, and not at its default.
     """
 
     kind = "LayerNormLinear"
 
+    @checked_arguments
     def __init__(
         self,
         in_features: int,
@@ -77,13 +76,12 @@ class LayerNormLinear(NormedLayer):
             "return_bias": return_bias,
             "return_layernorm_output": return_layernorm_output,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "return_layernorm_output_gathered": parallel.get("return_layernorm_output_gathered", False),
         }
-        require_bools(bias=bias)
-        sizes = {"in_features": in_features, "out_features": out_features}
-        self._keep(sizes, flags, {"init_method": init_method}, parallel)
+        self._keep(flags, in_features=in_features, out_features=out_features)
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
-        self.norm = checked_norm(normalization, eps, zero_centered_gamma)
+        self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
         register_norm(self, self.norm, self.in_features, **factory)
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features, **factory)) if bias else None)
@@ -91,7 +89,15 @@ class LayerNormLinear(NormedLayer):
             self._split_parameters(split_rows)
         self.initialization = Initialization.told(init_method or default_init_method, nn.init.zeros_, parallel)
         self.reset_parameters()
+        tensor_parallel, mode = TensorParallel.asked(parallel), parallel.get("parallel_mode")
+        if mode == "row" and tensor_parallel.size > 1:
+            raise ValueError(
+                "parallel_mode='row' of LayerNormLinear is not supported: its norm needs all input features; use "
+                "LayerNorm (RMSNorm) and Linear(parallel_mode='row')"
+            )
+        cut_linear(self, mode, tensor_parallel)
         self.ensure_slots()
+        keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
         """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
@@ -100,7 +106,8 @@ class LayerNormLinear(NormedLayer):
             RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
         """
         reset_norm(self, self.norm)
-        self.initialization.fill(*self.weights_and_biases())
+        with self._as_whole():
+            self.initialization.fill(*self.weights_and_biases())
         self.forget_weight()
 
     def forward(  # type: ignore[override]
@@ -125,27 +132,36 @@ class LayerNormLinear(NormedLayer):
 
         Raises:
             TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
-            NotImplementedError: an argument that asks for what is not here.
+            NotImplementedError: an argument that is not supported, and not at its default.
         """
         refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
-        own_weight, own_bias, context = self._begin(inp, is_first_microbatch)
+        if self.parallel_mode is not None:
+            return self._forward_of_piece(inp, is_first_microbatch)
+        own_weight, own_bias = self._weight_and_bias()
+        context = self._begin(inp, own_weight, is_first_microbatch)
         added_bias = None if self.return_bias else own_bias
         normalized: Tensor | None
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, own_weight, added_bias, context, is_first_microbatch)
         else:
             normalized = self._normalized(inp)
-            y = self._multiply(normalized, own_weight, added_bias, context, is_first_microbatch)
+            y = self._forward_outside_fp8(normalized, own_weight, added_bias, context, is_first_microbatch)
         return self._returned(y, own_bias, normalized)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
+        weight, bias = self._weight_and_bias()
+        context = self._begin(x, weight, is_first_microbatch)
+        normalized = self._normalized(x)
+        y = self._product_of_piece(normalized, weight, bias, context, is_first_microbatch)
+        return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
 
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
         """y and, if it is asked for, the norm's output."""
         tensors = x.reshape(-1, self.in_features), self.layer_norm_weight, self.layer_norm_bias, weight, bias
-        refuse_transforms(self.kind, *tensors)
-        slots, dtype, observe = self._enter_fp8(context, x, weight)
-        product = self._product(weight, self.weight_names, slots[0], observe, is_first_microbatch, context)
+        (product,), dtype = self._products(x, (weight,), tensors, context, is_first_microbatch)
         outputs = LayerNormLinearFunction.apply(
             *detached(*tensors), self.norm, product, dtype, self.return_layernorm_output
         )

@@ -11,20 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Unpack
 
 from lightning_fp8 import ops
-from lightning_fp8.arguments import one_dtype, refuse_transforms, require_bool, require_bools, require_positive_or_none
-from lightning_fp8.arguments.initialization import Initialization, InitMethod, default_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments
+from lightning_fp8.arguments import one_dtype
 from lightning_fp8.autocast import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
+from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activate, activation_named
-from lightning_fp8.modules.fused.arguments import (
-    checked_norm,
-    detached,
-    register_norm,
-    reset_norm,
-)
-from lightning_fp8.modules.fused.normed_layer import NormedLayer
-from lightning_fp8.ops.activation.schema import is_gated
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
+from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method
+from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
+from lightning_fp8.ops.activation import is_gated
+from lightning_fp8.parallel.pieces import Cut
+from lightning_fp8.primary_weights import keep_weights_in_fp8
+from lightning_fp8.te.arguments import ParallelArguments, checked_arguments
 
 
 class LayerNormMLP(NormedLayer):
@@ -54,11 +52,13 @@ class LayerNormMLP(NormedLayer):
         checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
             compute them again there.
         seq_length, micro_batch_size: taken, and not needed.
-        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` the first linear
+            layer is column, the second row; ``ffn_hidden_size`` is given for all ranks together, and the attribute is
+            this rank's. Of a gated activation each rank has rows of both halves that belong together.
 
     Raises:
         ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: a parallel argument that is not at its default.
+        NotImplementedError: an argument that is not supported, and not at its default.
     """
 
     gemms = ("fc1", "fc2")
@@ -73,6 +73,7 @@ class LayerNormMLP(NormedLayer):
     fc2_weight: Tensor
     fc2_bias: Any
 
+    @checked_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -97,21 +98,16 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        require_bools(bias=bias)
-        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
-        self._keep(
-            {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size},
-            {
-                "return_bias": return_bias,
-                "return_layernorm_output": return_layernorm_output,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "checkpoint": checkpoint,
-            },
-            {"init_method": init_method, "output_layer_init_method": output_layer_init_method},
-            parallel,
-        )
+        flags = {
+            "return_bias": return_bias,
+            "return_layernorm_output": return_layernorm_output,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "checkpoint": checkpoint,
+            "return_layernorm_output_gathered": parallel.get("return_layernorm_output_gathered", False),
+        }
+        self._keep(flags, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
-        self.norm = checked_norm(normalization, eps, zero_centered_gamma)
+        self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
         self.activation = activation_named(activation)
         self.in_features = self.out_features = self.hidden_size
         register_norm(self, self.norm, self.hidden_size, **factory)
@@ -123,7 +119,15 @@ class LayerNormMLP(NormedLayer):
             for method in (init_method, output_layer_init_method)
         )
         self.reset_parameters()
+        tensor_parallel = TensorParallel.asked(parallel)
+        require_parallel_mode(parallel, tensor_parallel)
+        if parallel.get("set_parallel_mode") and tensor_parallel.size > 1:
+            self.ffn_hidden_size = tensor_parallel.part_of("ffn_hidden_size", self.ffn_hidden_size)
+            fc1 = Cut(0, 2 if is_gated(self.activation) else 1)
+            self.parallel_mode = "column"
+            self.cut(tensor_parallel, {"fc1_weight": fc1, "fc1_bias": fc1, "fc2_weight": Cut(1)})
         self.ensure_slots()
+        keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
         """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
@@ -132,8 +136,9 @@ class LayerNormMLP(NormedLayer):
             RuntimeError: an ``init_method`` was left out of a pickle, of which this module was loaded.
         """
         reset_norm(self, self.norm)
-        for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
-            initialization.fill([weight], [bias])
+        with self._as_whole():
+            for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
+                initialization.fill([weight], [bias])
         self.forget_weight()
 
     @property
@@ -160,11 +165,10 @@ class LayerNormMLP(NormedLayer):
         Raises:
             TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
         """
-        if is_first_microbatch is not None:
-            require_bool("is_first_microbatch", is_first_microbatch)
+        if self.parallel_mode is not None:
+            return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # once: a parametrization may compute others each time
-        self._check(inp, weights[0])
-        context = self._context(inp)
+        context = self._begin(inp, weights[0], is_first_microbatch)
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
@@ -173,6 +177,40 @@ class LayerNormMLP(NormedLayer):
             y, normalized = self._in_high_precision(inp, (w1, w2), calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
+        """This rank's piece of both linear layers, between which each rank activates its own features."""
+        w1, w2 = self.fc1_weight, self.fc2_weight
+        context = self._begin(x, w1, is_first_microbatch)
+        added_bias = None if self.return_bias else self.fc2_bias
+        calibrating = context.calibrating and not context.enabled and self.fp8
+        fc1 = fc2 = None
+        dtype = x.dtype
+        if context.enabled and self.fp8:
+            others = self.fc1_bias, added_bias, self.layer_norm_weight
+            (fc1, fc2), dtype = self._products(x, (w1, w2), others, context, is_first_microbatch)
+        else:
+            w1, w2 = (self._in_main_grad(weight, is_first_microbatch) for weight in (w1, w2))
+
+        def computed(x: Tensor) -> tuple[Tensor, Tensor]:
+            normalized = self._normalized(x)
+            if calibrating:
+                self._observe(0, normalized, w1)
+            h = self._multiply("column", normalized, w1, self.fc1_bias, fc1, dtype)
+            h = self._observed(0, h) if calibrating else h
+            a = activate(h, self.activation)
+            if calibrating:
+                self._observe(1, a, w2)
+            y = self._multiply("row", a, w2, added_bias, fc2, dtype)
+            return self._observed(1, y) if calibrating else y, normalized
+
+        if self.checkpoint and torch.is_grad_enabled() and not calibrating:
+            y, normalized = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, normalized = computed(x)
+        bias = self._returned_bias(self.fc2_bias, "row") if self.return_bias else None
+        return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
+
     def _fused(
         self, x: Tensor, weights: tuple[Tensor, Tensor], context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -180,12 +218,7 @@ class LayerNormMLP(NormedLayer):
         added_bias = None if self.return_bias else self.fc2_bias
         parameters = weights[0], self.fc1_bias, weights[1], added_bias
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
-        refuse_transforms(self.kind, *tensors)
-        slots, dtype, observe = self._enter_fp8(context, x, *weights)
-        fc1, fc2 = (
-            self._product(weight, (name,), of_gemm, observe, is_first_microbatch, context)
-            for of_gemm, name, weight in zip(slots, self.weight_names, weights)
-        )
+        (fc1, fc2), dtype = self._products(x, weights, tensors, context, is_first_microbatch)
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
         return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
 

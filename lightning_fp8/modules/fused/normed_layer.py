@@ -6,71 +6,76 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fp8.arguments import plain, require_bools, require_positive
-from lightning_fp8.arguments.initialization import require_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
-from lightning_fp8.autocast import FP8Context
-from lightning_fp8.functions.linear import Slots
+from lightning_fp8.arguments import plain, refuse_sharded, require_positive
 from lightning_fp8.functions.norm import Norm, normalize
-from lightning_fp8.functions.product import Product
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.tensor_parallel import CutLayer
+from lightning_fp8.parallel.regions import gathered, sum_gradients
+from lightning_fp8.te.arguments import PassesContextParallelGroup
 
 
-class NormedLayer(SetsNoGroups, LinearLayer):
+def register_norm(module: nn.Module, norm: Norm, size: int, **factory: Any) -> None:
+    """Register ``layer_norm_weight [size]`` and, for LayerNorm, ``layer_norm_bias [size]``."""
+    module.layer_norm_weight = nn.Parameter(torch.empty(size, **factory))
+    module.register_parameter("layer_norm_bias", None if norm.rms else nn.Parameter(torch.empty(size, **factory)))
+
+
+def reset_norm(module: Any, norm: Norm) -> None:
+    """Begin with the identity: gamma 1 and beta 0."""
+    nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered else 1.0)
+    if module.layer_norm_bias is not None:
+        nn.init.zeros_(module.layer_norm_bias)
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, without gradients where none are enabled: a function keeps and casts only what those need."""
+    if torch.is_grad_enabled():
+        return [*tensors]
+    return [None if tensor is None else tensor.detach() for tensor in tensors]
+
+
+class NormedLayer(PassesContextParallelGroup, CutLayer):
     """A linear layer, or several, that read a norm of the module's own.
 
     Attributes:
         norm: its formula; its parameters are ``layer_norm_weight`` and ``layer_norm_bias``.
         return_layernorm_output: give its output, too.
+        return_layernorm_output_gathered: of sequence parallelism, give it whole.
     """
 
     norm: Norm
     layer_norm_weight: Tensor
     layer_norm_bias: Any
     return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
 
-    def _keep(
-        self,
-        sizes: Mapping[str, Any],
-        flags: Mapping[str, bool],
-        init_methods: Mapping[str, Any],
-        parallel: ParallelArguments,
-    ) -> None:
-        """Check arguments of the constructor, and keep sizes and flags under their names.
+    def _keep(self, flags: Mapping[str, bool], **sizes: Any) -> None:
+        """Keep flags and sizes of the constructor under their names.
 
         Raises:
-            ValueError, TypeError: one that does not fit.
-            NotImplementedError: a parallel argument that is not at its default.
+            ValueError: a size that is no positive integer.
         """
-        require_bools(**flags)
-        for name, init_method in init_methods.items():
-            require_init_method(name, init_method)
-        refuse_parallel(self.kind, parallel)
+        sizes = {name: plain(size) for name, size in sizes.items()}
         for name, size in sizes.items():
-            require_positive(name, plain(size))
-        for name, value in {**{name: plain(size) for name, size in sizes.items()}, **flags}.items():
+            require_positive(name, size)
+        for name, value in {**sizes, **flags}.items():
             setattr(self, name, value)
 
-    def _normalized(self, x: Tensor) -> Tensor:
-        return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm, (self.in_features,))
+    def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
+        refuse_sharded(self.kind, input=input, weight=weight)
 
-    def _product(
-        self,
-        weight: Tensor,
-        parameter_names: tuple[str, ...],
-        slots: Slots,
-        observe: bool,
-        is_first_microbatch: bool | None,
-        context: FP8Context,
-    ) -> Product:
-        """How the linear layer of ``weight``, which the parameters of these names hold, multiplies in this forward."""
-        cached = self._cached_weight(
-            weight, parameter_names, context.recipe, slots, observe, is_first_microbatch, context
-        )
-        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        return Product(context.recipe, slots, observe, cached, main_grad)
+    def _normalized(self, x: Tensor) -> Tensor:
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if self.tensor_parallel.sequence:  # each rank has a piece of x
+            weight, bias = sum_gradients(weight, bias, parallel=self.tensor_parallel.over("column"))
+        return normalize(x, weight, bias, self.norm, (x.shape[-1],))
+
+    def _given_norm(self, normalized: Tensor) -> Tensor:
+        """The norm's output as it is returned."""
+        if not (self.return_layernorm_output_gathered and self.tensor_parallel.sequence):
+            return normalized
+        return gathered(normalized, self.tensor_parallel.over("column"))
 
     def _shaped(self, outputs: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
         """y and the norm's output of an input of ``shape``; the function gives y alone where nobody asks for more."""

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from lightning_fp8.arguments import require_positive
-from lightning_fp8.modules.attention.arguments import Sizes, sizes_of
+from lightning_fp8.attention.modules.arguments import Sizes, sizes_of
 from lightning_fp8.modules.transformer.inference import InferenceParams
 
 Mask = Tensor | tuple[Tensor, Tensor]

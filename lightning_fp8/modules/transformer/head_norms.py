@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import one_of
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.te.keys import EXTRA_STATE
-
-QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class L2Normalization(nn.Module):
@@ -38,14 +35,9 @@ class L2Normalization(nn.Module):
 def head_norms(
     qk_norm_type: str | None, channels: int, eps: float, **factory: Any
 ) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
-    """The norm of queries and the norm of keys, each with parameters ``[channels]`` of its own; None without a type.
-
-    Raises:
-        ValueError: an unknown type.
-    """
+    """The norm of queries and the norm of keys, each with parameters ``[channels]`` of its own; None without a type."""
     if qk_norm_type is None:
         return None, None
-    one_of("qk_norm_type", qk_norm_type, QK_NORMS)
     if qk_norm_type == "L2Normalization":
         return L2Normalization(eps), L2Normalization(eps)
     norm = RMSNorm if qk_norm_type == "RMSNorm" else LayerNorm

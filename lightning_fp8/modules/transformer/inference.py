@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import one_of
-from lightning_fp8.ops.attention import FORMATS
+from lightning_fp8.attention.ops import FORMATS
 
 
 class Batch(NamedTuple):
@@ -103,7 +103,7 @@ class InferenceParams:
                 raise ValueError(f"{name}={size!r} must be a positive integer")
         if is_paged or custom_cache_manager is not None:
             raise NotImplementedError(
-                "a cache in pages, or with a manager of its own, is not here: leave out is_paged and "
+                "a cache in pages, or with a manager of its own, is not supported: leave out is_paged and "
                 "custom_cache_manager; the place of a finished sequence is given to a new one all the same"
             )
         one_of("qkv_format", qkv_format, FORMATS)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import one_of, require_bools, require_number, require_positive_or_none
-from lightning_fp8.arguments.initialization import InitMethod, default_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
-from lightning_fp8.modules.attention import DotProductAttention
-from lightning_fp8.modules.attention.arguments import check_layer_number
+from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.modules.fused import LayerNormLinear
-from lightning_fp8.modules.fused.arguments import checked_norm
+from lightning_fp8.modules.initialization import InitMethod, default_init_method
 from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.norm import LayerNorm, RMSNorm
+from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, cut_linear, require_parallel_mode
 from lightning_fp8.modules.transformer.arguments import (
     AttentionArguments,
     Mask,
@@ -30,8 +28,8 @@ from lightning_fp8.modules.transformer.arguments import (
 from lightning_fp8.modules.transformer.head_norms import head_norms
 from lightning_fp8.modules.transformer.inference import Batch
 from lightning_fp8.modules.transformer.rotary import apply_rotary_pos_emb
-from lightning_fp8.scaling import FLOAT32_MAX
-from lightning_fp8.te.projections import has_split_parameters, projection_parameters, rows_of_projections
+from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
+from lightning_fp8.te.keys import has_split_parameters, projection_parameters, rows_of_projections
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
@@ -47,7 +45,7 @@ _CALL_OF_CORE = (
 )
 
 
-class MultiheadAttention(SetsNoGroups, nn.Module):
+class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
     """Multi-head attention with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
     Of ``attention_type="self"`` it has ``layernorm_qkv`` (``qkv`` without ``input_layernorm``), of ``"cross"``
@@ -77,16 +75,18 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``.
         get_rng_state_tracker: its state is forked around dropout of attention, and while weights are initialized.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
-        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` each rank has
+            an equal share of heads and groups: the projections to q, k and v are column, ``proj`` is row.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
-        NotImplementedError: one that asks for what is not here.
+        NotImplementedError: one that is not supported, and not at its default.
     """
 
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
+    @checked_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -125,29 +125,32 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        refuse_parallel("MultiheadAttention", parallel)
-        require_bools(input_layernorm=input_layernorm, return_layernorm_output=return_layernorm_output)
-        require_bools(fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved)
-        require_bools(rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_before_rope=qk_norm_before_rope)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
-        checked_norm(normalization, layernorm_epsilon, zero_centered_gamma)  # also where nothing is normalized
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output=True needs input_layernorm=True, which normalizes the input")
-        require_number("qk_norm_eps", qk_norm_eps, largest=FLOAT32_MAX)
-        check_layer_number(layer_number)
-        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
-        self.attention_type = one_of("attention_type", attention_type, ("self", "cross"))
+        self.attention_type = attention_type
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
         self.return_bias = return_bias
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.fuse_qkv_params = fuse_qkv_params
         self.layer_number = layer_number
         sizes = head_sizes(hidden_size, num_attention_heads, kv_channels, num_gqa_groups)
+        asked = TensorParallel.asked(parallel)
+        require_parallel_mode(parallel, asked)
+        self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
+        self.tp_size = self.tensor_parallel.size
         self.qkv_weight_interleaved = qkv_weight_interleaved
         interleaved = fuse_qkv_params and qkv_weight_interleaved
-        self.projection_rows = rows_of_projections(
-            sizes.heads, sizes.groups, sizes.channels, attention_type == "self", interleaved, input_layernorm
+        of_all_ranks, self.projection_rows = (
+            rows_of_projections(heads, groups, sizes.channels, attention_type == "self", interleaved, input_layernorm)
+            for heads, groups in (
+                (sizes.heads, sizes.groups),
+                (
+                    self.tensor_parallel.part_of("num_attention_heads", sizes.heads),
+                    self.tensor_parallel.part_of("num_gqa_groups", sizes.groups),
+                ),
+            )
         )
 
         shared: dict[str, Any] = {
@@ -157,7 +160,7 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
         }
-        for name, order in self.projection_rows.items():
+        for name, order in of_all_ranks.items():
             projection = {"init_method": init_method or default_init_method, **shared}
             if has_split_parameters(name, fuse_qkv_params):
                 projection["parameters_split"] = order.sizes
@@ -183,6 +186,9 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             get_rng_state_tracker=parallel.get("get_rng_state_tracker"),
             attention_type=attention_type,
             softmax_type=softmax_type,
+            sequence_parallel=self.tensor_parallel.sequence,
+            tp_size=self.tp_size,
+            tp_group=self.tensor_parallel.group,
         )
         self.proj = Linear(
             sizes.heads * sizes.channels,
@@ -195,6 +201,16 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
             if isinstance(layer, Linear):
                 layer.initialization = replace(layer.initialization, bias=nn.init.zeros_)
                 layer.initialization.fill((), layer.weights_and_biases()[1])
+        if self.tp_size > 1:
+            for name, order in of_all_ranks.items():
+                layer = getattr(self, name)
+                fused = len(layer.weight_names) == 1 and not order.interleaved
+                cut_linear(layer, "column", self.tensor_parallel, tuple(order.sizes.values()) if fused else 1)
+            cut_linear(self.proj, "row", self.tensor_parallel)
+            for norm in (self.q_norm, self.k_norm):
+                if isinstance(norm, (LayerNorm, RMSNorm)):
+                    norm.sequence_parallel = True  # each rank normalizes its own heads
+                    norm.tensor_parallel = self.tensor_parallel
 
     def forward(
         self,
@@ -226,6 +242,11 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
         check_encoder_output("attention_type", self.attention_type, "cross", encoder_output)
         q, k, v, normalized = self._project(hidden_states, encoder_output, call.get("is_first_microbatch"))
         params = call.get("inference_params")
+        if params is not None and self.core_attention.context_parallel is not None:
+            raise NotImplementedError(
+                "inference_params with context parallelism are not supported; call set_context_parallel_group(None) "
+                "for generation"
+            )
         batch = None if params is None else params.batch_of(q, self.qkv_format)
         q, k = self._positioned(q, k, call, batch)
         core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
@@ -273,6 +294,10 @@ class MultiheadAttention(SetsNoGroups, nn.Module):
                 if own:
                     starts_kv, lengths_kv = starts_q, None
             layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
+            ranks = self.core_attention.context_parallel
+            if ranks is not None:
+                rows = 0 if layout == "sbhd" else 1
+                of_q, of_k = ranks.positions(of_q, q.shape[rows]), ranks.positions(of_k, k.shape[rows])
             q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q, lengths_q)
             position_k = position if own else None
             k = apply_rotary_pos_emb(k, of_k, layout, position_k, interleaved, starts_kv, lengths_kv)

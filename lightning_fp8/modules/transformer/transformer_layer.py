@@ -6,22 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from lightning_fp8.arguments import (
-    one_of,
-    require_bools,
-    require_bools_or_none,
-    require_number,
-    require_positive_or_none,
-)
-from lightning_fp8.arguments.initialization import InitMethod, default_init_method
-from lightning_fp8.arguments.parallel import ParallelArguments, SetsNoGroups, refuse_parallel
-from lightning_fp8.modules.attention.arguments import check_layer_number, tell
-from lightning_fp8.modules.attention.masks import checked_window, mask_type
+from lightning_fp8.arguments import require_bools_or_none
+from lightning_fp8.attention.modules.arguments import tell
+from lightning_fp8.attention.modules.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
+from lightning_fp8.modules.initialization import InitMethod, default_init_method
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
+from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, require_parallel_mode
 from lightning_fp8.modules.transformer.arguments import (
     AttentionArguments,
     Mask,
@@ -30,9 +24,10 @@ from lightning_fp8.modules.transformer.arguments import (
 )
 from lightning_fp8.modules.transformer.multihead_attention import MultiheadAttention
 from lightning_fp8.modules.transformer.residual import add_branch
+from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
 
 
-class TransformerLayer(SetsNoGroups, nn.Module):
+class TransformerLayer(PassesContextParallelGroup, GroupTaker):
     """A layer of a transformer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
     ``x + attention(norm(x))``, of a decoder ``x + cross_attention(norm(x), encoder_output)``, then
@@ -63,13 +58,16 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
         ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
-        parallel: :class:`lightning_fp8.arguments.parallel.ParallelArguments`, at their defaults.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` attention and MLP
+            are divided over the ranks; with ``sequence_parallel`` input, output and all between these are one rank's
+            piece of their first dimension.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.
-        NotImplementedError: one that asks for what is not here.
+        NotImplementedError: one that is not supported, and not at its default.
     """
 
+    @checked_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -117,30 +115,10 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        if ub_tp_comm_overlap or activation_params:
-            raise NotImplementedError(
-                f"ub_tp_comm_overlap={ub_tp_comm_overlap!r} is not here: layers are not tensor-parallel"
-                if ub_tp_comm_overlap
-                else f"activation_params={activation_params!r} are not here: no activation takes any"
-            )
-        refuse_parallel(
-            "TransformerLayer",
-            {name: value for name, value in parallel.items() if not name.startswith("ub_")},  # type: ignore[arg-type]
-        )
-        require_bools(
-            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-            output_layernorm=output_layernorm,
-            parallel_attention_mlp=parallel_attention_mlp,
-        )
-        require_number("hidden_dropout", hidden_dropout, largest=1.0)
-        require_number("drop_path_rate", drop_path_rate, largest=1.0)
         mask_type(self_attn_mask_type, "self_attn_mask_type")
         mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")  # of an encoder, too
         checked_window(enc_dec_window_size)
-        check_layer_number(layer_number)
-        require_bools_or_none(enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
-        require_positive_or_none(seq_length=seq_length, micro_batch_size=micro_batch_size)
-        self.layer_type = one_of("layer_type", layer_type, ("encoder", "decoder"))
+        self.layer_type = layer_type
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
@@ -152,7 +130,19 @@ class TransformerLayer(SetsNoGroups, nn.Module):
         self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
         self.layer_number = layer_number
 
-        tracker = parallel.get("get_rng_state_tracker")
+        asked = TensorParallel.asked(parallel)
+        require_parallel_mode(parallel, asked)
+        self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
+        if asked.sequence and drop_path_rate:
+            raise ValueError(
+                f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: ranks would leave out "
+                "other samples; pass drop_path_rate=0.0, or sequence_parallel=False"
+            )
+        divided: dict[str, Any] = {
+            name: parallel[name]  # type: ignore[literal-required]
+            for name in ("tp_group", "tp_size", "sequence_parallel", "set_parallel_mode", "get_rng_state_tracker")
+            if name in parallel
+        }
         everywhere: dict[str, Any] = {
             "init_method": init_method or default_init_method,
             "output_layer_init_method": output_layer_init_method or default_init_method,
@@ -163,7 +153,7 @@ class TransformerLayer(SetsNoGroups, nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "get_rng_state_tracker": tracker,
+            **divided,
         }
         attention: dict[str, Any] = {
             "hidden_size": hidden_size,
@@ -211,7 +201,9 @@ class TransformerLayer(SetsNoGroups, nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 params_dtype=params_dtype,
                 device=device,
+                sequence_parallel=asked.sequence,
             )
+            self.layernorm.tensor_parallel = self.tensor_parallel
 
     def forward(
         self,

@@ -17,10 +17,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.attention.owners import owner_of
+from lightning_fp8.attention.models.owners import owner_of
 from tests.attention.models.test_attention_zoo import padded
 from tests.convert.test_zoo import animal, classified
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VISION, ZOO, Animal, TorchTransformer, hf
+from tests.tiers import covering, thorough
 
 SHORT = DECODER | {"num_hidden_layers": 1}
 BERT = {name: value for name, value in SHORT.items() if name != "num_key_value_heads"}
@@ -161,12 +162,14 @@ def test_recomputed_blocks(name: str, reentrant: bool) -> None:
 
 
 @pytest.mark.usefixtures("nothing_traced")
+@pytest.mark.parametrize("name", covering(CASES, lambda name: {"llama"} & {name}), indirect=True)
 def test_compiled_blocks(name: str) -> None:
     found = step(name, lambda model: compiled(blocks(model), CASES[name].blocks))
     same(found, plain(name))
     assert found.counts == [(0, 0)] * CASES[name].attentions, "compiled code counts nothing"
 
 
+@thorough
 @pytest.mark.usefixtures("nothing_traced")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.whole], indirect=True)
 def test_compiled_models(name: str) -> None:

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import FP8FabricPrecision, Linear
-from lightning_fp8.attention import sdpa
-from lightning_fp8.attention.owners import owner_of
-from lightning_fp8.functions import sequence_tables
-from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import Band, attention_tables
+from lightning_fp8.attention import sequence_tables
+from lightning_fp8.attention.function import fp8_attention
+from lightning_fp8.attention.models import sdpa
+from lightning_fp8.attention.models.owners import owner_of
+from lightning_fp8.attention.ops import Band, attention_tables
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
 
 masking = pytest.importorskip("transformers.masking_utils")
 if "q_length" not in masking.sdpa_mask.__code__.co_varnames:
     pytest.skip("this transformers does not say queries' number to mask functions", allow_module_level=True)
 
-from lightning_fp8.attention import hf as ours  # noqa: E402
-from lightning_fp8.attention.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
+from lightning_fp8.attention.models import hf as ours  # noqa: E402
+from lightning_fp8.attention.models.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
+from tests.tiers import every_value  # noqa: E402
 
 LENGTH = 12
 
@@ -121,6 +122,7 @@ def counted(batch: dict[str, Tensor]) -> Tensor:
     return batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
 
 
+@every_value
 @pytest.mark.parametrize("padding", ["none", "full", "right", "left"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_against_their_own_attention(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +199,7 @@ def compiled(model: nn.Module) -> Any:
         ("bart", "none"),
     ],
 )
+@every_value
 def test_whole_models_compile(name: str, padding: str) -> None:
     batch, model = masks(padding), made(name, num_hidden_layers=1, decoder_layers=1, use_cache=False)
     plugin = attached(model, first_last_layers_bf16=False)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.contenders.attention_data import Inputs
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
     Band,
     Lengths,
     pack,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.attention.owners import owner_of
+from lightning_fp8.attention.models.owners import owner_of
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
-from lightning_fp8.delayed import instances
+from lightning_fp8.delayed import history as histories
 from tests.convert.test_zoo import in_model
 from tests.convert.zoo import DECODER, VOCABULARY, hf
 from tests.small import quiet_trainer
@@ -286,7 +286,7 @@ def test_a_recipe_says_the_same() -> None:
 @pytest.mark.usefixtures("no_other_models")
 def test_attention_alone_is_not_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose linear layers all stay in BF16."""
-    monkeypatch.setattr(instances, "_instances", WeakValueDictionary())  # other tests' models may still be there
+    monkeypatch.setattr(histories, "_instances", WeakValueDictionary())  # other tests' models may still be there
     model, x = nn.MultiheadAttention(WIDTH, HEADS), torch.randn(LENGTH, WIDTH)
     with pytest.warns(UserWarning, match="no layer of the model runs in FP8"):
         convert_module(model, first_last_layers_bf16=False)

@@ -21,11 +21,12 @@ from tests.attention.models.test_attention_models import (
     trained,
     why,
 )
+from tests.tiers import covering, thorough
 
 pytestmark = pytest.mark.usefixtures("nothing_traced")
 
 
-@pytest.mark.parametrize("what", ["whole", "blocks", "attention"])
+@pytest.mark.parametrize("what", covering(["whole", "blocks", "attention"], lambda what: {"whole"} & {what}))
 def test_compiled_as_it_runs(what: str) -> None:
     torch.manual_seed(0)
     template = Model(depth=4 if what == "whole" else 10)  # more blocks than Dynamo compiles one code for
@@ -47,6 +48,7 @@ def test_compiled_as_it_runs(what: str) -> None:
         assert torch.equal(ours, eager)
 
 
+@thorough
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_blocks_are_recomputed(reentrant: bool) -> None:
     torch.manual_seed(0)
@@ -96,6 +98,7 @@ def test_without_a_plugin_that_is_said_once() -> None:
     assert KEPT_WHOLE in told[0]
 
 
+@thorough
 @pytest.mark.parametrize(
     ("options", "cross"), [({"batch_first": True}, False), ({"kdim": WIDTH, "vdim": 8, "add_bias_kv": True}, True)]
 )

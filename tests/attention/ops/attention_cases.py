@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders.attention_data import Inputs
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
     Band,
     Codes,
     Lengths,

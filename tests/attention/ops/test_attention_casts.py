@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
     BLOCK,
     Band,
     cast,
 )
-from lightning_fp8.ops.attention.casts import round_rows, round_rows_running
+from lightning_fp8.attention.ops.casts import round_rows, round_rows_running
 from tests.attention.ops.attention_cases import CAUSAL, NAMES, drawn, error, fp8
 from tests.float8_reference import cast as cast_by_definition
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
+from lightning_fp8.attention.ops import Band
 from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.ops.attention import Band
 from lightning_fp8.scaled import Role
 from tests.attention.attention_modules import (
     Batch,
@@ -53,7 +53,7 @@ def test_attentions_rows_are_updated_as_often_as_linears(micro_batches: int) -> 
         optimizer.step()
     assert model.qkv.history is not model.attention.history
     assert model.attention.history.updates == model.qkv.history.updates
-    assert model.attention.history.stepped
+    assert model.attention.history.watch.stepped
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

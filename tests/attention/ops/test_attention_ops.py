@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fp8.functions.attention import fp8_attention
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.function import fp8_attention
+from lightning_fp8.attention.ops import (
     FORMATS,
+    Attention,
     AttentionCall,
     Band,
+    Kept,
     attention_backward,
     attention_forward,
     cuda,
-    format_attention_options,
-    launches,
 )
-from lightning_fp8.ops.core.dispatch import clear_plan_cache
+from lightning_fp8.ops.plans import clear_plan_cache
 from tests.attention.attention_modules import EVEN, RAGGED, cu_seqlens, drawn_batch, laid_out
 from tests.attention.ops.attention_cases import CAUSAL, NAMES, drawn, fp8, visible_keys
 
@@ -51,14 +51,14 @@ def test_fake_kernels_say_what_the_ops_give(qkv_format: str, packed: bool) -> No
         return x.shape, x.stride(), x.dtype
 
     (q, k, v, do), sequences = given(qkv_format, packed)
-    call, key_rows = AttentionCall(format_attention_options(qkv_format, CAUSAL), **sequences), rows_of(k, qkv_format)
+    call, key_rows = AttentionCall(Attention(qkv_format, CAUSAL), **sequences), rows_of(k, qkv_format)
     o, kept = attention_forward(q, k, v, call)
     gradients = attention_backward(do, o, kept, key_rows, call)
     assert all(each.is_contiguous() for each in (o, *gradients))
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(each) for each in (q, k, v, do)]
         sequences = {name: mode.from_tensor(each) for name, each in sequences.items()}
-        call = AttentionCall(call.options_text, **sequences)
+        call = AttentionCall(call.attention, **sequences)
         o_fake, kept_fake = attention_forward(*fake[:3], call)
         gradients_fake = attention_backward(fake[3], o_fake, kept_fake, key_rows, call)
     for real, said in zip((o, *kept, *gradients), (o_fake, *kept_fake, *gradients_fake)):
@@ -195,15 +195,15 @@ def test_only_gradients_that_are_asked_for_are_given() -> None:
 
 def test_without_a_kernel_a_card_runs_the_specification_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v, do), _ = given("bshd", False)
-    call = AttentionCall(format_attention_options("bshd", CAUSAL))
-    monkeypatch.setattr(launches, "architecture_of", lambda device: "89")
+    call = AttentionCall(Attention("bshd", CAUSAL))
+    monkeypatch.setattr(cuda, "architecture_of", lambda device: "89")
     plans = {"forward": {"90a": (None, (64,))}, "backward": {"90a": (None, (64, 96))}}
-    monkeypatch.setattr(launches, "PLANS", plans)
+    monkeypatch.setattr(cuda, "PLANS", plans)
     clear_plan_cache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [cuda.attention_forward(q, k, v, call) for _ in range(2)]
-        gradients = cuda.attention_backward(do, *found[0], k.shape[1], call)
+        found = [cuda.attention_forward_on_cuda(q, k, v, call) for _ in range(2)]
+        gradients = cuda.attention_backward_on_cuda(do, *found[0], k.shape[1], call)
     clear_plan_cache()
     messages = [str(each.message) for each in caught]
     assert len(messages) == 2
@@ -228,7 +228,7 @@ def test_transforms_and_vmap_are_refused_with_the_way_out() -> None:
     q = torch.randn(3, 1, 20, 2, 32)
     with pytest.raises(RuntimeError, match=r"^Attention does not run in FP8 under torch.func.*one at a time"):
         torch.vmap(lambda x: fp8_attention(x, x, x))(q)
-    call = AttentionCall(format_attention_options("bshd"))
+    call = AttentionCall(Attention("bshd"))
     with pytest.raises(RuntimeError, match="FP8 ops do not run under vmap"):
         torch.vmap(lambda x: attention_forward(x, x, x, call)[0])(q)
     leaf = q[0].clone().requires_grad_()
@@ -263,7 +263,88 @@ def test_a_wrong_call_says_what_would_do(
         fp8_attention(q, k, v, **others)
 
 
-@pytest.mark.parametrize("text", ["bhsd", "bshd around=3", ""])
-def test_a_config_that_says_nothing_known(text: str) -> None:
-    with pytest.raises(ValueError, match="use one of sbhd, bshd, thd|known are left, right"):
-        attention_forward(X, X, X, AttentionCall(text))
+@pytest.mark.parametrize("qkv_format", ["bhsd", "bshd left=3", ""])
+def test_an_op_refuses_an_unknown_format(qkv_format: str) -> None:
+    with pytest.raises(ValueError, match=f"qkv_format={qkv_format!r} is unknown; use one of sbhd, bshd, thd"):
+        attention_forward(X, X, X, AttentionCall(Attention(qkv_format)))
+
+
+@pytest.mark.parametrize("band", [(-1, None), (None, -2)])
+def test_an_op_refuses_a_negative_limit(band: tuple[int | None, int | None]) -> None:
+    op = torch.ops.lightning_fp8.attention_forward
+    with pytest.raises(ValueError, match="=-[12] is negative; pass None for no limit"):
+        op(X, X, X, "bshd", *band, False, True, None)
+
+
+def test_lengths_of_queries_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="come together; pass both or neither"):
+        attention_forward(X, X, X, AttentionCall(Attention("bshd"), None, cu_seqlens([5, 5])))
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    call = AttentionCall(Attention("bshd"))
+    o, kept = attention_forward(X, X, X, call)
+    with pytest.raises(ValueError, match=r"o has shape \(2, 5, 4, 32\) and its gradient \(2, 4, 4, 32\)"):
+        attention_backward(X[:, :4], o, kept, 5, call)
+
+
+ATTENTIONS = [
+    Attention("bshd"),
+    Attention("sbhd", Band(left=3, right=0, bottom_right=True), centered=False),
+    Attention("thd", Band(right=7), longest_query=256),
+]
+
+
+def leading_rows_first(x: Tensor, attention: Attention) -> tuple[Tensor, int]:
+    """``bshd`` in the format of ``attention``, contiguous, and its rows."""
+    if attention.qkv_format == "thd":
+        x = x.flatten(0, 1)
+    elif attention.qkv_format == "sbhd":
+        x = x.transpose(0, 1).contiguous()
+    return x, rows_of(x, attention.qkv_format)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=["bshd", "sbhd", "thd"])
+def test_options_are_the_arguments_of_the_dispatchers_ops(attention: Attention) -> None:
+    call = AttentionCall(attention, 0.25, cu_seqlens([5, 5]), cu_seqlens([5, 5]))
+    assert Attention.from_flat(*attention.flat) == attention
+    assert AttentionCall.from_flat(*call.flat) == call
+    assert AttentionCall.from_flat(*attention.flat) == AttentionCall(attention)
+    x, rows = leading_rows_first(X, attention)
+    o, kept = attention_forward(x, x, x, call)
+    flat = torch.ops.lightning_fp8.attention_forward(x, x, x, *call.flat)
+    gradients = attention_backward(x, o, kept, rows, call)
+    of_flat = torch.ops.lightning_fp8.attention_backward(x, *flat, rows, *call.flat)
+    for one, other in zip((o, *kept, *gradients), (*flat, *of_flat), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=["bshd", "sbhd", "thd"])
+def test_the_dispatchers_ops_are_well_defined(attention: Attention) -> None:
+    checks = "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic"  # torch compares no FP8 inputs
+    call = AttentionCall(attention, None, cu_seqlens([5, 5]), cu_seqlens([5, 5]))
+    x, rows = leading_rows_first(X, attention)
+    op = torch.ops.lightning_fp8.attention_forward
+    torch.library.opcheck(op.default, (x, x.clone(), x.clone(), *call.flat), test_utils=checks)
+    arguments = x, *op(x, x, x, *call.flat), rows, *call.flat
+    torch.library.opcheck(torch.ops.lightning_fp8.attention_backward.default, arguments, test_utils=checks)
+
+
+def test_the_dispatcher_is_asked_where_any_tensor_is_not_plain() -> None:
+    """Those within a call, too."""
+    asked: list[Any] = []
+
+    class Noted(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    op, starts = torch.ops.lightning_fp8.attention_forward.default, cu_seqlens([5, 3])
+    with torch.no_grad():
+        right, _ = attention_forward(X, X, X, AttentionCall(Attention("bshd"), None, starts, starts))
+        noted = starts.as_subclass(Noted)
+        o, kept = attention_forward(X, X, X, AttentionCall(Attention("bshd"), None, noted, noted))
+    assert op in asked
+    assert torch.equal(o.as_subclass(Tensor), right)
+    assert type(kept) is Kept

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.contenders import attention_data
 from benchmarks.contenders.attention_data import Inputs
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
     KEYS,
     QUERIES,
     Band,

@@ -11,22 +11,21 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from cuda_kernels.attention.host.backward import BackwardLaunch
+from cuda_kernels.attention.host.batch import BatchTables
+from cuda_kernels.attention.host.forward import AttentionProblem, Visible
+from cuda_kernels.attention.host.tiles import RowSpace, packed_rows
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
-from cuda_kernels.host.launchers.attention_batch import BatchTables
-from cuda_kernels.host.launchers.attention_tiles import RowSpace, packed_rows
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.functions import sequence_tables
-from lightning_fp8.functions.attention import _longest, fp8_attention
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention import sequence_tables
+from lightning_fp8.attention.function import _longest, fp8_attention
+from lightning_fp8.attention.ops import (
+    Attention,
     Band,
     attention_tables,
-    format_attention_options,
-    parse_attention_options,
     rows_of_mean,
 )
-from lightning_fp8.ops.attention.launches import visible
+from lightning_fp8.attention.ops.cuda import visible
 from tests.attention.attention_modules import cu_seqlens
 from tests.cuda_kernels.emulated import executing
 
@@ -116,11 +115,12 @@ def test_joined_tables_are_those_of_each_pass(qkv_format: str, band: Band) -> No
     queries, keys, config = (
         cu_seqlens([1, 130, 0, 9]),
         cu_seqlens([200, 3, 5, 0]),
-        format_attention_options(qkv_format, band),
+        Attention(qkv_format, band),
     )
     rows = (150, 300) if qkv_format == "thd" else (130, 200)
     arguments = queries, keys, config, *rows, HOST
-    torch.library.opcheck(torch.ops.lightning_fp8.attention_tables.default, arguments)
+    flat = queries, keys, *config.flat, *rows, HOST
+    torch.library.opcheck(torch.ops.lightning_fp8.attention_tables.default, flat)
     spaces = [RowSpace(4, each, qkv_format == "thd") for each in rows]
     expected = BatchTables.of(
         *(packed_rows(space, starts, HOST) for space, starts in zip(spaces, (queries, keys))),
@@ -155,7 +155,7 @@ def test_short_sequences_need_no_memory_for_sums_on_the_way(longest: int | None,
 @pytest.mark.parametrize(("said", "known"), [(0, 128), (128, 128), (129, 256), (1000, 1024)])
 def test_the_longest_sequence_is_said_in_powers_of_two(said: int, known: int) -> None:
     found = _longest(said, torch.empty(3, device="meta"))
-    assert parse_attention_options(format_attention_options("thd", longest_query=found)).longest_query == known
+    assert found == known
 
 
 def test_a_longer_sequence_than_was_said_is_an_error() -> None:
@@ -169,7 +169,7 @@ def test_a_longer_sequence_than_was_said_is_an_error() -> None:
     for wrong, error in ((-1, ValueError), ("270", TypeError), (True, TypeError)):
         with pytest.raises(error, match=f"max_seqlen_q={wrong!r} must be"):
             module(x, x, x, cu_seqlens_q=starts, max_seqlen_q=wrong)
-    config = format_attention_options("thd", longest_query=256)
+    config = Attention("thd", longest_query=256)
     with pytest.raises(RuntimeError, match="more than 256 rows; pass its max_seqlen_q"):
         attention_tables(starts, starts, config, 300, 300, HOST)
 

@@ -1,4 +1,4 @@
-"""A layer's share of a step's FLOPs, against what torch counts."""
+"""The FLOPs of a step, against what torch counts of a model in float32."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import convert_module, fp8_autocast
+from lightning_fp8 import fp8_autocast
+from lightning_fp8.attention.function import fp8_attention
+from lightning_fp8.attention.ops.layouts import FORMATS
 from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.policy import Policy
-from tests.convert.first_step.watched import Attends, Checkpointed, Mixed, decision, normed
+from tests.convert.first_step.watched import Attends, Checkpointed, Mixed, normed
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
-    """Torch counts a model in float32."""
     model, x = Mixed(), torch.randn(2, 3, 8, 8)
     if frozen:
         model.requires_grad_(False)
@@ -24,22 +25,19 @@ def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
         model.reader.requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
         model(x).backward()
-    convert_module(model, first_last_layers_bf16=False)
-    watched = FirstStep(model, plan_conversion(model, Policy(first_last_layers_bf16=False)))
-    with fp8_autocast(fp8_recipe="tensorwise"):
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    apply_conversion(model, plan)
+    watched = FirstStep(model, plan)
+    with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
         model(x).backward()
     summary = watched.finish()
-    flops = {layer.name: layer.flops for layer in summary.layers}
-    assert sum(flops.values()) == counter.get_total_flops()
-    if frozen:
-        assert flops["patches"] == 2 * 8 * 16 * 48
-        assert flops["blocks.1"] == 2 * 8 * 16 * 16
-        assert flops["blocks.2"] == 2 * flops["blocks.1"]
-        assert flops["blocks.3"] == 2 * flops["blocks.1"]
-    else:
-        in_fp8 = 2 * 8 * 16 * 16 * 3 * 4
-        assert summary.share_of_flops == in_fp8 / sum(flops.values())
-    assert f"{100 * summary.share_of_flops:.3g} % of a step's FLOPs with them" in str(summary)
+    # One product of each block forward, and two backward; where only the third trains, its weight's and the input's of
+    # the fourth. Activation checkpointing repeats that of an FP8 layer, which torch's stops before.
+    product = 2 * 8 * 16 * 16
+    assert summary.flops_in_fp8 == (6 if frozen else 12 + 1) * product
+    assert summary.flops == counter.get_total_flops() + (0 if frozen else product)
+    assert summary.share_of_flops == summary.flops_in_fp8 / summary.flops
+    assert f"{100 * summary.share_of_flops:.3g} % of the step's FLOPs" in str(summary)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +45,22 @@ def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
     [
         (nn.Sequential(nn.ConvTranspose2d(4, 8, 4, stride=4)), (5, 4, 2, 3), 3 * 2 * 5 * 2 * 3 * 4 * 8 * 16),
         (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), (3, 7, 5), 3 * 2 * 7 * 5 * 8 * 27),
-        (Attends(), (2, 3, 16), 3 * 2 * 2 * 256 * (3 + 5 + 5 + 3)),
+        (Attends(), (2, 3, 16), 3 * 2 * 2 * 256 * (3 + 5 + 5 + 3) + 7 * 2 * 2 * 3 * 5 * 16),
         (nn.Sequential(normed()), (4, 16), 3 * 2 * 4 * 256),
-        (Checkpointed(nn.Linear(16, 16), nn.Linear(16, 16)), (4, 16), 2 * 3 * 2 * 4 * 256),
+        (Checkpointed(nn.Linear(16, 16), nn.Linear(16, 16)), (4, 16), (2 * 3 + 1) * 2 * 4 * 256),
     ],
 )
 def test_flops_of_unusual_shapes(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
-    """A product forward and two backward, by hand."""
+    """A product forward and two backward, by hand, and one that is recomputed."""
     summary = plan_conversion(module, Policy(first_last_layers_bf16=False))
     apply_conversion(module, summary)
     watched = FirstStep(module, summary)
-    with fp8_autocast(fp8_recipe="tensorwise"):
+    with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
         module(torch.randn(shape, requires_grad=True)).sum().backward()
-    assert sum(layer.flops for layer in watched.finish().layers) == expected
+    assert watched.finish().flops == expected
 
 
-def test_flops_are_unknown_where_rows_cannot_be_counted() -> None:
+def test_flops_are_known_whatever_a_forward_takes() -> None:
     class Hidden(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,8 +73,21 @@ def test_flops_are_unknown_where_rows_cannot_be_counted() -> None:
     plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
     apply_conversion(model, plan)
     watched = FirstStep(model, plan)
-    with fp8_autocast(fp8_recipe="tensorwise"):
+    with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
         model({"x": torch.randn(4, 16)}).sum().backward()
     summary = watched.finish()
-    assert decision(summary, "mix").flops is None
-    assert summary.share_of_flops is None
+    assert summary.flops_in_fp8 == 2 * 2 * 4 * 256  # the input has no gradient
+    assert summary.flops == summary.flops_in_fp8 + 3 * 2 * 4 * 16 * 8
+
+
+@pytest.mark.parametrize("qkv_format", FORMATS)
+def test_flops_of_attention_in_fp8(qkv_format: str) -> None:
+    """Two products forward and five backward, of two sequences."""
+    batch, length, heads, channels = 2, 8, 4, 16
+    shapes = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (batch * length,)}
+    q, k, v = (torch.randn(*shapes[qkv_format], heads, channels, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+    of_thd = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends} if qkv_format == "thd" else {}
+    with FlopCounterMode(display=False) as counter:
+        fp8_attention(q, k, v, qkv_format=qkv_format, **of_thd).sum().backward()
+    assert counter.get_total_flops() == 7 * 2 * batch * length * length * heads * channels

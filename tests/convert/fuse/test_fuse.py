@@ -21,8 +21,8 @@ from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.functions.deferred.norm import NormOutput
-from lightning_fp8.modules.fusion.norm import KNOWN, CastingNorm, is_known_norm
+from lightning_fp8.hf_fusion.deferred_norm import NormOutput
+from lightning_fp8.hf_fusion.norm import KNOWN, CastingNorm, is_known_norm
 
 transformers = pytest.importorskip("transformers")
 

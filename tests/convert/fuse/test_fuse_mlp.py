@@ -15,8 +15,8 @@ from lightning_fp8 import fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.functions.deferred.gated import ActivatedGradient, FactorGradient, GatedOutput
-from lightning_fp8.modules.fusion.mlp import KNOWN, activation_of, is_known_mlp
+from lightning_fp8.hf_fusion.deferred_gated import ActivatedGradient, FactorGradient, GatedOutput
+from lightning_fp8.hf_fusion.mlp import KNOWN, activation_of, is_known_mlp
 from tests.convert.fuse.test_fuse import Ops, assert_equal, converted, llama, step
 
 transformers = pytest.importorskip("transformers")

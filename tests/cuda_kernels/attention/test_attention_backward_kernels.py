@@ -11,12 +11,13 @@ import torch
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
+from cuda_kernels.attention.host.backward import BackwardLaunch
+from cuda_kernels.attention.host.forward import AttentionProblem, Visible
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch
-from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.ops.attention import Codes
+from lightning_fp8.attention.ops import Codes
+from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_backward_cases import (
     CASES,
     CAUSAL,
@@ -29,11 +30,12 @@ from tests.cuda_kernels.cases.attention_backward_cases import (
     with_results,
 )
 from tests.cuda_kernels.cases.kernel_cases import Case
-from tests.cuda_kernels.emulated import Emulator, compiled, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
+from tests.tiers import thorough
 
-KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of(case.run)}
+KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of_case(case)}
 SMALL = Problem((200,), (200,), 4, 2, band=CAUSAL, out="bfloat16")
 """Of a kernel that the cases have, too."""
 
@@ -46,12 +48,13 @@ def gradients(on: OnDevice) -> tuple[torch.Tensor, ...]:
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
 
 
+@thorough
 @needs_compilers
 def test_the_order_of_threads_blocks_and_copies_changes_nothing(emulator: Emulator) -> None:
     """Not a bit."""
@@ -62,6 +65,7 @@ def test_the_order_of_threads_blocks_and_copies_changes_nothing(emulator: Emulat
         assert all(torch.equal(a, b) for a, b in zip(found[0], others))
 
 
+@thorough
 @needs_compilers
 def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
     """With the tensor cores' short accumulator, sums of one sign shrink from tile to tile, but for what has left."""
@@ -76,6 +80,7 @@ def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
     assert errors[1] < errors[0] / 2
 
 
+@thorough
 @needs_compilers
 def test_nan_reaches_the_gradients_that_it_enters(emulator: Emulator) -> None:
     """A query's NaN its own and those of the keys that it sees, and nobody's scale."""
@@ -122,7 +127,7 @@ def test_rows_that_lie_anywhere(emulator: Emulator) -> None:
 # --- Machine code -----------------------------------------------------------------------------------------------------
 
 
-WIDTHS = (64, 96, 128)
+WIDTHS = [64, *(pytest.param(channels, marks=thorough) for channels in (96, 128))]
 STORES = {"LDS", "STS", "LDSM", "STSM", "PRMT"}
 
 
@@ -159,6 +164,7 @@ def test_a_tile_of_queries_in_machine_code(channels: int) -> None:
     assert not {"CALL", "BAR", "LDG", "RED", *(STORES - {"LDS"})} & set(found)
 
 
+@thorough
 @needs_compilers
 def test_a_tile_of_256_channels_in_machine_code() -> None:
     """Scores of 64, 32 and 32 keys, and four products with 64 channels of K; or one result of 64 queries."""
@@ -188,7 +194,7 @@ def test_a_tile_of_256_channels_in_machine_code() -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", tiered_kernels(KERNELS.values()), ids=lambda kernel: kernel.name)
 def test_registers_change_hands(kernel: Kernel) -> None:
     """What the producer gives away and the others take comes out of the pool that the block starts with."""
     report, _ = compiled(kernel, kernel.architectures[0])

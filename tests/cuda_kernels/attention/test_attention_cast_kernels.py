@@ -6,23 +6,26 @@ import pytest
 import torch
 
 from cuda_kernels.attention.casts.heads import HeadsSpec
+from cuda_kernels.attention.host.forward import CastLaunch, CastTables
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import ORDER_A
-from cuda_kernels.host.launchers.attention import CastLaunch, CastTables
-from cuda_kernels.host.launchers.attention_tiles import RowSpace
-from lightning_fp8.ops.attention import cast
+from lightning_fp8.attention.ops import cast
+from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, check_cast, rows_of
 from tests.cuda_kernels.cases.kernel_cases import BF16, Case
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.tiers import thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "_heads" in case.name], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(case for case in CASES if "_heads" in case.name), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
 
 
+@thorough
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_the_order_of_threads_changes_nothing(centered: bool, schedule: str, emulator: Emulator) -> None:
@@ -30,6 +33,7 @@ def test_the_order_of_threads_changes_nothing(centered: bool, schedule: str, emu
     check_cast(BF16, 128, "cpu", centered=centered, special=True)
 
 
+@thorough
 def test_differences_that_are_infinite_are_the_largest_value(emulator: Emulator) -> None:
     """As in the specification: only what was not finite before the mean was subtracted becomes NaN."""
     x = torch.full((1, 1, 128, 128), -3e38)

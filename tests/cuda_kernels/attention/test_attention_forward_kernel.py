@@ -8,27 +8,30 @@ import pytest
 import torch
 
 from cuda_kernels.attention.forward import attention_forward_kernel
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, Visible
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, Visible
-from cuda_kernels.host.launchers.attention_tiles import RowSpace
 from cuda_kernels.kernel import Kernel
+from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, CAUSAL, check_forward
 from tests.cuda_kernels.cases.kernel_cases import Case
-from tests.cuda_kernels.emulated import Emulator, compiled, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
+from tests.tiers import covering, thorough
 
 FORWARD = [case for case in CASES if case.name.startswith("attention_forward")]
-KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of(case.run)}
+KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of_case(case)}
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(FORWARD), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
 
 
+@thorough
 @needs_compilers
 @pytest.mark.parametrize(("schedule", "copies"), [("forward", "late"), ("reverse", "late"), ("random", "random")])
 def test_the_order_of_threads_and_copies_changes_nothing(schedule: str, copies: str, emulator: Emulator) -> None:
@@ -36,6 +39,7 @@ def test_the_order_of_threads_and_copies_changes_nothing(schedule: str, copies: 
     check_forward(128, "cpu", rows=(130, 600), band=CAUSAL)
 
 
+@thorough
 @needs_compilers
 def test_long_sums_keep_their_digits(emulator: Emulator) -> None:
     """With the tensor cores' short accumulator: each product of 128 keys is added in float32."""
@@ -79,7 +83,7 @@ PRODUCTS = {64: [2, 4], 96: [3, 4], 128: [4, 4], 256: [8, 4, 4]}
 
 
 @needs_compilers
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", covering(SPECS, lambda spec: [type(spec)]), ids=str)
 def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
     code = code_of(attention_forward_kernel(spec))
     found, names = sass.counts_in_a_step(code)
@@ -96,7 +100,7 @@ def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", tiered_kernels(KERNELS.values()), ids=lambda kernel: kernel.name)
 def test_registers_change_hands(kernel: Kernel) -> None:
     """What the producer gives away and the others take comes out of the pool that the block starts with."""
     report, _ = compiled(kernel, "90a")

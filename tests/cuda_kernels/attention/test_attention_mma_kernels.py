@@ -7,21 +7,24 @@ from dataclasses import replace
 import pytest
 
 from cuda_kernels.attention.mma.operands import ARCHITECTURES
+from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered
 from tests.cuda_kernels.cases.attention_mma_cases import CASES, WITHOUT_WGMMA
 from tests.cuda_kernels.cases.attention_op_cases import PROBLEMS, run_ops
 from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers
+from tests.tiers import thorough
 
 NAMED = {case.name: case for case in CASES}
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert {"mma" in kernel.name or "delta" in kernel.name for kernel in emulator.launched} == {True}
 
 
+@thorough
 @needs_compilers
 @pytest.mark.parametrize(
     "name",
@@ -35,7 +38,7 @@ def test_the_order_of_threads_and_copies_changes_nothing(name: str, emulator: Em
 def test_what_is_launched_without_wgmma() -> None:
     """The case's architecture decides, not the caller."""
     for case in CASES:
-        for kernel in kernels_of(case.run):
+        for kernel in kernels_of_case(case):
             assert set(ARCHITECTURES) <= set(kernel.architectures)
 
 

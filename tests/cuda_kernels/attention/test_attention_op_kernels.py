@@ -10,20 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables, Operands
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import launch, tensor_maps
-from cuda_kernels.host.launchers.attention import AttentionProblem, ForwardLaunch, PackedCodes, Visible
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, BackwardTables, Operands
-from cuda_kernels.host.launchers.attention_tiles import RowSpace
-from lightning_fp8.ops.attention import AttentionCall, cpu, cuda, format_attention_options, launches, missing_kernel
-from lightning_fp8.ops.core.dispatch import clear_plan_cache
+from lightning_fp8.attention.ops import Attention, AttentionCall, cuda, missing_kernel
+from lightning_fp8.attention.ops.attention import attention_forward_op, reference_attention_forward
+from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
+from lightning_fp8.ops.plans import clear_plan_cache
+from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, drawn
 from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+from tests.tiers import thorough
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
 def test_case(case: Case, emulator: Emulator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -31,6 +35,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
     assert [kernel.function.__name__ for kernel in emulator.launched] == KERNELS
 
 
+@thorough
 @needs_compilers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_of_the_caller_changes_nothing(dtype: torch.dtype, emulator: Emulator) -> None:
@@ -75,6 +80,12 @@ def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pyt
     ]
 
 
+def checked(*arguments: Any) -> None:
+    """The op as the dispatcher calls it for a card."""
+    attention_forward_op.check(*arguments)
+    attention_forward_on_cuda(*arguments)
+
+
 Change = Callable[[dict[str, Tensor]], object]
 
 
@@ -96,13 +107,13 @@ def test_operands_that_do_not_fit_are_refused(change: Change, message: str) -> N
     given = {"q": drawn((2, 20), 4, 64, 0), "k": drawn((2, 20), 2, 64, 1), "v": drawn((2, 20), 2, 64, 2)}
     change(given)
     with pytest.raises(ValueError, match=message):
-        cuda.attention_forward(**given, call=AttentionCall(format_attention_options("bshd")))
+        checked(*given.values(), AttentionCall(Attention("bshd")))
 
 
 def test_lengths_of_queries_alone_are_refused() -> None:
     q = drawn((2, 20), 2, 64, 0)
     with pytest.raises(ValueError, match="come together"):
-        cuda.attention_forward(q, q, q, AttentionCall(format_attention_options("bshd"), None, torch.tensor([0, 5, 9])))
+        checked(q, q, q, AttentionCall(Attention("bshd"), None, torch.tensor([0, 5, 9])))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_lengths_of_queries_alone_are_refused() -> None:
 def test_a_card_without_kernels_of_both_passes_is_named(
     architecture: str, head_dim: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "architecture_of", lambda device: architecture)
+    monkeypatch.setattr(cuda, "architecture_of", lambda device: architecture)
     reason = missing_kernel(torch.device("cpu"), head_dim)
     assert bool(reason) == bool(message)
     assert (message or "") in reason
@@ -134,12 +145,12 @@ def test_a_plan_serves_all_calls_of_its_key() -> None:
         tables.extend(id(arg) for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
 
     q, other = (drawn((2, 150), 2, 64, seed) for seed in range(2))
-    call = AttentionCall(format_attention_options("bshd"))
+    call = AttentionCall(Attention("bshd"))
     clear_plan_cache()
     with executing(note):
-        cuda.attention_forward(q, q, q, call)
+        attention_forward_on_cuda(q, q, q, call)
         once = list(tables)
-        cuda.attention_forward(other, other, q, call)
+        attention_forward_on_cuda(other, other, q, call)
     clear_plan_cache()
     assert set(tables) == set(once)
 
@@ -147,10 +158,10 @@ def test_a_plan_serves_all_calls_of_its_key() -> None:
 @pytest.mark.parametrize(("rows", "batch"), [((0, 5), 1), ((5, 0), 1), ((5, 5), 0)])
 def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator) -> None:
     q, k = (torch.randn(batch, each, 2, 64).bfloat16() for each in rows)
-    call = AttentionCall(format_attention_options("bshd"))
+    call = AttentionCall(Attention("bshd"))
     clear_plan_cache()
-    o, kept = cuda.attention_forward(q, k, k, call)
-    gradients = cuda.attention_backward(q, o, kept, rows[1], call)
+    o, kept = attention_forward_on_cuda(q, k, k, call)
+    gradients = attention_backward_on_cuda(q, o, kept, rows[1], call)
     clear_plan_cache()
     assert [x.shape for x in (o, *gradients)] == [q.shape, q.shape, k.shape, k.shape]
     assert not any(x.any() for x in (o, *gradients))
@@ -158,10 +169,10 @@ def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator
 
 
 def test_heads_that_no_kernel_is_for_say_so(emulator: Emulator) -> None:
-    q, call = drawn((1, 20), 1, 80, 0), AttentionCall(format_attention_options("bshd"))
+    q, call = drawn((1, 20), 1, 80, 0), AttentionCall(Attention("bshd"))
     clear_plan_cache()
     with pytest.warns(RuntimeWarning, match=r"forward pass has no kernel for heads of 80 channels.*fp8_dpa=False"):
-        o, _ = cuda.attention_forward(q, q, q, call)
+        o, _ = attention_forward_on_cuda(q, q, q, call)
     clear_plan_cache()
-    assert torch.equal(o, cpu.attention_forward(q, q, q, call)[0])
+    assert torch.equal(o, reference_attention_forward(q, q, q, call)[0])
     assert not emulator.launched

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.spec import ROWS, TILE_FIELDS
-from cuda_kernels.host.launchers.attention_tiles import (
+from cuda_kernels.attention.host.tiles import (
     PackedRows,
     RowSpace,
     cast_table,
@@ -18,7 +17,8 @@ from cuda_kernels.host.launchers.attention_tiles import (
     packed_rows,
     tile_table,
 )
-from lightning_fp8.ops.attention import Band
+from cuda_kernels.attention.spec import ROWS, TILE_FIELDS
+from lightning_fp8.attention.ops import Band
 from tests.attention.ops.attention_cases import CAUSAL, visible_keys
 from tests.cuda_kernels.cases.attention_kernel_cases import rows_of
 

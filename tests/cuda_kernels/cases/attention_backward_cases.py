@@ -16,11 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cuda_kernels.attention.backward import statistics as fields
 from cuda_kernels.attention.backward.memory import FLUSH
+from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.host.forward import AttentionProblem, Visible
+from cuda_kernels.attention.host.tiles import PackedRows
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.host.launchers.attention import AttentionProblem, Visible
-from cuda_kernels.host.launchers.attention_backward import BackwardLaunch, Operands
-from cuda_kernels.host.launchers.attention_tiles import PackedRows
-from lightning_fp8.ops.attention import Band, Codes, Lengths, backward, cast, forward, pack
+from lightning_fp8.attention.ops import Band, Codes, Lengths, backward, cast, forward, pack
 from tests.attention.ops.attention_cases import visible_keys
 from tests.cuda_kernels.cases.attention_kernel_cases import cumulated, in_packed_rows, moved, rows_of
 from tests.cuda_kernels.cases.kernel_cases import Case

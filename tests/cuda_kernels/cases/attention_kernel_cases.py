@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
-from cuda_kernels.host.launchers.attention import (
+from cuda_kernels.attention.host.forward import (
     AttentionProblem,
     CastLaunch,
     CastTables,
@@ -18,8 +17,9 @@ from cuda_kernels.host.launchers.attention import (
     TransposeLaunch,
     Visible,
 )
-from cuda_kernels.host.launchers.attention_tiles import PackedRows, RowSpace, packed_rows
-from lightning_fp8.ops.attention import Band, Codes, Lengths, cast, forward, unpack
+from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
+from lightning_fp8.attention.ops import Band, Codes, Lengths, cast, forward, unpack
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case, assert_same
 
 CAUSAL = Band(right=0)

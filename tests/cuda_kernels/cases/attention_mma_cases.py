@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cuda_kernels.host import launch
-from lightning_fp8.ops.attention import Band
+from lightning_fp8.attention.ops import Band
 from tests.cuda_kernels.cases.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq, check_nan
 from tests.cuda_kernels.cases.attention_kernel_cases import CAUSAL, check_forward
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, Case

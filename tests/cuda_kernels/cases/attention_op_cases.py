@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from lightning_fp8.ops.attention import (
+from lightning_fp8.attention.ops import (
+    Attention,
     AttentionCall,
     Band,
     Gradients,
     Kept,
     attention_tables,
-    cpu,
-    cuda,
-    format_attention_options,
 )
-from lightning_fp8.ops.core.dispatch import clear_plan_cache
+from lightning_fp8.attention.ops.attention import reference_attention_backward, reference_attention_forward
+from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
+from lightning_fp8.ops.plans import clear_plan_cache
 from tests.cuda_kernels.cases.attention_backward_cases import CODES_THAT_MOVE, error
 from tests.cuda_kernels.cases.kernel_cases import Case, assert_same
 
@@ -92,7 +92,7 @@ class Problem:
         return q, k, v, do
 
     def call(self, device: str) -> AttentionCall:
-        config = format_attention_options(self.qkv_format, self.band)
+        config = Attention(self.qkv_format, self.band)
         if self.uniform:
             return AttentionCall(config)
         queries, keys = (
@@ -110,8 +110,8 @@ def run_ops(problem: Problem, device: str) -> tuple[Tensor, Kept, Gradients]:
     (q, k, v, do), call = problem.tensors(device), problem.call(device)
     clear_plan_cache()
     with nan_in_new_memory():
-        o, kept = cuda.attention_forward(q, k, v, call)
-        gradients = cuda.attention_backward(do, o, kept, problem.rows(1), call)
+        o, kept = attention_forward_on_cuda(q, k, v, call)
+        gradients = attention_backward_on_cuda(do, o, kept, problem.rows(1), call)
     clear_plan_cache()
     return o, kept, gradients
 
@@ -121,7 +121,7 @@ def check_ops(problem: Problem, device: str) -> None:
     (q, k, v, do), call = problem.tensors("cpu"), problem.call("cpu")
     o, kept, gradients = run_ops(problem, device)
     o, kept = o.cpu(), Kept(*(each.cpu() for each in kept))
-    right_o, right = cpu.attention_forward(q, k, v, call)
+    right_o, right = reference_attention_forward(q, k, v, call)
     tolerance = BF16_ROUNDING + CODES_THAT_MOVE[torch.device(device).type]
     assert o.is_contiguous()
     assert error(o, right_o) <= tolerance
@@ -133,7 +133,7 @@ def check_ops(problem: Problem, device: str) -> None:
     torch.testing.assert_close(kept.m, right.m, rtol=moves, atol=moves)
     torch.testing.assert_close(kept.l, right.l, rtol=20 * moves, atol=moves)
 
-    expected = cpu.attention_backward(do, o, kept, problem.rows(1), call)
+    expected = reference_attention_backward(do, o, kept, problem.rows(1), call)
     for name, actual, truth in zip(("dq", "dk", "dv"), gradients, expected):
         assert actual.is_contiguous()
         assert error(actual, truth) <= tolerance, name

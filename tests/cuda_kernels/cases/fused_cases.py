@@ -7,22 +7,21 @@ close to the middle between two codes, either code is right. ReLU forms have one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.activation import cuda as activation_cuda
-from lightning_fp8.ops.activation import cuda_gated
-from lightning_fp8.ops.activation import reference as activation_reference
-from lightning_fp8.ops.activation.schema import format_activation_options, is_gated
-from lightning_fp8.ops.norm import cuda as norm_cuda
-from lightning_fp8.ops.norm import cuda_backward as norm_cuda_backward
-from lightning_fp8.ops.norm import reference as norm_reference
-from lightning_fp8.ops.norm.schema import format_norm_options
-from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.ops.activation import (
+    activation_backward_quantize_op,
+    activation_quantize_op,
+    gated_backward_quantize_op,
+    gated_quantize_op,
+    is_gated,
+)
+from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.op import Op
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import (
     BF16,
@@ -34,6 +33,7 @@ from tests.cuda_kernels.cases.kernel_cases import (
     assert_padded_with_zeros,
     assert_same,
 )
+from tests.op_sides import kernels_of, reference_of
 
 NEIGHBOURS = 0.005
 """Share of the codes that may differ, by one."""
@@ -83,17 +83,9 @@ def moved(x: Any, device: str) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def sides_of(op: str) -> tuple[ModuleType, ModuleType]:
-    """The modules with the op that starts kernels, and with its reference."""
-    if op.startswith("norm"):
-        return norm_cuda, norm_reference
-    return cuda_gated if op.startswith("gated") else activation_cuda, activation_reference
-
-
 def check_cast(
-    op: str,
-    tensors: Sequence[Any],
-    computed: str,
+    op: Op,
+    inputs: Sequence[Any],
     device: str,
     fp8: torch.dtype = E4M3,
     layout: Layout = Layout.TENSOR,
@@ -101,15 +93,17 @@ def check_cast(
     scale: float | None = None, amax: float | None = None, power_2: bool = False, epsilon: float = 0.0,
     rowwise: bool = True, columnwise: bool = True, count: bool = False, nonzero: bool = False, exact: bool = False,
 ) -> None:  # fmt: skip
-    """A fused op gives what the reference of the same name does: operands, what is beside them, amax and counts."""
-    cast = Cast(float8_of(fp8), layout, power_2, epsilon)
-    config = f"{computed}, {format_quantize_options(cast, rowwise, columnwise, nonzero)}"
+    """A fused op gives what its reference does: operands, what is beside them, amax and counts.
+
+    ``inputs``: the op's first arguments, those before the cast.
+    """
+    cast = Cast(float8_of(fp8), layout, power_2, epsilon, rowwise, columnwise, nonzero)
     results, collected = [], []
-    for module, on in zip(sides_of(op), (device, "cpu")):
+    for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):
         given = None if scale is None else torch.tensor(scale, device=on)
         largest = None if amax is None else torch.tensor(amax, device=on)
         overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        results.append(getattr(module, op)(*(moved(x, on) for x in tensors), config, given, largest, overflow_counts))
+        results.append(side(*(moved(x, on) for x in inputs), cast, given, largest, overflow_counts))
         collected.append((largest, overflow_counts))
     actual, expected = results
     assert_operands(actual[:4], expected[:4], exact)
@@ -153,7 +147,7 @@ def check_norm(
     rms: bool = False, zero_centered: bool = False, **config: Any,
 ) -> None:  # fmt: skip
     inputs = norm_inputs(shape, dtype, weight_dtype, rms)
-    check_cast("norm_quantize", inputs, format_norm_options(rms, 1e-5, zero_centered), device, **config)
+    check_cast(norm_quantize_op, (*inputs, Norm(1e-5, rms, zero_centered)), device, **config)
 
 
 def check_norm_backward(
@@ -165,9 +159,9 @@ def check_norm_backward(
     mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
-    config = format_norm_options(rms, 0.0, zero_centered, not rms)
-    actual = norm_cuda_backward.norm_backward(*(moved(tensor, device) for tensor in arguments), config)
-    expected = norm_reference.norm_backward(*arguments, config)
+    options = Norm(0.0, rms, zero_centered), not rms
+    actual = kernels_of(norm_backward_op)(*(moved(tensor, device) for tensor in arguments), *options)
+    expected = reference_of(norm_backward_op)(*arguments, *options)
     for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
         assert_close(a, b, name)
 
@@ -176,7 +170,7 @@ def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, devi
     """``shape``: of the values."""
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x = strided(values(shape[0], columns, dtype, spread=2.0))
-    check_cast("activation_quantize", (x,), name, device, exact="relu" in name or "reglu" in name, **config)
+    check_cast(activation_quantize_op, (x, name), device, exact="relu" in name or "reglu" in name, **config)
 
 
 def check_activation_backward(
@@ -192,23 +186,16 @@ def check_activation_backward(
     columns = 2 * shape[1] if is_gated(name) else shape[1]
     x, dy = values(shape[0], columns, dtype, spread=2.0), strided(values(*shape, dy_dtype, seed=1))
     exact = "relu" in name or "reglu" in name
-    check_cast(
-        "activation_backward_quantize",
-        (dy, x),
-        format_activation_options(name, bias_dtype),
-        device,
-        exact=exact,
-        **config,
-    )
+    check_cast(activation_backward_quantize_op, (dy, x, name, bias_dtype), device, exact=exact, **config)
 
 
 def check_gated(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
     """The product and, with ``backward``, the gradient of what is activated; one tensor is part of a wider one."""
     x, factor, dy = (values(*shape, dtype, seed=seed, spread=2.0) for seed in range(3))
-    op, tensors = ("gated_quantize", (x, strided(factor)))
+    op, inputs = gated_quantize_op, (x, strided(factor), name)
     if config.pop("backward", False):
-        op, tensors = "gated_backward_quantize", (dy, *tensors)
-    check_cast(op, tensors, name, device, exact=name == "relu", **config)
+        op, inputs = gated_backward_quantize_op, (dy, *inputs)
+    check_cast(op, inputs, device, exact=name == "relu", **config)
 
 
 ALIGNED, RAGGED, LONG, FULL = (140, 264), (131, 203), (53, 2056), (21, 4096)
@@ -254,6 +241,7 @@ CASES: list[Case] = [
     _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, amax=1e9, count=True),
     _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
     _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, amax=0.5, count=True),
+    _norm("layer-bf16-ragged-both-count", RAGGED, BF16, FP32, scale=300.0, amax=1e9, count=True),
     _norm("layer-fp16-ragged-rows", RAGGED, FP16, FP16, layout=Layout.ROW),
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
     _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),

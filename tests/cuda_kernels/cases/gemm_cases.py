@@ -18,23 +18,25 @@ from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.core import dispatch
-from lightning_fp8.ops.core.options import DTYPE_NAMES
-from lightning_fp8.ops.gemm import cuda as gemm
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.gemm.problem import aligned_operand
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.ops.gemm_cuda import aligned_operand
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.cases.fused_cases import moved
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
+from tests.op_sides import kernels_of, reference_of
 
 PAIRS = {
-    "tensor": ("tensor", "tensor"),
-    "row": ("row", "row"),
-    "block": ("1x128", "128x128"),
-    "blocks": ("1x128", "1x128"),
+    "tensor": (Layout.TENSOR, Layout.TENSOR),
+    "row": (Layout.ROW, Layout.ROW),
+    "block": (Layout.BLOCK_1X128, Layout.BLOCK_128X128),
+    "blocks": (Layout.BLOCK_1X128, Layout.BLOCK_1X128),
 }
+
+scaled_mm, scaled_mm_accumulate = kernels_of(scaled_mm_op), kernels_of(scaled_mm_accumulate_op)
+scaled_mm_observed = kernels_of(scaled_mm_observed_op)
 
 
 def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
@@ -47,11 +49,15 @@ def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
     return x * sizes.repeat_interleave(128, 1)[:, :columns]
 
 
-def operand(x: Tensor, dtype: torch.dtype, layout: str, power_2: bool) -> ScaledTensor:
+def operand(x: Tensor, dtype: torch.dtype, layout: Layout, power_2: bool) -> ScaledTensor:
     """``x`` as the reference casts it."""
-    options = format_quantize_options(Cast(float8_of(dtype), Layout(layout), power_2))
-    data, scale_inv, *_ = reference.quantize(x, options)
-    return ScaledTensor(data, scale_inv, Layout(layout))
+    data, scale_inv, *_ = reference_of(quantize_op)(x, Cast(float8_of(dtype), layout, power_2))
+    return ScaledTensor(data, scale_inv, layout)
+
+
+def aligned(x: ScaledTensor, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Codes and scales where kernels can read them."""
+    return aligned_operand(moved(x.data, device), moved(x.scale_inv, device), x.layout)
 
 
 def check_product(
@@ -79,15 +85,14 @@ def check_product(
     size = float(right.abs().max())
     for more in (added, before):
         right = right if more is None else right + more.double()
-    on = [aligned_operand((moved(each.data, device), moved(each.scale_inv, device)), each.layout) for each in (a, b)]
-    operands = *on[0], *on[1], format_scaled_mm_options(a.layout, b.layout, out, fast)
+    operands = *aligned(a, device), *aligned(b, device), Gemm(a.layout, b.layout, out, fast)
     if before is not None:
         actual = moved(before.clone(), device)
-        gemm.scaled_mm_accumulate(actual, *operands)
+        scaled_mm_accumulate(actual, *operands)
     else:
         largest = torch.tensor(0.5, device=device) if amax else None
         with_bias = *operands, moved(added, device)
-        actual = gemm.scaled_mm(*with_bias) if largest is None else gemm.scaled_mm_observed(*with_bias, largest)
+        actual = scaled_mm(*with_bias) if largest is None else scaled_mm_observed(*with_bias, largest)
         if largest is not None:
             assert torch.equal(largest, actual.abs().max().float()), (largest, actual.abs().max())
     assert actual.dtype == out
@@ -120,13 +125,13 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
                 return choice
         raise AssertionError(f"{numbers} is not legal for {problem}")
 
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
     with (
         patch.object(gemm_selection, "choose_gemm", chosen),
         patch.object(launch, "architecture_of", lambda device: architecture),
     ):
         yield
-    dispatch.clear_plan_cache()
+    plans.clear_plan_cache()
 
 
 def _case(tile: tuple[int, ...], scaling: str, shape: tuple[int, int, int], **options: Any) -> Case:

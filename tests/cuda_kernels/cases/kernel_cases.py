@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.quantize import cuda, reference
-from lightning_fp8.ops.quantize.options import format_quantize_options
-from lightning_fp8.ops.scales import cuda as scales_cuda
-from lightning_fp8.ops.scales import reference as scales_reference
+from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op
+from lightning_fp8.ops.scales import update_scales_op
+from lightning_fp8.ops.transpose import transpose_op
 from lightning_fp8.scaled import Cast, Layout
+from tests.op_sides import kernels_of, reference_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,9 +89,9 @@ def check_quantize(
         torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
     )
     on_device = x if x.device.type == device else _moved(x, device)
-    config = format_quantize_options(Cast(float8_of(dtype), layout, power_2, epsilon), rowwise, columnwise)
-    actual = cuda.quantize(on_device, config, overflow_counts=overflow_counts)
-    expected = reference.quantize(x, config, overflow_counts=expected_counts)
+    cast = Cast(float8_of(dtype), layout, power_2, epsilon, rowwise, columnwise)
+    actual = kernels_of(quantize_op)(on_device, cast, None, None, overflow_counts)
+    expected = reference_of(quantize_op)(x, cast, None, None, expected_counts)
     for name, a, b in zip(RESULTS, actual, expected):
         assert_same(a, b, name)
     assert_padded_with_zeros(actual[0])
@@ -113,22 +113,54 @@ def check_quantize_with_scale(
 ) -> None:
     """A tensor with a given scale (0: its own) is what the reference gives, amax and overflow_counts included."""
     results = []
-    config = format_quantize_options(Cast(float8_of(dtype), Layout.TENSOR), rowwise, columnwise)
-    for quantize, on in ((cuda.quantize, device), (reference.quantize, "cpu")):
+    cast = Cast(float8_of(dtype), Layout.TENSOR).usage(rowwise, columnwise)
+    for quantize, on in ((kernels_of(quantize_op), device), (reference_of(quantize_op), "cpu")):
         scale_tensor = torch.tensor(scale, device=on)
         collected = torch.tensor(amax, device=on) if amax is not None else None
         overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
         where = _moved(x, on)
-        results.append((*quantize(where, config, scale_tensor, collected, overflow_counts), collected, overflow_counts))
+        results.append((*quantize(where, cast, scale_tensor, collected, overflow_counts), collected, overflow_counts))
     for name, a, b in zip((*RESULTS, "amax", "overflow_counts"), *results):
         if b is not None:
             assert_same(a, b, name)
 
 
+def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:
+    """A tensor with a given scale for each column is what the reference gives."""
+    # Of NaN, infinity and 0 a column each, where there are so many.
+    scale = torch.exp2(torch.linspace(-10, 14, x.shape[1])) * 1.1
+    scale[5:8] = torch.tensor([torch.nan, torch.inf, 0.0])[: len(scale[5:8])]
+    actual = kernels_of(quantize_columns_op)(_moved(x, device), scale.to(device), dtype)
+    assert_same(actual, reference_of(quantize_columns_op)(x, scale, dtype), "codes")
+    assert_aligned(actual)
+
+
+def check_transpose(codes: Tensor, device: str) -> None:
+    """Every byte is where the transposed tensor has it, in rows as a GEMM's operand has them."""
+    actual = kernels_of(transpose_op)(_moved(codes.view(torch.uint8), device).view(codes.dtype))
+    assert actual.dtype == codes.dtype
+    assert torch.equal(actual.view(torch.uint8).cpu(), codes.view(torch.uint8).t())
+    assert_aligned(actual)
+
+
+def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """All 256 codes, NaN included, in an order that differs from row to row."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    return torch.randint(256, (rows, columns), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def assert_aligned(codes: Tensor) -> None:
+    """Rows of an operand's codes begin at multiples of 16 bytes; the gap between them holds zeros."""
+    assert codes.stride(1) == 1
+    assert codes.stride(0) % 16 == codes.data_ptr() % 16 == 0
+    whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
+    assert not whole[:, codes.shape[1] :].any()
+
+
 def check_observe(x: Tensor, amax: float, device: str) -> None:
     actual, expected = torch.tensor(amax, device=device), torch.tensor(amax)
-    cuda.observe(_moved(x, device), actual)
-    reference.observe(x, expected)
+    kernels_of(observe_op)(_moved(x, device), actual)
+    reference_of(observe_op)(x, expected)
     assert_same(actual, expected, "amax")
 
 
@@ -142,7 +174,7 @@ def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0
     amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
     amax[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
     results = []
-    for update, on in ((scales_cuda.update_scales, device), (scales_reference.update_scales, "cpu")):
+    for update, on in ((kernels_of(update_scales_op), device), (reference_of(update_scales_op), "cpu")):
         state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
         update(*state, fp8_max.to(on), margin, algorithm)
         results.append(state)
@@ -204,6 +236,29 @@ CASES: list[Case] = [
     _given(BF16, E4M3, 64.0, ALIGNED, rowwise=False),
     _given(FP32, E4M3, 1e4, RAGGED, amax=0.0, count=True),
     _given(FP16, E4M3, 1e4, ALIGNED, count=True, columnwise=False),
+    *(
+        Case(
+            _name("quantize_columns", dtype, fp8, f"{shape[0]}x{shape[1]}"),
+            lambda device, shape=shape, dtype=dtype, fp8=fp8: check_quantize_columns(
+                sample(*shape, dtype), fp8, device
+            ),
+        )
+        for dtype, fp8, shape in (
+            (BF16, E4M3, ALIGNED),
+            (FP16, E5M2, RAGGED),
+            (FP32, E4M3, ALIGNED),
+            (BF16, E4M3, (129, 100)),
+        )
+    ),
+    *(
+        Case(
+            _name("transpose", fp8, f"{shape[0]}x{shape[1]}"),
+            lambda device, shape=shape, fp8=fp8: check_transpose(every_code(*shape, fp8), device),
+        )
+        for fp8, shape in ((E4M3, ALIGNED), (E5M2, RAGGED), (E4M3, (300, 260)), (E4M3, (1, 1)))
+    ),
+    Case("transpose-rows apart", lambda device: check_transpose(every_code(300, 300, E4M3)[:259:2, 8:272], device)),
+    Case("transpose-rows anywhere", lambda device: check_transpose(every_code(300, 301, E4M3)[:, 3:203], device)),
     Case("observe-bf16", lambda device: check_observe(sample(*ALIGNED, BF16), 0.25, device)),
     Case("observe-less-than-amax", lambda device: check_observe(sample(*RAGGED, FP16), 1e30, device)),
     Case("observe-nan", lambda device: check_observe(torch.tensor([[1.0, torch.nan, -3.0]]), 1e30, device)),

@@ -1,6 +1,6 @@
 """Run by two processes: FP8 attention, of torch's function and of ours, under DDP and FSDP2; what each rank saw.
 
-``python -m tests.distributed.scripts.attention FOLDER``, with RANK, WORLD_SIZE and MASTER_* set.
+``python -m tests.distributed.scripts.attention FOLDER STRATEGY``, with RANK, WORLD_SIZE and MASTER_* set.
 """
 
 from __future__ import annotations
@@ -119,6 +119,6 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    report = {strategy: of(strategy, folder) for strategy in ("ddp", "fsdp2")}
+    report = of(sys.argv[2], folder)
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

@@ -1,7 +1,8 @@
 """Run by two processes of ``torch.distributed``: trains under DDP and writes what each rank saw.
 
-``python -m tests.distributed.scripts.ddp FOLDER``, with RANK, WORLD_SIZE and MASTER_* set; Transformer Engine's
-files lie in ``FOLDER/te``.
+``python -m tests.distributed.scripts.ddp FOLDER PART``, with RANK, WORLD_SIZE and MASTER_* set. A part is a function
+below and its argument: ``scales 2``, ``resume delayed``, ``te_resume te`` with Transformer Engine's files in
+``FOLDER/te``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_fp8 import DelayedScaling, FP8Precision
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8 import DelayedScaling
+from lightning_fp8.delayed import update
 from tests.distributed.launch import leave
 from tests.small import Regression, equal_weights, fp8_trainer, quiet_trainer, regression_data
 
@@ -52,24 +53,24 @@ def count_collectives() -> list[str]:
     return calls
 
 
-def scales(accumulate: int) -> dict[str, Any]:
+def scales(folder: Path, accumulate: str) -> dict[str, Any]:
     L.seed_everything(1)
     record = Record()
-    trainer = fp8_trainer("delayed", strategy="ddp", devices=2, max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer = fp8_trainer("delayed", strategy="ddp", devices=2, max_epochs=2, accumulate_grad_batches=int(accumulate))
     trainer.callbacks.insert(0, record)  # before FP8Callback, so that it sees amaxes that are not reduced yet
-    update, updates = FP8Precision.update_scales, []
+    update_slots, updates = update.update_slots, []
 
-    def counted_update(plugin: FP8Precision) -> None:
+    def counted_update(*args: Any) -> None:
         before = len(calls)
-        update(plugin)
+        update_slots(*args)
         updates.append(calls[before:])
 
     calls = count_collectives()
-    with patch.object(FP8Precision, "update_scales", counted_update):
+    with patch.object(update, "update_slots", counted_update):
         trainer.fit(Regression(), regression_data())
     in_fp8 = Counter(calls)
     calls.clear()
-    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    options = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "accumulate_grad_batches": int(accumulate)}
     quiet_trainer(precision="bf16-true", **options).fit(Regression(), regression_data())
     return {
         "amax": record.amax,
@@ -80,32 +81,35 @@ def scales(accumulate: int) -> dict[str, Any]:
     }
 
 
-def resume(folder: Path) -> dict[str, Any]:
-    result = {}
-    for name, ours in [*((recipe, False) for recipe in RECIPES), ("delayed", True)]:
+def resume(folder: Path, recipe: str, ours: bool = False) -> dict[str, Any]:
+    """Whether a training that goes on from a file is the same to the bit; of ``ours`` or of converted modules."""
 
-        def train(epochs: int, ckpt_path: Path | None = None) -> tuple[L.Trainer, Regression]:
-            L.seed_everything(1)
-            model = Regression(ours)  # noqa: B023
-            trainer = fp8_trainer(name, strategy="ddp", devices=2, max_epochs=epochs)  # noqa: B023
-            trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
-            return trainer, model
+    def train(epochs: int, ckpt_path: Path | None = None) -> tuple[L.Trainer, Regression]:
+        L.seed_everything(1)
+        model = Regression(ours)
+        trainer = fp8_trainer(recipe, strategy="ddp", devices=2, max_epochs=epochs)
+        trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+        return trainer, model
 
-        _, straight = train(3)
-        first, half = train(1)
-        first.save_checkpoint(folder / f"{name}{ours}.ckpt")
-        _, resumed = train(3, folder / f"{name}{ours}.ckpt")
-        result[f"{name}, {'our modules' if ours else 'converted'}"] = {
-            "losses": half.losses + resumed.losses == straight.losses,
-            "count": len(resumed.losses),
-            "weights": equal_weights(resumed, straight),
-        }
-    return result
+    _, straight = train(3)
+    first, half = train(1)
+    first.save_checkpoint(folder / f"{recipe}{ours}.ckpt")
+    _, resumed = train(3, folder / f"{recipe}{ours}.ckpt")
+    return {
+        "losses": half.losses + resumed.losses == straight.losses,
+        "count": len(resumed.losses),
+        "weights": equal_weights(resumed, straight),
+    }
 
 
-def te_resume(folder: Path) -> dict[str, Any]:
+def resume_ours(folder: Path, recipe: str) -> dict[str, Any]:
+    return resume(folder, recipe, ours=True)
+
+
+def te_resume(folder: Path, files: str) -> dict[str, Any]:
     """From each Transformer Engine file: the first step's scales, and whether what we save then resumes exactly."""
     result = {}
+    folder = folder / files
     for path in sorted(folder.glob("*.ckpt")):
         first_scales: dict[str, float] = {}
 
@@ -138,12 +142,8 @@ def te_resume(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, (part, argument) = Path(sys.argv[1]), sys.argv[2].split()
     torch.set_num_threads(1)
-    report = {
-        "resume": resume(folder),
-        "te_resume": te_resume(folder / "te"),
-        "scales": {accumulate: scales(accumulate) for accumulate in (1, 2)},  # last: they note every collective
-    }
+    report = {each.__name__: each for each in (scales, resume, resume_ours, te_resume)}[part](folder, argument)
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

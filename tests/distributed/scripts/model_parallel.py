@@ -1,6 +1,7 @@
 """Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes and reports; and a model on meta.
 
-``python -m tests.distributed.scripts.model_parallel FOLDER``
+``python -m tests.distributed.scripts.model_parallel FOLDER PART``; a part is ``meta``, or which file and which modules
+are sharded: ``full blocks``, ``sharded linears``.
 """
 
 from __future__ import annotations
@@ -146,11 +147,7 @@ def of(folder: Path, sharded_file: bool, shard_linears: bool) -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    report = {
-        f"{file} {sharded}": of(folder / f"{file} {sharded}", file == "sharded", sharded == "linears")
-        for file in ("full", "sharded")
-        for sharded in ("blocks", "linears")
-    }
-    report["meta"] = from_meta()
+    part = sys.argv[2]
+    report = from_meta() if part == "meta" else of(folder, part.startswith("sharded"), part.endswith("linears"))
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

@@ -1,6 +1,6 @@
-"""Run by two processes: FP8 layers whose parameters tensor parallelism made DTensors, before and after conversion.
+"""Run by two processes: blocks that ``parallelize_module`` cuts, beside one process and float32.
 
-``python -m tests.distributed.scripts.tensor_parallel FOLDER``
+``python -m tests.distributed.scripts.tensor_parallel FOLDER RECIPE KIND...``
 """
 
 from __future__ import annotations
@@ -9,41 +9,169 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from lightning_fp8 import convert_module, fp8_autocast
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.parallel import styles
 from tests.distributed.launch import leave
+from tests.distributed.scripts.parallel_linear import Collectives
+
+WIDTH, HEADS, SHAPE, STEPS = 64, 4, (2, 32), 3
+STYLES = {"torch": torch_styles, "ours": styles}
 
 
-def errors() -> dict[str, str]:
-    """What each recipe says, and ``""`` where the layers are left in high precision."""
-    mesh, said = init_device_mesh("cpu", (2,)), {}
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    for recipe in RECIPES:
-        for order in ("converted first", "parallelized first", "skipped"):
-            model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            if order == "converted first":
-                model = parallelize_module(convert_module(model, first_last_layers_bf16=False), mesh, plan)
-            else:
-                skip = ["0", "2"] if order == "skipped" else []
-                model = convert_module(parallelize_module(model, mesh, plan), first_last_layers_bf16=False, skip=skip)
-            try:
-                with fp8_autocast(fp8_recipe=recipe):
-                    model(torch.ones(16, 32)).sum().backward()
-                said[f"{recipe}, {order}"] = ""
-            except TypeError as error:
-                said[f"{recipe}, {order}"] = str(error)
-    return said
+class Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        # A bias of keys has no effect: the gradient is 0 but for rounding.
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias and name != "k") for name in "qkvo")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias), nn.Linear(2 * WIDTH, WIDTH, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = (
+            nn.RMSNorm(WIDTH),
+            Attention(bias),
+            nn.LayerNorm(WIDTH),
+            MLP(bias),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def blocks(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(bias), Block(bias)).bfloat16()
+
+
+def plan(kind: str, made_by: Any) -> dict[str, Any]:
+    """Lightning's own plan: with sequence parallelism one gather for q, k and v, or one for each layer."""
+    column, row, prepare = made_by.ColwiseParallel, made_by.RowwiseParallel, made_by.PrepareModuleInput
+    if kind == "plain":
+        columns, rows, others = column(), row(), {}
+    elif kind == "each":  # every layer gathers for itself
+        columns, rows = column(input_layouts=Shard(1)), row(output_layouts=Shard(1))
+        others = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+    else:
+        columns, rows = column(), row(output_layouts=Shard(1))
+        gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        others = {
+            "norm1": SequenceParallel(), "norm2": SequenceParallel(),
+            "attention": prepare(**gather), "mlp": prepare(**gather),
+        }  # fmt: skip
+    names = {**dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.up"), columns),
+             **dict.fromkeys(("attention.out", "mlp.down"), rows)}  # fmt: skip
+    return {**others, **names}
+
+
+def cut(model: nn.Sequential, kind: str, made_by: Any, mesh: DeviceMesh) -> nn.Sequential:
+    for block in model:
+        parallelize_module(block, mesh, plan(kind, made_by))
+    return model
+
+
+def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None) -> dict[str, Any]:
+    """Losses, the last step's gradients, the scales, and the bytes that this rank gave to collectives."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses, collectives = [], Collectives()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, target = (torch.randn(*SHAPE, WIDTH, generator=generator) for _ in range(2))
+        x = x.to(next(model.parameters()).dtype)
+        is_cut = kind in ("each", "once")
+        own_x = x.chunk(ranks, 1)[rank].contiguous() if is_cut else x
+        own_target = target.chunk(ranks, 1)[rank] if is_cut else target
+        collectives = Collectives()
+        with collectives, fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group):
+            y = model(own_x)
+        y = y.to_local() if isinstance(y, DTensor) else y
+        loss = (y.float() - own_target).square().sum() / target.numel()
+        with collectives:
+            loss.backward()
+        if is_cut:
+            loss = loss.detach().clone()
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+        gradients = {name: _whole(each.grad) for name, each in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    scales = [slot.scale.item() for _, module in fp8_modules(model) for _, slot in module.named_slots()]
+    records = [module.record.fp8 for _, module in fp8_modules(model)]
+    return {
+        "losses": losses, "gradients": gradients, "scales": scales, "records": records,
+        "bytes": collectives.bytes, "calls": collectives.calls,
+    }  # fmt: skip
+
+
+def _whole(gradient: Any) -> Tensor:
+    gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return gradient.float()  # type: ignore[no-any-return]
+
+
+def reports(recipe: str, kinds: list[str]) -> dict[str, Any]:
+    """Of one process in FP8, of the block that is cut in each way, and of BF16."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    truth = train(blocks().float(), None, "one process")["gradients"]
+    found: dict[str, Any] = {}
+
+    def report(name: str, model: nn.Sequential, recipe: Any, kind: str, group: Any = None) -> None:
+        made = train(model, recipe, kind, group)
+        gradients = made.pop("gradients")
+        if gradients.keys() == truth.keys():
+            made["errors"] = {
+                key: float((gradient - truth[key]).norm() / truth[key].norm()) for key, gradient in gradients.items()
+            }
+        found[name] = made
+
+    def converted(model: nn.Sequential) -> nn.Sequential:
+        return convert_module(model, first_last_layers_bf16=False)  # type: ignore[return-value]
+
+    report("one process", converted(blocks()), recipe, "one process", groups[dist.get_rank()])
+    for kind in kinds:
+        for styles_of, made_by in STYLES.items():
+            for bias in (True, False):
+                if styles_of == "ours":  # conversion comes before or after
+                    model = cut(converted(blocks(bias)), kind, made_by, mesh)
+                else:
+                    model = converted(cut(blocks(bias), kind, made_by, mesh))
+                report(f"{kind} {styles_of}{'' if bias else ' without biases'}", model, recipe, kind)
+        report(f"{kind} bf16", cut(blocks(), kind, torch_styles, mesh), None, kind)
+    compiled = cut(converted(blocks()), "once", styles, mesh)
+    for block in compiled:
+        block.compile(backend="aot_eager")
+    report("once compiled", compiled, recipe, "once")
+    return found
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    report = Path(sys.argv[1], f"{os.environ['RANK']}.json")
-    report.write_text(json.dumps(errors()))
+    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(reports(sys.argv[2], sys.argv[3:])))
     leave()

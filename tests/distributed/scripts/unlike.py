@@ -20,7 +20,8 @@ from torch import nn
 
 from lightning_fp8 import DelayedScaling, Float8CurrentScaling, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.autocast import FP8Context, fp8_context
-from lightning_fp8.delayed.reduce_and_update import update_of_plugin
+from lightning_fp8.delayed.owners import all_slots
+from lightning_fp8.delayed.update import update_slots
 from lightning_fp8.modules.state import fp8_modules
 from tests.distributed.launch import leave
 
@@ -47,7 +48,9 @@ def scale_of_input(model: nn.Module) -> list[float]:
 def in_a_plugin_without_state(rank: int) -> dict[str, Any]:
     """As a plugin does it; only rank 0 runs the region of delayed scaling, and may not wait for rank 1."""
     model, stateless = converted("0"), Float8CurrentScaling()
-    histories = [module.history for _, module in fp8_modules(model)]
+    histories = [module.history for _, module in fp8_modules(model) if module.history is not None]
+    for history in histories:
+        history.plugin_recipe = stateless
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(STEPS):
@@ -57,7 +60,7 @@ def in_a_plugin_without_state(rank: int) -> dict[str, Any]:
                         model(inputs(rank))
                 else:
                     model(inputs(rank))
-            update_of_plugin(histories, stateless)  # type: ignore[arg-type]
+            update_slots(all_slots(histories))
     told = sum("each rank has its own scales" in str(warning.message) for warning in caught)
     return {"scale": scale_of_input(model), "told": told}
 
@@ -65,6 +68,7 @@ def in_a_plugin_without_state(rank: int) -> dict[str, Any]:
 def without_a_plugin(rank: int) -> list[list[float]]:
     """A region inside has another recipe on rank 0: still one collective for both models, and the same scales."""
     models = [converted("0") for _ in range(2)]
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], 0.0)
     for _ in range(STEPS):
         with fp8_autocast(fp8_recipe=SHORT):
             if rank == 0:
@@ -73,16 +77,16 @@ def without_a_plugin(rank: int) -> list[list[float]]:
             else:
                 models[0](inputs(rank))
             models[1](inputs(rank))
-    with fp8_autocast(fp8_recipe=SHORT):  # the last step's update
-        pass
+        optimizer.step()
     return [scale_of_input(model) for model in models]
 
 
 def error_of(model: nn.Module, rank: int) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
     try:
-        for _ in range(2):
-            with fp8_autocast(fp8_recipe=SHORT):
-                model(inputs(rank))
+        with fp8_autocast(fp8_recipe=SHORT):
+            model(inputs(rank))
+        optimizer.step()
     except RuntimeError as error:
         return str(error)
     return ""

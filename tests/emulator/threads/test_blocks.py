@@ -10,8 +10,9 @@ import torch
 
 from tests.emulator.samples import needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
+from tests.tiers import every_value, thorough
 
-pytestmark = needs_gcc
+pytestmark = [needs_gcc, every_value]
 
 ONE = (1, 1, 1)
 schedules = pytest.mark.parametrize("schedule", ["forward", "reverse", "random"])
@@ -231,7 +232,9 @@ def test_stores_race_with_other_blocks(store: str, wait: str, copies: Any, sched
 # Loops without an end
 
 
-@pytest.mark.parametrize("poll", ["ld.global.b32 %r0, [x];", "atom.global.add.u32 %r0, [x], 0;"])
+@pytest.mark.parametrize(
+    "poll", [pytest.param("ld.global.b32 %r0, [x];", marks=thorough), "atom.global.add.u32 %r0, [x], 0;"]
+)
 def test_a_poll_that_nothing_ends_is_reported(poll: str) -> None:
     body = f"WAIT: {poll} setp.eq.u32 %p0, %r0, 0; @%p0 bra WAIT;"
     with pytest.raises(EmulatorError, match="deadlock .* a value in memory|loops of more than .* does not end"):

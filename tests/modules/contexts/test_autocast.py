@@ -12,10 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_fp8.functions.linear
-from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
+from lightning_fp8 import (
+    DelayedScaling,
+    Linear,
+    convert_module,
+    fp8_autocast,
+    fp8_state_dict,
+    load_fp8_state_dict,
+    update_fp8_scales,
+)
+from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+from tests.op_sides import note_calls
 from tests.small import mlp
 
 
@@ -23,10 +32,12 @@ def high_precision(linear: Linear, x: Tensor) -> Tensor:
     return F.linear(x, linear.weight, linear.bias)
 
 
-def step(model: nn.Module, x: Tensor, recipe: Any = "delayed") -> None:
+def step(model: nn.Module, x: Tensor, recipe: Any = "delayed", update: bool = True) -> None:
     with fp8_autocast(fp8_recipe=recipe):
         y = model(x)
     y.square().sum().backward()
+    if update:
+        update_fp8_scales(model)
 
 
 def test_regions_nest_and_the_innermost_rules() -> None:
@@ -62,31 +73,44 @@ def test_it_decorates_functions_and_defaults_to_delayed_scaling() -> None:
     assert linear.slots[Role.INPUT].amax == x.abs().max()
 
 
-def test_scales_are_updated_where_the_next_training_region_begins() -> None:
+def test_scales_are_updated_by_a_step_and_by_no_region() -> None:
     linear = Linear(16, 8)
     slots = linear.slots
     x = torch.randn(4, 16)
-    step(linear, x)
-    assert slots[Role.INPUT].scale == 0
+    largest = linear.weight.detach().abs().max()
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    step(linear, x, update=False)
     with torch.no_grad(), fp8_autocast():
         linear(x)
-    assert slots[Role.INPUT].scale == 0  # evaluation updates nothing
     with fp8_autocast(enabled=False):
         pass
-    assert slots[Role.INPUT].scale == 0
     with fp8_autocast(), fp8_autocast():
-        assert slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
-        assert slots[Role.WEIGHT].scale == torch.tensor(448.0) / linear.weight.abs().max()
-        assert slots[Role.INPUT].history.updates == 2  # the first region found nothing to update
+        pass
+    assert not any(slot.scale for slot in slots.values())
+    optimizer.step()
+    assert slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
+    assert slots[Role.WEIGHT].scale == torch.tensor(448.0) / largest
     assert slots[Role.GRAD_OUTPUT].scale > 0
+    assert slots[Role.INPUT].history.updates == 1
 
 
-def test_an_enabled_region_inside_a_disabled_one_updates_too() -> None:
+def test_an_enabled_region_inside_a_disabled_one_observes_too() -> None:
     linear, x = Linear(16, 8), torch.randn(4, 16)
-    for _ in range(2):
-        with fp8_autocast(enabled=False), fp8_autocast():
-            linear(x)
+    with fp8_autocast(enabled=False), fp8_autocast():
+        linear(x)
+    update_fp8_scales(linear)
     assert linear.slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
+
+
+def test_calibration_updates_no_other_model() -> None:
+    linear, other, x = Linear(16, 8), Linear(16, 8), torch.randn(4, 16)
+    step(other, x, update=False)
+    with fp8_autocast(enabled=False, calibrating=True, fp8_recipe=DelayedScaling(amax_history_len=3)):
+        linear(x)
+    assert linear.slots[Role.INPUT].scale == torch.tensor(448.0) / x.abs().max()
+    assert other.slots[Role.INPUT].scale == 0
+    assert other.slots[Role.INPUT].amax == x.abs().max()
+    assert other.history.updates == 0
 
 
 def test_calibrating_collects_and_computes_in_high_precision() -> None:
@@ -148,8 +172,6 @@ def test_state_goes_through_a_file_and_back(converted: bool, tmp_path: Path) -> 
     first, x = build(), torch.randn(8, 16)
     for _ in range(3):
         step(first, x)
-    with fp8_autocast():  # the update of the third step
-        pass
     torch.save(fp8_state_dict(first), tmp_path / "fp8.pt")
     second = build()
     assert load_fp8_state_dict(second, torch.load(tmp_path / "fp8.pt", weights_only=True)) == []
@@ -190,13 +212,7 @@ def test_recomputation_repeats_its_forward(recipe: str, use_reentrant: bool, mon
 
 def test_backward_follows_the_forwards_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    quantize = lightning_fp8.functions.linear.ops.quantize
-
-    def recorded(x: Tensor, cast: Any, **kwargs: Any) -> Any:
-        used.append(cast.layout.value)
-        return quantize(x, cast, **kwargs)
-
-    monkeypatch.setattr(lightning_fp8.functions.linear.ops, "quantize", recorded)
+    note_calls(monkeypatch, quantize_op, lambda x, cast, *others: used.append(cast.layout.value))
     linear = Linear(64, 32)
     with fp8_autocast(fp8_recipe="mxfp8"):
         y = linear(torch.randn(4, 64, requires_grad=True))
@@ -257,7 +273,7 @@ def test_recomputation_updates_no_scales() -> None:
         return y
 
     checkpoint(in_a_region, x, use_reentrant=False).sum().backward()
-    assert layer.history.updates == 1
+    assert layer.history.updates == 0
 
 
 def test_reduce_amax_is_a_setting_of_the_recipe() -> None:

@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_fp8 as fp8
-from lightning_fp8.delayed.reduce_and_update import reduce_and_update
-from lightning_fp8.ops.gemm import reference as gemm_reference
-from lightning_fp8.ops.gemm.options import format_scaled_mm_options
-from lightning_fp8.ops.quantize import reference
-from lightning_fp8.ops.quantize.casting import operands_of
-from lightning_fp8.ops.quantize.options import format_quantize_options
+from lightning_fp8.delayed.update import reduce_and_update
+from lightning_fp8.ops.cast import operands_of, quantize_op
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
+from tests.op_sides import reference_of
 from tests.small import default_device, fp8_trainer, quiet_trainer
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -226,10 +224,12 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
     shapes = ((0, 40), (24, 40), (0, 24))
     operands = []
     for role, shape in zip(roles, shapes):
-        cast, x = make_recipe(recipe).cast(role), torch.ones(shape, dtype=torch.bfloat16).as_subclass(kind)
+        cast, x = (
+            make_recipe(recipe).cast(role).usage(True, True),
+            torch.ones(shape, dtype=torch.bfloat16).as_subclass(kind),
+        )
         scale, amax = (torch.zeros(()).as_subclass(kind) for _ in range(2)) if recipe == "delayed" else (None, None)
-        found = reference.quantize(x, format_quantize_options(cast, True, True), scale, amax)
-        row, column = operands_of(found, cast.layout, True, True, False)
+        row, column = operands_of(reference_of(quantize_op)(x, cast, scale, amax), cast, True, True)
         assert row is not None
         assert column is not None
         operands.append((row, column))
@@ -240,7 +240,7 @@ def test_the_reference_multiplies_no_rows(recipe: str, kind: type[Tensor]) -> No
         (dy8, w8_t, None, (0, 40)),
         (dy8_t, x8_t, torch.ones(40).as_subclass(kind), (24, 40)),
     ):
-        config = format_scaled_mm_options(a.layout, b.layout, torch.bfloat16)
-        result = gemm_reference.scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, config, added)
+        gemm = Gemm(a.layout, b.layout, torch.bfloat16)
+        result = reference_of(scaled_mm_op)(a.data, a.scale_inv, b.data, b.scale_inv, gemm, added)
         assert result.dtype == torch.bfloat16
         assert torch.equal(result, torch.zeros(shape, dtype=torch.bfloat16) + (0 if added is None else added))

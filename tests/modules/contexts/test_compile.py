@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fp8 import FP8FabricPrecision, Linear, fp8_autocast
 from lightning_fp8.recipes import RECIPES
 from tests.small import fp8_trainer
+from tests.tiers import covering, every_value, thorough
 
 DEPTH = 10
 """More blocks than torch compiles variants of one function: what it compiled for a block has to serve the others."""
@@ -103,6 +104,7 @@ def compare(
         assert torch.equal(found, exact) or (found - exact).float().norm() < tolerance * exact.float().norm()
 
 
+@every_value
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("what", ["model", "block", "layer"])
@@ -110,6 +112,7 @@ def test_delayed_scaling_compiles_as_it_runs(what: str, dynamic: bool, recompute
     compare("delayed", what, dynamic, recompute, depth=2 if what == "model" else DEPTH)
 
 
+@every_value
 @pytest.mark.parametrize(
     ("what", "dynamic", "recompute"),
     [("model", None, False), ("block", False, True), ("layer", True, False)],
@@ -121,6 +124,7 @@ def test_every_recipe_compiles_as_it_runs(recipe: str, what: str, dynamic: bool 
     compare(recipe, what, dynamic, recompute)
 
 
+@thorough
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_inductor_takes_state_and_blocks(recipe: str) -> None:
     """The ops are opaque to it: what it sees is whether they write to what they are given, and the shapes of scales."""
@@ -147,11 +151,15 @@ def two_backwards_in_their_forwards_order(model: nn.Module, x: Tensor) -> Tensor
 
 
 @pytest.mark.skipif(TORCH < (2, 11), reason="a graph may write in its backward pass once in a step only")
-@pytest.mark.parametrize("step", [twice, two_batches_one_backward, two_backwards_in_their_forwards_order])
+@pytest.mark.parametrize(
+    "step",
+    covering([twice, two_batches_one_backward, two_backwards_in_their_forwards_order], lambda step: {twice} & {step}),
+)
 def test_compiled_blocks_may_run_more_than_once_in_a_step(step: Callable[[nn.Module, Tensor], Tensor]) -> None:
     compare("delayed", "block", step=step, tolerance=0.01)  # gradients may be added up in another order
 
 
+@every_value
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_layers_may_get_no_rows(recipe: str, dynamic: bool | None) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 
 import lightning_fp8.modules.weight_cache
 from lightning_fp8 import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, fp8_autocast, fp8_state_dict
-from lightning_fp8.delayed.reduce_and_update import update_without_plugin
-from lightning_fp8.functions.linear import quantize_role
+from lightning_fp8.modules.weight_cache import _KeptWeight
 from lightning_fp8.recipes import make_recipe
 from tests.modules.fused.cases import (
     distances,
@@ -23,7 +22,7 @@ from tests.modules.fused.cases import (
     unrounded,
 )
 from tests.modules.fused.runs import MODULES, Make, all_equal, amaxes, input_of, run
-from tests.small import assert_raises
+from tests.small import assert_raises, update_all_scales
 
 
 @MODULES
@@ -66,7 +65,7 @@ def test_the_next_step_casts_by_the_scales_of_the_last(make: Make) -> None:
     with torch.no_grad():
         module.layer_norm_weight.mul_(3.3)
     run(module, x, recipe=recipe)
-    update_without_plugin(recipe)
+    update_all_scales(recipe)
     with torch.no_grad():
         module.layer_norm_weight.div_(3.3)
     delayed = run(module, x, recipe=recipe)
@@ -154,9 +153,9 @@ def test_micro_batches_share_the_cast_weights(make: Make, monkeypatch: pytest.Mo
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
-        return quantize_role(*args, **kwargs)
+        return _KeptWeight(*args, **kwargs)
 
-    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "quantize_role", counted)
+    monkeypatch.setattr(lightning_fp8.modules.weight_cache, "_KeptWeight", counted)
     module, x = randomized(make(32, 48)), input_of(4, 32)
     right = run(module, x, recipe="tensorwise")
     weights = len(module.gemms)
@@ -213,13 +212,17 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+ALONE = ("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered")
+"""Flags without effect where no ranks share a layer."""
+
+
 @pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
-def test_parallel_arguments_are_taken_at_their_defaults(make: Make) -> None:
+def test_parallel_arguments_of_one_process(make: Make) -> None:
     assert isinstance(make(32, 48, **DEFAULTS), make)
-    asked = {"tp_size": 2, "tp_group": object(), "parallel_mode": "column", "symmetric_ar_type": "two_shot"}
-    flags = {name: True for name, default in DEFAULTS.items() if default is False}
-    for name, value in {**asked, **flags}.items():
-        with pytest.raises(NotImplementedError, match=f"^{name}=.* is not here: .*leave it out"):
+    assert isinstance(make(32, 48, parallel_mode="column", **dict.fromkeys(ALONE, True)), make)
+    flags = {name: True for name, default in DEFAULTS.items() if default is False and name not in ALONE}
+    for name, value in {"symmetric_ar_type": "two_shot", **flags}.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}=.* is not supported: .*leave it out"):
             make(32, 48, **{name: value})
     with pytest.raises(TypeError, match="unexpected keyword argument 'tpsize'"):
         make(32, 48, tpsize=2)

@@ -135,7 +135,7 @@ def test_copies_have_rows_of_their_own(make: Make) -> None:
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert twin.history is not module.history
         assert all_equal(run(twin, x), right)
-        assert twin in twin.history.owners.values()
+        assert twin in twin.history.modules.values()
 
 
 @MODULES

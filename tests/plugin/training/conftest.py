@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fp8 import ops
+from lightning_fp8.ops.gemm import scaled_mm_observed_op, scaled_mm_op
+from tests.op_sides import note_calls
 
 Gemms: TypeAlias = "Counter[tuple[torch.dtype, torch.dtype]]"
 
@@ -18,11 +19,10 @@ Gemms: TypeAlias = "Counter[tuple[torch.dtype, torch.dtype]]"
 def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
     """How many FP8 GEMMs ran, by the dtypes of their operands."""
     counts: Gemms = Counter()
-    scaled_mm = ops.scaled_mm
 
-    def counting(a: Any, b: Any, **options: Any) -> Tensor:
-        counts[a.data.dtype, b.data.dtype] += 1
-        return scaled_mm(a, b, **options)
+    def count(a: Tensor, scale_a: Tensor, b: Tensor, *others: Any) -> None:
+        counts[a.dtype, b.dtype] += 1
 
-    monkeypatch.setattr(ops, "scaled_mm", counting)
+    for op in (scaled_mm_op, scaled_mm_observed_op):
+        note_calls(monkeypatch, op, count)
     return counts

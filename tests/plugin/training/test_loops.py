@@ -31,6 +31,7 @@ from tests.plugin.training.models import (
     loader,
     parameters,
 )
+from tests.tiers import thorough
 
 # Activation checkpointing, accumulation, copies, averages
 
@@ -58,7 +59,7 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool, recipe: str, g
     assert_falls(recomputed.losses)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=thorough), True])
 def test_checkpointing_of_compiled_blocks_recomputes_in_fp8(reentrant: bool) -> None:
     torch._dynamo.reset()
     plain = Regression(Blocks())
@@ -193,7 +194,8 @@ def test_stochastic_weight_averaging_of_lightning(gemms: Gemms) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "recipe"), [("aot_eager", "delayed"), ("aot_eager", "blockwise"), ("inductor", "delayed")]
+    ("backend", "recipe"),
+    [("aot_eager", "delayed"), ("aot_eager", "blockwise"), pytest.param("inductor", "delayed", marks=thorough)],
 )
 def test_compiled_block_trains_as_the_eager_one(backend: str, recipe: str) -> None:
     torch._dynamo.reset()

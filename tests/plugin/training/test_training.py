@@ -32,6 +32,7 @@ from tests.plugin.training.models import (
     loader,
     parameters,
 )
+from tests.tiers import every_value
 
 # Models
 
@@ -206,6 +207,7 @@ def test_validation_changes_no_bit_of_training() -> None:
     assert_same_bits(parameters(validated), parameters(plain))
 
 
+@every_value
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_recovers_from_a_poisoned_batch(recipe: str, poison: float) -> None:

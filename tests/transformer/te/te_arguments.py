@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_fp8 import DelayedScaling, InferenceParams, RotaryPositionEmbedding
 
 GROUP = object()
-NO_TENSOR_PARALLELISM = "layers are not tensor-parallel"
-NOTHING_TO_OVERLAP = "no communication to overlap with"
+NOT_OVERLAPPED = "do not overlap with GEMMs"
 
 
 def constant(weight: Tensor) -> None:
@@ -32,22 +31,22 @@ class Refused:
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "squared_relu", "srelu", "sreglu", "silu")
 
 PARALLEL = {
-    "sequence_parallel": [False, Refused(True, NO_TENSOR_PARALLELISM)],
-    "tp_group": [None, Refused(GROUP, NO_TENSOR_PARALLELISM)],
-    "tp_size": [1, Refused(2, NO_TENSOR_PARALLELISM)],
+    "sequence_parallel": [False, True],
+    "tp_group": [None, Refused(GROUP, "must be a process group", TypeError)],
+    "tp_size": [1, 2, Refused(0, "tp_size=0 must be a positive integer", ValueError)],
     "get_rng_state_tracker": [None],
     "name": ["layers.0"],
 }
 COLUMN_OR_ROW = {
-    "parallel_mode": [None, Refused("column", NO_TENSOR_PARALLELISM)],
-    "symmetric_ar_type": [None, Refused("one_shot", NO_TENSOR_PARALLELISM)],
+    "parallel_mode": [None, "column", "row", Refused("both", "use one of 'column', 'row'", ValueError)],
+    "symmetric_ar_type": [None, Refused("one_shot", "torch.distributed's all_reduce")],
     "ub_name": ["qkv"],
     "delay_wgrad_compute": [False, Refused(True, "computes the weight's gradient at once")],
     "rng_tracker_name": ["model-parallel-rng"],
     "skip_weight_param_allocation": [Refused(False, "was removed from Transformer Engine", TypeError)],
 }
 OVERLAP = {
-    name: [False, Refused(True, NOTHING_TO_OVERLAP)]
+    name: [False, Refused(True, NOT_OVERLAPPED)]
     for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 }
 OPTIMIZATION = {
@@ -83,7 +82,7 @@ MULTIHEAD = {
     "qk_norm_before_rope": [True],
     "seq_length": [128, Refused("abc", "seq_length='abc' must be a positive integer", ValueError)],
     "micro_batch_size": [2, Refused(-3, "micro_batch_size=-3 must be a positive integer", ValueError)],
-    "set_parallel_mode": [False, Refused(True, NO_TENSOR_PARALLELISM)],
+    "set_parallel_mode": [False, True],
     "fuse_wgrad_accumulation": [False, Refused(True, "needs fuse_qkv_params=True", ValueError)],
     **{name: NORM[name] for name in ("normalization", "zero_centered_gamma")},
     **OPTIMIZATION,
@@ -95,7 +94,7 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
     "LayerNorm": {"eps": [1e-3], "zero_centered_gamma": [True], "params_dtype": [torch.bfloat16]}
     | {"sequence_parallel": PARALLEL["sequence_parallel"], "device": ["cpu"]},
     "LayerNormLinear": {"eps": [1e-3], **WITH_BIAS, **SPLIT, **NORM, **OPTIMIZATION, **PARALLEL, **COLUMN_OR_ROW}
-    | {**OVERLAP, "return_layernorm_output_gathered": [False, Refused(True, NO_TENSOR_PARALLELISM)]},
+    | {**OVERLAP, "return_layernorm_output_gathered": [False, True]},
     "LayerNormMLP": {"eps": [1e-3], **WITH_BIAS, **NORM, **OPTIMIZATION, **PARALLEL, **OVERLAP}
     | {
         "activation": [
@@ -135,7 +134,7 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
         "parallel_attention_mlp": [True],
         "layer_type": ["encoder", Refused("both", "use one of 'encoder', 'decoder'", ValueError)],
         "drop_path_rate": [0.0, 0.5],
-        "ub_tp_comm_overlap": [False, Refused(True, "layers are not tensor-parallel")],
+        "ub_tp_comm_overlap": [False, Refused(True, NOT_OVERLAPPED)],
         **{name: [True, False] for name in OVERLAP},
         "bias": [False],
         "activation": ["gelu", "relu", "reglu", "geglu", "swiglu"],
@@ -155,7 +154,7 @@ CONSTRUCTORS["DotProductAttention"] = {
     ],
     "bottom_right_diagonal": [None, True, Refused("no", "must be True or False", TypeError)],
     "sequence_parallel": [False, True],
-    "cp_group": [None, Refused(GROUP, "context parallelism is not here")],
+    "cp_group": [None, Refused(GROUP, "pass a torch.distributed.ProcessGroup", TypeError)],
 }
 
 _BIAS = torch.zeros(1, 4, 6, 6)
@@ -204,7 +203,7 @@ LINEAR_CALL: dict[str, list[Any]] = {
     "is_first_microbatch": [None, True],
     "fp8_output": [False, Refused(True, "the output is in high precision")],
     "fp8_grad": [False, Refused(True, "the gradient of the input is in high precision")],
-    "weight": [None, Refused(torch.zeros(2, 3), r"weight=a tensor \[2, 3\] is not here: .* has its own weight")],
+    "weight": [None, Refused(torch.zeros(2, 3), r"weight=a tensor \[2, 3\] is not supported: .* has its own weight")],
     "bias": [None, Refused(torch.zeros(3), "a layer has its own bias")],
 }
 FORWARDS: dict[str, dict[str, list[Any]]] = {
@@ -232,7 +231,6 @@ FORWARDS: dict[str, dict[str, list[Any]]] = {
         "bottom_right_diagonal": [None, False, Refused("no", "must be True or False", TypeError)],
     },
 }
-_RECOMPUTE = "call torch.utils.checkpoint.checkpoint"
 FUNCTIONS: dict[str, dict[str, list[Any]]] = {
     "fp8_autocast": {
         "enabled": [True, False, Refused("no", "must be True or False", TypeError)],
@@ -242,9 +240,9 @@ FUNCTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "onnx_export": {"enabled": [True, False]},
     "checkpoint": {
-        "function": [Refused(len, _RECOMPUTE)],
-        "distribute_saved_activations": [Refused(False, _RECOMPUTE)],
-        "get_cuda_rng_tracker": [Refused(None, _RECOMPUTE)],
-        "tp_group": [Refused(None, _RECOMPUTE)],
+        "function": [dict, Refused(3, "function=3 cannot be called", TypeError)],
+        "distribute_saved_activations": [False, Refused(True, "pass tp_group", ValueError)],
+        "get_cuda_rng_tracker": [None, Refused(object, "has no get_states and set_states", TypeError)],
+        "tp_group": [None],
     },
 }

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lightning_fp8
+from lightning_fp8.te.arguments import _UNSUPPORTED, _VALUES, ParallelArguments
 from tests.small import assert_raises
 from tests.transformer.te.te_arguments import CONSTRUCTORS, FORWARDS, FUNCTIONS, Refused
 
@@ -56,7 +57,8 @@ def test_arguments_of_forwards(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_arguments_of_functions(name: str) -> None:
-    check(getattr(lightning_fp8, name), FUNCTIONS[name])
+    function = getattr(lightning_fp8, name)
+    check(partial(function, function=dict) if name == "checkpoint" else function, FUNCTIONS[name])
 
 
 DOCUMENTED = json.loads((Path(__file__).parent / "te_documented.json").read_text())
@@ -90,7 +92,27 @@ def test_each_documented_name_is_tried_above_and_has_the_documented_default(name
     for method in DOCUMENTED[name].get("methods", []):
         layer = made(name)
         getattr(layer, method)(None)
-        assert_raises(partial(getattr(layer, method), object()), NotImplementedError, "layers are not tensor-parallel")
+        assert_raises(partial(getattr(layer, method), object()), TypeError, "must be a process group")
+
+
+def test_the_tables_hold_the_documented_names_and_defaults() -> None:
+    signatures = [inspect.signature(getattr(lightning_fp8, name)).parameters for name in CONSTRUCTORS]
+    taken = {name for signature in signatures for name in signature} | ParallelArguments.__annotations__.keys()
+    assert _VALUES.keys() | _UNSUPPORTED.keys() <= taken
+    assert not _VALUES.keys() & _UNSUPPORTED.keys()
+    for argument, (default, instead) in _UNSUPPORTED.items():
+        assert any(way in instead for way in ("leave it", "split the batch", "compute them")), instead
+        for signature in signatures:
+            if argument in signature and (default, argument) != ({}, "activation_params") and argument != "num_splits":
+                assert signature[argument].default == default, argument
+
+
+def test_names_of_our_signatures_are_no_arguments() -> None:
+    """``parallel`` takes the others; values without a name beyond the positional ones are refused as Python does."""
+    for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"):
+        assert_raises(partial(made, name, parallel={}), TypeError, f"{name} got an unexpected .* argument 'parallel'")
+    assert_raises(lambda: lightning_fp8.Linear(32, 32, True, "x"), TypeError, "takes from 3 to 4 positional arguments")
+    assert_raises(lambda: lightning_fp8.Linear(32), TypeError, "missing 1 required positional argument")
 
 
 def test_an_input_has_transformer_engines_name_and_torchs() -> None:

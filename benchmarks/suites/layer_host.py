@@ -1,0 +1,283 @@
+"""The host's time of a whole layer: of suite ``host``, and a command of its own that measures any state of the package.
+
+    python benchmarks/suites/layer_host.py                            # the installed package, or that of PYTHONPATH
+    python benchmarks/suites/layer_host.py --beside ~/other_checkout  # and another state of it, by the same code
+
+Beside each other they run by turns, in processes of their own, and the least of each state's times counts. Nothing of
+``benchmarks`` is imported here, so that one file measures both. Of the package it needs ``Linear``,
+``fp8_autocast`` and ``make_recipe``, and inside the two context managers what stands between ops and a card.
+
+- ``Linear forward``, ``Linear backward``: the CUDA sides of ops run on CPU tensors, as if on a card whose driver
+  starts nothing: all that the host does but the driver's part of launches.
+  ``torch.autograd alone`` is a function of the same inputs and outputs that computes the bias' gradient, as a layer
+  does, and nothing else: what is above it is the layer's.
+- ``Linear step``: forward and backward of a tiny layer on the CPU, where its work hardly counts, beside torch's own
+  layer and torchao's emulation of FP8.
+
+Contexts are entered, and delayed scaling has its scales, before the time is taken; updates of scales are no part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+OURS = "lightning_fp8"
+RECIPES = "delayed", "tensorwise"
+ON_A_CARD = 64, 64
+"""Rows, and features of a layer on the card that is none: few, so that torch's own work on the CPU hardly counts."""
+ON_THE_CPU = 8, 64
+STEPS, STEPS_BEFORE = 200, 3
+"""Of a measurement, and before it: delayed scaling finds its scales there."""
+ALONE = "torch.autograd alone"
+PASSES = 8
+"""Of which the least median counts: what else the machine does meanwhile only adds."""
+
+
+class LayerTime(NamedTuple):
+    """Microseconds of the host, forward and backward; ``note`` says why there are none."""
+
+    name: str
+    by: str
+    shape: tuple[int, int]
+    forward: float | None
+    backward: float | None
+    note: str | None = None
+
+
+def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
+    """The times of all layers, side by side in each pass."""
+    rows, features = ON_THE_CPU
+    makers: dict[str, Callable[[], nn.Module]] = {"torch": lambda: _linear(nn.Linear, features)}
+    if find_spec("torchao"):
+        makers["torchao, emulated"] = lambda: _of_torchao(features)
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(passes):
+        times.setdefault(("Linear", ALONE), []).append(_of_layer(_linear(_Alone, ON_A_CARD[1]), ON_A_CARD[0], steps))
+        for recipe in RECIPES:
+            times.setdefault(("Linear", recipe), []).append(_of_ours(recipe, *ON_A_CARD, steps, True))
+            times.setdefault(("Linear step", recipe), []).append(_of_ours(recipe, *ON_THE_CPU, steps, False))
+        for by, make in makers.items():
+            times.setdefault(("Linear step", by), []).append(_of_layer(make(), rows, steps))
+    best = {key: tuple(map(min, zip(*of_passes))) for key, of_passes in times.items()}
+    found = [
+        LayerTime(name, _by(by), ON_A_CARD if name == "Linear" else ON_THE_CPU, *seconds)
+        for (name, by), seconds in best.items()
+    ]
+    if "torchao, emulated" not in makers:
+        found.append(LayerTime("Linear step", "torchao, emulated", ON_THE_CPU, None, None, "torchao is not installed"))
+    return found
+
+
+def _by(maker: str) -> str:
+    return OURS if maker == RECIPES[0] else f"{OURS}, {maker}" if maker in RECIPES else maker
+
+
+class _AloneFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), dy.sum(0, dtype=torch.float32).to(dy.dtype)
+
+
+class _Alone(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = _AloneFunction.apply(input, self.weight, self.bias)
+        return y
+
+
+def _linear(kind: Callable[..., nn.Module], features: int) -> nn.Module:
+    return kind(features, features).to(torch.bfloat16)
+
+
+def _of_torchao(features: int) -> nn.Module:
+    float8: Any = import_module("torchao.float8")
+    model = nn.Sequential(_linear(nn.Linear, features))
+    converted: nn.Module = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))[0]
+    return converted
+
+
+def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool) -> tuple[float, float]:
+    import lightning_fp8
+
+    layer = _linear(lightning_fp8.Linear, features)
+    made = lightning_fp8.make_recipe(recipe)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for _ in range(3):  # so that delayed scaling has its scales before a card that computes nothing stands in
+        with lightning_fp8.fp8_autocast(fp8_recipe=made):
+            _of_layer(layer, rows, STEPS_BEFORE)
+        optimizer.step()
+    with ExitStack() as stack:
+        for surroundings in (a_card, cuda_sides_on_cpu) if on_a_card else ():
+            stack.enter_context(surroundings())
+        stack.enter_context(lightning_fp8.fp8_autocast(fp8_recipe=made))
+        return _of_layer(layer, rows, steps)
+
+
+def _of_layer(layer: nn.Module, rows: int, steps: int) -> tuple[float, float]:
+    """Medians of microseconds, of forward and of backward."""
+    features = next(layer.parameters()).shape[-1]
+    x = torch.randn(rows, features, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(rows, features, dtype=torch.bfloat16)
+    tensors: list[Tensor] = [x, *layer.parameters()]
+    forward, backward = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            start = perf_counter()
+            y = layer(x)
+            middle = perf_counter()
+            y.backward(dy)
+            end = perf_counter()
+            forward.append(middle - start)
+            backward.append(end - middle)
+            for tensor in tensors:
+                tensor.grad = None
+    finally:
+        gc.enable()
+    return 1e6 * statistics.median(forward), 1e6 * statistics.median(backward)
+
+
+# --- The card that is none --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_card() -> Iterator[None]:
+    """CPU tensors are on a card whose driver starts nothing."""
+    from cuda_kernels.host import gemm_selection, launch, tensor_maps
+
+    driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
+    replaced: dict[str, Any] = {
+        "is_cuda_device": lambda device: True,
+        "_driver": lambda: driver,
+        "_load": lambda kernel, index: 0,
+        "enter_context": lambda index: None,
+    }
+    stream = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
+    backend = patch.dict(os.environ, {gemm_selection.CHOICE_VARIABLE: "numba"})
+    maps = patch.multiple(tensor_maps, is_cuda_device=lambda device: True, _encoded=lambda tensor, box: bytes(128))
+    with patch.multiple(launch, **replaced), maps, stream, backend:
+        yield
+
+
+@contextmanager
+def cuda_sides_on_cpu() -> Iterator[None]:
+    """What computes ops on CUDA tensors computes them on CPU tensors, too, with plans made anew."""
+
+    try:
+        from lightning_fp8.ops import cast, plans
+        from lightning_fp8.ops.op import Op
+    except ImportError:
+        clear, replaced = _in_older_states()
+    else:
+        ops = {each for module in _op_modules() for each in vars(module).values() if isinstance(each, Op)}
+        replaced = [patch.dict(op.implementations, cpu=op.implementations["cuda"]) for op in ops]
+        replaced += [patch.dict(op.plans, cpu=op.plans["cuda"]) for op in ops if op.plans]
+        replaced.append(patch.object(cast, "gives_a_view", lambda *operand: False))  # a GPU's GEMMs read one order only
+        clear = plans.clear_plan_cache
+    with ExitStack() as stack:
+        stack.callback(clear)
+        for each in replaced:
+            stack.enter_context(each)
+        clear()
+        yield
+
+
+def _op_modules() -> list[Any]:
+    return [module for name, module in list(sys.modules.items()) if name.startswith("lightning_fp8.ops.")]
+
+
+def _in_older_states() -> tuple[Callable[[], None], list[Any]]:
+    """The same of states before ``ops/op.py``: what clears plans, and the context managers."""
+    from importlib import import_module
+
+    calls = {
+        each: dict(zip(each.__code__.co_freevars, each.__closure__))
+        for module in _op_modules()
+        for each in vars(module).values()
+        if "on_cpu" in getattr(getattr(each, "__code__", None), "co_freevars", ())
+    }
+
+    @contextmanager
+    def swapped(cell: Any, contents: Any) -> Iterator[None]:
+        before, cell.cell_contents = cell.cell_contents, contents
+        try:
+            yield
+        finally:
+            cell.cell_contents = before
+
+    replaced: list[Any] = [swapped(cells["on_cpu"], cells["on_cuda"].cell_contents) for cells in calls.values()]
+    casting = import_module("lightning_fp8.ops.quantize.casting")
+    replaced.append(patch.object(casting, "gives_a_view", lambda *operand: False))
+    return import_module("lightning_fp8.ops.core.dispatch").clear_plan_cache, replaced
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--beside", type=Path, help="another checkout, whose state is measured by turns with this one")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each state")
+    parser.add_argument("--json", action="store_true", help="print the times as JSON")
+    args = parser.parse_args()
+    if args.json:
+        print(json.dumps(layer_times()))
+        return
+    if args.beside is None:
+        print("the host's microseconds, forward and backward")
+        for each in layer_times():
+            print(f"{each.name:12} {list(each.shape)!s:10} {each.by:26} {_cells(each)}")
+        return
+    states = [Path(__file__).resolve().parents[2], args.beside.resolve()]
+    turns = [[_in_a_process(state) for state in states] for _ in range(args.rounds)]
+    here, there = ([_least(times) for times in zip(*of_state)] for of_state in zip(*turns))
+    print(f"the host's microseconds, forward and backward: {states[0]}, {states[1]}, and the ratio")
+    for ours, others in zip(here, there, strict=True):
+        ratios = "" if ours.note else f"{ours.forward / others.forward:6.2f} {ours.backward / others.backward:6.2f}"  # type: ignore[operator]
+        print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26} {_cells(ours)}   {_cells(others)}  {ratios}")
+
+
+def _in_a_process(state: Path) -> list[LayerTime]:
+    environment = {**os.environ, "PYTHONPATH": str(state)}
+    command = [sys.executable, __file__, "--json"]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return [LayerTime(*each) for each in json.loads(output.splitlines()[-1])]
+
+
+def _least(times: Sequence[LayerTime]) -> LayerTime:
+    first = times[0]
+    if first.note:
+        return first
+    return first._replace(
+        forward=min(each.forward for each in times if each.forward),
+        backward=min(each.backward for each in times if each.backward),
+    )
+
+
+def _cells(time: LayerTime) -> str:
+    return time.note or f"{time.forward:7.1f} {time.backward:7.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The kernels of attention's backward pass bound to the layout of a batch, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.backward.delta import attention_delta_kernel
+from cuda_kernels.attention.backward.memory import FLUSH, scratch_floats
+from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
+from cuda_kernels.attention.host.forward import AttentionProblem, PackedCodes, Strides, stride_parameters
+from cuda_kernels.attention.host.kernels import (
+    blocks_of_tile,
+    dkv_kernels,
+    dq_kernel,
+    operand_on,
+    uses_scratch,
+)
+from cuda_kernels.attention.host.tiles import PackedRows, most_seen
+from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.host.launch import Argument, address_on, named_launch
+from cuda_kernels.host.tensor_maps import Box
+
+
+class BackwardTables(NamedTuple):
+    """The tiles of a batch.
+
+    Attributes:
+        queries: tiles of queries with the keys that they see, 128 in a tile of both.
+        keys: tiles of 128 keys with the queries that see them, in tiles of 64.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class Operands(NamedTuple):
+    """What the backward pass multiplies: ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy."""
+
+    do: PackedCodes
+    q: PackedCodes
+    k: PackedCodes
+    v: PackedCodes
+
+
+class BackwardLaunch:
+    """The backward pass for one layout of a batch.
+
+    Args:
+        query_strides: of o and dq; multiples of 8, and the addresses of 16 bytes.
+        key_strides: the same of dk and dv.
+        flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
+
+    Raises:
+        ValueError: an argument is none that the kernels take.
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        query_strides: Strides,
+        key_strides: Strides,
+        device: torch.device,
+        flush: int = FLUSH,
+    ) -> None:
+        spec, heads, group = problem.spec, problem.heads, problem.group
+        for strides in (query_strides, key_strides):
+            if any(stride % 8 for stride in strides):
+                raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
+        seen, seeing = problem.visible, problem.visible.transposed()
+        self._problem, self._device = problem, device
+        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
+        needs_scratch = uses_scratch(device) and seen_by_a_key > flush
+        key_blocks = problem.keys.blocks * heads[1]
+        self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0
+        blocks = problem.queries.blocks * heads[0]
+        scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
+        of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
+        delta = attention_delta_kernel(spec.head_dim)
+        self._delta = named_launch(
+            delta, blocks, device, heads=heads[0], rows_q=problem.queries.total, **of_queries
+        )  # fmt: skip
+        scalars = {**problem.sizes(heads[0]), **seen.limits(), **scales, **of_queries}
+        of_tile = blocks_of_tile(spec, device)
+        self._dq = named_launch(dq_kernel(spec, device), blocks * of_tile, device, **scalars)
+        scalars = {**problem.sizes(heads[1]), **seeing.limits(), **scales, **of_keys}
+        kernels = dkv_kernels(spec, device, flush)
+        self._dkv = [named_launch(kernel, key_blocks * of_tile, device, **scalars) for kernel in kernels]
+        self._pointer = address_on(device)
+        row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
+        self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)
+        self._of_queries_t, self._of_keys_t = operand_on(device, transposed_box), operand_on(device, transposed_box)
+        self._statistics_box = operand_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
+
+    def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
+        """The tiles of a batch."""
+        visible = self._problem.visible
+        return BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
+
+    def run(
+        self,
+        tables: BackwardTables,
+        operands: Operands,
+        o: Tensor,
+        m: Tensor,
+        l: Tensor,  # noqa: E741
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the gradients dq, dk and dv.
+
+        ``o`` is in bfloat16; ``m`` and ``l`` are as the forward pass left them, float32 ``[H, R]`` of packed rows of
+        queries.
+        """
+        dq, dk, dv = gradients
+        statistics = self.run_delta(tables, operands, o, m, l)
+        self.run_dq(tables, operands, statistics, dq)
+        self.run_dkv(tables, operands, statistics, dk, dv)
+
+    def run_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+        """What the others know of each query: float32 ``[H, 5, R]``; ``backward/statistics.py`` names its rows."""
+        assert o.dtype == torch.bfloat16
+        do, q, _, _ = operands
+        heads, rows = self._problem.heads[0], self._problem.queries.total
+        statistics = torch.empty(heads, STATISTICS, rows, dtype=torch.float32, device=self._device)
+        if self._delta.blocks:
+            inputs = tables.queries, _rows_of(do), do.scale_inv, q.scale_inv, o, m, l, statistics
+            self._delta.run(*map(self._pointer, inputs))
+        return statistics
+
+    def run_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
+        """Write ``dq`` and the statistic ``CORRECTED``."""
+        do, q, k, v = operands
+        if self._dq.blocks:
+            maps = (
+                *(self._of_queries(_rows_of(x)) for x in (q, do)), *(self._of_keys(_rows_of(x)) for x in (k, v)),
+                self._of_keys_t(_columns_of(k)),
+            )  # fmt: skip
+            inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
+            self._dq.run(*maps, *map(self._pointer, inputs))
+
+    def run_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write ``dk`` and ``dv``."""
+        do, q, k, v = operands
+        if self._problem.keys.blocks:
+            absent: Argument = 0
+            scratch = None
+            if self._scratch_floats:
+                scratch = torch.zeros(self._scratch_floats, dtype=torch.float32, device=self._device)
+            maps = (
+                *(self._of_keys(_rows_of(x)) for x in (k, v)), *(self._of_queries(_rows_of(x)) for x in (q, do)),
+                *(self._of_queries_t(_columns_of(x)) for x in (q, do)),
+                self._statistics_box(statistics.flatten(0, 1)),
+            )  # fmt: skip
+            inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
+            left = absent if scratch is None else self._pointer(scratch)
+            for launch in self._dkv:
+                launch.run(*maps, *map(self._pointer, inputs), left)
+
+
+def _rows_of(x: PackedCodes) -> Tensor:
+    """The row copy of all heads: ``[H * R, D]``."""
+    assert x.data is not None
+    return x.data.flatten(0, 1)
+
+
+def _columns_of(x: PackedCodes) -> Tensor:
+    """The transposed copy of all heads: ``[H * D, R]``."""
+    assert x.data_t is not None
+    return x.data_t.flatten(0, 1)

@@ -1,0 +1,61 @@
+"""All tables of a batch, for both passes, in one tensor that several calls can share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.host.backward import BackwardTables
+from cuda_kernels.attention.host.forward import CastTables, Visible
+from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table
+from cuda_kernels.attention.spec import ROW_FIELDS, SEQUENCE_FIELDS, TILE_FIELDS
+
+
+class BatchTables(NamedTuple):
+    """What attention's kernels read of the lengths in a batch.
+
+    Attributes:
+        queries, keys: for the casts of both.
+        tiles: for the kernels that multiply.
+    """
+
+    queries: CastTables
+    keys: CastTables
+    tiles: BackwardTables
+
+    @classmethod
+    def of(cls, queries: PackedRows, keys: PackedRows, visible: Visible, mean_rows: int | None) -> BatchTables:
+        """Those of a batch under a mask; ``mean_rows``: see :meth:`CastTables.of`, of keys."""
+        tiles = BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
+        return cls(CastTables(cast_table(queries)), CastTables.of(keys, mean_rows), tiles)
+
+    def joined(self) -> Tensor:
+        """One after the other: int32, in the order of :meth:`split`, and as many as :func:`joined_numel`."""
+        tables = *self.tiles, self.queries.blocks, *self.keys
+        return torch.cat([table.flatten() for table in tables if table is not None])
+
+    @classmethod
+    def split(cls, joined: Tensor, queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> BatchTables:
+        """The way back, as views."""
+        shapes = _shapes(queries, keys, mean_rows)
+        parts = joined.split([rows * fields for rows, fields in shapes])
+        of_queries, of_keys, queries_cast, *keys_cast = (part.view(shape) for part, shape in zip(parts, shapes))
+        return cls(CastTables(queries_cast), CastTables(*keys_cast), BackwardTables(of_queries, of_keys))
+
+
+def joined_numel(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> int:
+    """Elements of :meth:`BatchTables.joined`."""
+    return sum(rows * fields for rows, fields in _shapes(queries, keys, mean_rows))
+
+
+def _shapes(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> list[tuple[int, int]]:
+    """Of the tables in their order. Entries of 16 bytes and more come first, where kernels load so many at once."""
+    fields, of_tile, of_sequence = len(ROW_FIELDS), len(TILE_FIELDS), len(SEQUENCE_FIELDS)
+    summed = keys.blocks if mean_rows is None else keys.sequences
+    return [
+        (queries.blocks, of_tile), (keys.blocks, of_tile),
+        (queries.blocks, fields),
+        (keys.blocks, fields), (summed, fields), (keys.sequences, of_sequence),
+    ]  # fmt: skip

@@ -1,0 +1,311 @@
+"""Attention's kernels bound to the layout of a batch: grid, tables, tensor maps and parameters of each launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.backward.memory import QUERIES
+from cuda_kernels.attention.casts.cast import quantize_heads_kernel
+from cuda_kernels.attention.casts.heads import HeadsSpec
+from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
+from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
+from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
+from cuda_kernels.attention.host.tiles import (
+    PackedRows,
+    RowSpace,
+    cast_table,
+    limits,
+    mean_tables,
+    tile_table,
+)
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
+from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.host.launch import Argument, address_on, named_launch
+from cuda_kernels.host.tensor_maps import Box
+
+Strides = tuple[int, int, int]
+"""In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
+
+
+def stride_parameters(strides: Strides) -> dict[str, int]:
+    """``strides`` by the names of kernels' parameters."""
+    return dict(zip(("stride_b", "stride_l", "stride_h"), strides, strict=True))
+
+
+class PackedCodes(NamedTuple):
+    """A tensor of heads as E4M3 codes in packed rows (:mod:`cuda_kernels.attention.spec`).
+
+    Attributes:
+        data: uint8 ``[H, R, D]``, or None.
+        data_t: uint8 ``[H, D, R]``, or None.
+        scale_inv: float32 ``[H, R / 128]``.
+    """
+
+    data: Tensor | None
+    data_t: Tensor | None
+    scale_inv: Tensor
+
+
+class CastTables(NamedTuple):
+    """Where the sequences of a batch lie, as casts read it.
+
+    Attributes:
+        blocks: :func:`~cuda_kernels.attention.host.tiles.cast_table`.
+        summed, counts: :func:`~cuda_kernels.attention.host.tiles.mean_tables`, if a cast is centered.
+    """
+
+    blocks: Tensor
+    summed: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
+        """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
+        blocks = cast_table(packed)
+        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
+
+
+class Visible(NamedTuple):
+    """Which keys a query sees: see :func:`cuda_kernels.attention.host.tiles.tile_table`."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    def transposed(self) -> Visible:
+        """Which queries see a key."""
+        return Visible(self.right, self.left, self.bottom_right)
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """Tiles of 128 queries with the tiles of 128 keys that they see."""
+        return tile_table(queries, keys, *self)
+
+    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
+        """Tiles of 128 keys with the queries that see them, in tiles of 64."""
+        return tile_table(keys, queries, *self.transposed(), QUERIES)
+
+    def limits(self) -> dict[str, int]:
+        """As kernels take them, by the names of their parameters."""
+        left, right = limits(self.left, self.right)
+        return {"left": left, "right": right}
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What both passes of one call have in common; lengths of sequences come with each launch.
+
+    Attributes:
+        spec: head_dim, and the dtype of what a pass writes.
+        heads: of queries, and of keys and values; the first is a multiple of the second.
+        queries, keys: the packed rows of the batch.
+        visible: the mask.
+        softmax_scale: greater than 0.
+        longest_query: rows that no sequence of queries has more of; None is ``queries.length_or_total``.
+
+    Raises:
+        ValueError: ``softmax_scale`` is none that kernels take, or heads cannot be shared evenly.
+    """
+
+    spec: AttentionSpec
+    heads: tuple[int, int]
+    queries: RowSpace
+    keys: RowSpace
+    visible: Visible
+    softmax_scale: float
+    longest_query: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.softmax_scale > 0:
+            raise ValueError(
+                f"softmax_scale={self.softmax_scale}: kernels fold it into exponents and maxima, and need it positive"
+            )
+        if self.heads[0] % self.heads[1]:
+            raise ValueError(
+                f"{self.heads[0]} query heads cannot share {self.heads[1]} heads of keys and values evenly"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys and values."""
+        return self.heads[0] // self.heads[1]
+
+    def sizes(self, heads: int) -> dict[str, int]:
+        """Of a kernel with a block for each tile and each of so many ``heads``, by the names of its parameters."""
+        return {"heads": heads, "group": self.group, "rows_q": self.queries.total, "rows_k": self.keys.total}
+
+    @property
+    def scale_of_exponent(self) -> float:
+        """What scores are multiplied with to be exponents of 2."""
+        return self.softmax_scale * math.log2(math.e)
+
+    def require_strides(self, *strides: Strides) -> None:
+        """Raises:
+        ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
+        """
+        item = 4 if self.spec.out_dtype == "float32" else 2
+        for strides_of_tensor in strides:
+            if any(stride * item % 16 for stride in strides_of_tensor):
+                raise ValueError(
+                    f"strides={strides_of_tensor} of {self.spec.out_dtype}: rows begin at multiples of 16 bytes"
+                )
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """See :meth:`Visible.tiles_of_queries`."""
+        return self.visible.tiles_of_queries(queries, keys)
+
+
+class CastLaunch:
+    """The cast of a tensor of heads, for one layout of a batch.
+
+    Args:
+        head_dim: channels of a head, side by side.
+        dtype: of the tensor, by its name.
+        heads: of the tensor.
+        space: the rows of the batch.
+        strides: of the tensor.
+        copies: whether there is a row copy, and a transposed one.
+        mean_blocks: entries of :attr:`CastTables.summed`, if each channel's mean of them is subtracted first; else 0.
+        aligned: whether the tensor's address is a multiple of four elements.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        dtype: DtypeName,
+        heads: int,
+        space: RowSpace,
+        strides: Strides,
+        copies: tuple[bool, bool],
+        mean_blocks: int,
+        aligned: bool,
+        device: torch.device,
+    ) -> None:
+        vector = 4 if aligned and not any(stride % 4 for stride in strides) else 1
+        spec = HeadsSpec(head_dim, dtype, vector)
+        self._heads, self._space, self._head_dim, self._copies = heads, space, head_dim, copies
+        self._pointer, self._device = address_on(device), device
+        kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
+        of_batch, of_x = {"heads": heads, "packed_rows": space.total}, stride_parameters(strides)
+        sequences = space.sequences
+        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
+        self._sum = self._mean = None
+        if mean_blocks:
+            self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
+            mean = mean_heads_kernel(head_dim)
+            self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
+
+    def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
+        """The codes of ``x``; what no copy was asked for is None."""
+        shape = self._heads, self._space.total, self._head_dim
+        data, data_t = (
+            torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
+            for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
+        )
+        scale_inv = torch.empty(self._heads, self._space.blocks, dtype=torch.float32, device=self._device)
+        if not self._cast.blocks:
+            return PackedCodes(data, data_t, scale_inv)
+        pointer = self._pointer
+        means = self._means(x, tables)
+        absent: Argument = 0
+        self._cast.run(
+            pointer(x), pointer(tables.blocks), absent if means is None else pointer(means),
+            absent if data is None else pointer(data), absent if data_t is None else pointer(data_t),
+            pointer(scale_inv),
+        )  # fmt: skip
+        return PackedCodes(data, data_t, scale_inv)
+
+    def _means(self, x: Tensor, tables: CastTables) -> Tensor | None:
+        if self._sum is None or self._mean is None:
+            return None
+        assert tables.summed is not None
+        assert tables.counts is not None
+        pointer = self._pointer
+        sums, means = (
+            torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
+            for parts in (self._space.blocks, self._space.sequences)
+        )
+        self._sum.run(pointer(x), pointer(tables.summed), pointer(sums))
+        self._mean.run(pointer(sums), pointer(tables.counts), pointer(means))
+        return means
+
+
+class TransposeLaunch:
+    """The transposed copy of codes ``[H, R, D]``, made of their row copy.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, head_dim: int, heads: int, space: RowSpace, device: torch.device) -> None:
+        self._pointer = address_on(device)
+        kernel = transpose_heads_kernel(head_dim)
+        self._launch = named_launch(kernel, space.blocks * heads, device, heads=heads, packed_rows=space.total)
+
+    def run(self, codes: PackedCodes) -> PackedCodes:
+        """Both copies of ``codes``."""
+        assert codes.data is not None
+        data_t = torch.empty_like(codes.data.mT, memory_format=torch.contiguous_format)
+        if self._launch.blocks:
+            self._launch.run(self._pointer(codes.data), self._pointer(data_t))
+        return codes._replace(data_t=data_t)
+
+
+class ForwardLaunch:
+    """The forward pass for one layout of a batch.
+
+    Args:
+        strides: of the result; multiples of 16 bytes, as is the result's address.
+
+    Raises:
+        ValueError: ``strides`` are none that the kernel takes.
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
+        problem.require_strides(strides)
+        spec, self._problem = problem.spec, problem
+        self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
+        self._values_box = operand_on(device, Box(spec.head_dim, 128))
+        self._pointer = address_on(device)
+        blocks = problem.queries.blocks * problem.heads[0]
+        scalars = {**problem.sizes(problem.heads[0]), **problem.visible.limits(), "c": problem.scale_of_exponent}
+        self._launches = [
+            named_launch(kernel, blocks, device, **scalars, **stride_parameters(strides))
+            for kernel in forward_kernels(spec, device)
+        ]
+
+    def run(
+        self,
+        tiles: Tensor,
+        q: PackedCodes,
+        k: PackedCodes,
+        v: PackedCodes,
+        out: Tensor,
+        m: Tensor,
+        l: Tensor,  # noqa: E741
+    ) -> None:
+        """Write ``out``, and the statistics ``m`` and ``l``, float32 ``[H, R]`` of packed rows of queries.
+
+        ``tiles`` are :meth:`AttentionProblem.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed
+        one.
+        """
+        assert q.data is not None
+        assert k.data is not None
+        assert v.data_t is not None
+        if not self._problem.queries.blocks:
+            return
+        arguments = (
+            self._queries_box(q.data.flatten(0, 1)), self._keys_box(k.data.flatten(0, 1)),
+            self._values_box(v.data_t.flatten(0, 1)),
+            *map(self._pointer, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
+        )  # fmt: skip
+        for launch in self._launches:
+            launch.run(*arguments)

@@ -1,0 +1,279 @@
+"""Attention in FP8 as a function with gradients, and what it keeps for them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.arguments import refuse_transforms
+from lightning_fp8.attention import sequence_tables
+from lightning_fp8.attention.ops import (
+    BLOCK,
+    FORMATS,
+    Attention,
+    AttentionCall,
+    Band,
+    Kept,
+    attention_backward,
+    attention_forward,
+    missing_kernel,
+)
+from lightning_fp8.functions.linear import Slots
+from lightning_fp8.scaled import Role
+
+LARGEST_HEAD = 256
+"""Channels of a head; no kernel has room for more."""
+
+
+def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why attention of these tensors does not run in FP8, or an empty string where it does."""
+    if q.dtype not in ops.HIGH_PRECISION:
+        return f"queries are {q.dtype}, not one of {', '.join(map(str, ops.HIGH_PRECISION))}"
+    reason = why_not_heads(k.shape[-1], v.shape[-1])
+    return reason or (missing_kernel(q.device, q.shape[-1]) if q.is_cuda else "")
+
+
+def why_not_heads(channels: int, value_channels: int) -> str:
+    """Likewise of heads of so many channels in queries and keys, and in values."""
+    if channels != value_channels:
+        return f"a head of values has {value_channels} channels and one of keys {channels}"
+    return "" if channels <= LARGEST_HEAD else f"a head has {channels} channels, more than {LARGEST_HEAD}"
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    qkv_format: str = "bshd",
+    band: Band | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    center_keys: bool = True,
+    slots: Slots | None = None,
+    observe: bool = False,
+) -> Tensor:
+    """``softmax(softmax_scale q kᵀ) v``, its seven products forward and backward of E4M3 codes.
+
+    Each of q, k, v and the output's gradient is scaled from itself in blocks of one head and 128 rows, under any
+    recipe. Kept for the backward pass are the codes and scales of q, k and v, the output in BF16, and two float32
+    numbers for each row.
+
+    Args:
+        q: bfloat16, float16 or float32, any strides: ``bshd [B, L, H, D]``, ``sbhd [L, B, H, D]`` or ``thd [T, H, D]``,
+            sequences one after the other. D is at most 256.
+        k, v: the same of ``H / G`` heads; query head ``h`` uses head ``h // G``.
+        qkv_format: which of these.
+        band: which keys a query sees; None is all of its sequence.
+        softmax_scale: None is ``1 / sqrt(D)``.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: of ``thd`` where each sequence starts; else their differences
+            are the sequences' lengths. Rows after them are padding, which gives 0 and takes no gradient.
+        max_seqlen_q: of ``thd``, rows that no sequence of queries has more of; memory is saved by it on a card, where a
+            longer one is a device assertion. None is T.
+        center_keys: cast keys without a mean over their sequence, which changes nothing but digits.
+        slots: those of an amax history, of q, k and v together, the output, and their gradients.
+        observe: whether to collect amaxes there.
+
+    Returns:
+        q's shape and dtype, contiguous. A query that sees no key gets 0.
+
+    Raises:
+        TypeError: dtypes that differ.
+        ValueError: a dtype that is none of the three; another format, or shapes, heads, devices or ``cu_seqlens`` that
+            do not fit; a ``max_seqlen_q`` that is too small; a GPU without kernels for D; a ``softmax_scale`` that is
+            not finite and above 0.
+        RuntimeError: a transform of torch.func is active.
+    """
+    _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
+    if softmax_scale is not None:
+        require_softmax_scale(softmax_scale)
+    refuse_transforms("Attention", q, k, v)
+    if reason := why_not_fp8(q, k, v):
+        raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
+    longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
+    attention = Attention(qkv_format, band or Band(), center_keys, longest)
+    if k is q:  # torch.compile takes no tensor twice
+        k = k.view_as(k)
+    if v is q or v is k:
+        v = v.view_as(v)
+    of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
+    tables = None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
+        row_dim = 1 if qkv_format == "bshd" else 0
+        tables = sequence_tables.shared_tables(
+            cu_seqlens_q, cu_seqlens_kv, attention, q.shape[row_dim], k.shape[row_dim], q.device
+        )
+    slots = slots if observe else None
+    return AttentionFunction.apply(q, k, v, attention, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """The gradients of :func:`fp8_attention`.
+
+    ``cu_seqlens_kv`` of None is q's, ``tables`` of None are made by each op, ``slots`` of None observes nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: Attention,
+        softmax_scale: float | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        tables: Tensor | None,
+        slots: Slots | None,
+    ) -> Tensor:
+        of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        o, kept = attention_forward(q, k, v, AttentionCall(attention, softmax_scale, cu_seqlens_q, of_keys, tables))
+        _observe(slots, Role.QKV, q, k, v)
+        _observe(slots, Role.O, o)
+        ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, tables, *kept)
+        ctx.attention, ctx.softmax_scale, ctx.slots = attention, softmax_scale, slots
+        ctx.key_rows = k.shape[1 if attention.qkv_format == "bshd" else 0]
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError(
+                "FP8 attention has no second derivatives, which create_graph=True asks for; run this attention in high "
+                "precision: with fp8_autocast(enabled=False), or a recipe with fp8_dpa=False"
+            )
+        o, cu_seqlens_q, cu_seqlens_kv, tables, *kept = ctx.saved_tensors
+        _observe(ctx.slots, Role.DO, do)
+        of_keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        call = AttentionCall(ctx.attention, ctx.softmax_scale, cu_seqlens_q, of_keys, tables)
+        gradients = attention_backward(do, o, Kept(*kept), ctx.key_rows, call)
+        needed = [gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad)]
+        _observe(ctx.slots, Role.DQKV, *needed)
+        return *needed, *[None] * 6
+
+
+def _longest(max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> int | None:
+    """The next power of two, of which there are few to plan and compile for."""
+    if max_seqlen_q is None or cu_seqlens_q is None:
+        return None
+    check_longest("q", max_seqlen_q, cu_seqlens_q)
+    bound = BLOCK
+    while bound < max_seqlen_q:
+        bound *= 2
+    return bound
+
+
+def _keeps(*tensors: Tensor) -> bool:
+    """Whether autograd keeps what a function of ``tensors`` saves."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
+    if slots is not None:
+        for tensor in [x for x in tensors if x is not None]:
+            ops.observe(tensor.detach(), slots[role].amax)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None
+) -> None:
+    if qkv_format not in FORMATS:
+        raise ValueError(f"qkv_format={qkv_format!r} is unknown; use one of {', '.join(FORMATS)}")
+    dims, shapes = 3 if qkv_format == "thd" else 4, [tuple(x.shape) for x in (q, k, v)]
+    if any(len(shape) != dims for shape in shapes):
+        raise ValueError(f"qkv_format={qkv_format!r} has {dims} dimensions; q, k and v have shapes {shapes}")
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q, k and v of shapes {shapes} do not fit: keys are as many as values, as wide as queries")
+    batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
+    if batch is not None and q.shape[batch] != k.shape[batch]:
+        raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")
+    if q.shape[-2] % max(k.shape[-2], 1) or (q.shape[-2] and not k.shape[-2]):
+        raise ValueError(f"{q.shape[-2]} query heads cannot share {k.shape[-2]} heads of keys and values evenly")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if cu_seqlens is not None and cu_seqlens.device not in (q.device, torch.device("cpu")):
+            raise ValueError(f"{name} is on {cu_seqlens.device} and q on {q.device}; move it there, or to the host")
+    sequences = None if batch is None else q.shape[batch]
+    for name, x, cu_seqlens in (("cu_seqlens_q", q, cu_seqlens_q), ("cu_seqlens_kv", k, cu_seqlens_kv)):
+        check_cu_seqlens(name, cu_seqlens, qkv_format, sequences, x.shape[1 if qkv_format == "bshd" else 0])
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and len(cu_seqlens_q) != len(cu_seqlens_kv):
+        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} values and cu_seqlens_kv {len(cu_seqlens_kv)}")
+
+
+def require_softmax_scale(softmax_scale: Any) -> None:
+    """Raises:
+    TypeError: not a number.
+    ValueError: not finite, or not above 0, for which torch's attention gives NaN.
+    """
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(
+            f"softmax_scale={softmax_scale!r} must be finite and above 0; pass None for 1 / sqrt(channels of a head), "
+            "or negate the queries for a negative scale"
+        )
+
+
+def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
+    """Check on the host alone that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
+
+    Raises:
+        ValueError: one has.
+    """
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{of}={max_seqlen}, and cu_seqlens_{of} has a sequence of {longest} rows; "
+            f"pass {longest}, or None"
+        )
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the host can look at the values of ``x`` without waiting for a card."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
+    """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
+
+    Values are looked at on the host alone: asking a card would wait for it.
+
+    Raises:
+        ValueError: it is missing, no integers ``[B + 1]``, of another batch, does not rise from 0, or says more rows
+            than there are.
+    """
+    if cu_seqlens is None:
+        if qkv_format == "thd":
+            raise ValueError(f"qkv_format='thd' needs {name}, where each sequence starts; pass integers [B + 1]")
+        return
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be int32 or int64 [B + 1]: 0 first, then "
+            "where each sequence ends"
+        )
+    if sequences is not None and len(cu_seqlens) != sequences + 1:
+        raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
+    if not is_known(cu_seqlens):
+        return
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}={starts} does not rise from 0; it is the sequences' lengths added up, 0 first")
+    longest = starts[-1] if qkv_format == "thd" else max(lengths, default=0)
+    if longest > rows:
+        what = "ends at row" if qkv_format == "thd" else "has a sequence of length"
+        raise ValueError(f"{name}={starts} {what} {longest}; the tensor has {rows} rows in {qkv_format!r}")

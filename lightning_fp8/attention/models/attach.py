@@ -1,0 +1,126 @@
+"""Models whose attention is reached: what was changed about each, to be taken back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_fp8 import autocast
+from lightning_fp8.attention.models import owners, sdpa
+from lightning_fp8.attention.models.owners import Owner
+from lightning_fp8.attention.modules.arguments import forget_what_was_told
+
+
+class AttentionPlace(NamedTuple):
+    """A module that computes attention, or that holds something that does and could not be found.
+
+    Attributes:
+        name: the module's in its model.
+        fp8: whether its attention runs in FP8.
+        hf_config: transformers' configuration that says which function it calls; None where it calls torch's.
+    """
+
+    name: str
+    fp8: bool
+    hf_config: Any = None
+
+
+_prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
+    """Remember where ``model`` computes attention, for :func:`attach`; it changes nothing about the model yet."""
+    with _lock:
+        was_attached = is_attached(model)
+        if was_attached and [*map(_key, _prepared[model])] == [*map(_key, places)]:
+            return
+        detach(model)
+        _prepared[model] = places
+        if was_attached:
+            attach(model)
+
+
+def _key(place: AttentionPlace) -> tuple[str, bool, int]:
+    return place.name, place.fp8, id(place.hf_config)
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether FP8 contexts reach the attention of ``model``."""
+    return model in _attached
+
+
+def attach(model: nn.Module) -> None:
+    """Let FP8 contexts reach the attention of a prepared ``model``; again changes nothing."""
+    with _lock:
+        if is_attached(model):
+            return
+        owners.forget_what_was_said()
+        forget_what_was_told()
+        undo: list[Callable[[], None]] = []
+        for place in _prepared[model]:
+            module = model.get_submodule(place.name)
+            owner = Owner(place.name, type(module).__qualname__, place.fp8)
+            # one in high precision stays there when somebody switches the configuration back to torch's function
+            owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
+            undo.append(_disowning(module, owner))
+        configs = {id(place.hf_config): place.hf_config for place in _prepared[model] if place.hf_config is not None}
+        undo += [_switched(hf_config) for hf_config in configs.values()]
+        # The newest reference to a dead model is told first: it has to be out of ``_attached`` when ours is told.
+        weakref.finalize(model, _uninstall_if_unused).atexit = False
+        _attached[model] = undo
+        sdpa.install()
+
+
+def detach(model: nn.Module) -> None:
+    """Take back what :func:`attach` did."""
+    with _lock:
+        for undo in reversed(_attached.pop(model, [])):
+            undo()
+        _uninstall_if_unused()
+
+
+def attach_prepared() -> bool:
+    """:func:`attach` every model that is prepared, for a region that asks for FP8 attention; whether there are any."""
+    if len(_attached) < len(_prepared):
+        for model in list(_prepared):
+            attach(model)
+    return bool(_attached)
+
+
+autocast.before_attention.append(attach_prepared)
+
+
+def _uninstall_if_unused() -> None:
+    if not _attached:
+        sdpa.uninstall()
+
+
+def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
+    """A function that keeps neither alive."""
+    of_module = weakref.ref(module)
+
+    def disown() -> None:
+        if (living := of_module()) is not None:
+            owners.disown(living, owner)
+
+    return disown
+
+
+def _switched(hf_config: Any) -> Callable[[], None]:
+    """Have modules of ``hf_config`` call ours; gives what switches back."""
+    from lightning_fp8.attention.models import hf
+
+    former = hf_config._attn_implementation_internal
+    hf_config._attn_implementation_internal = hf.NAME
+
+    def back() -> None:
+        if hf_config._attn_implementation_internal == hf.NAME:
+            hf_config._attn_implementation_internal = former
+
+    return back

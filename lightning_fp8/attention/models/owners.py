@@ -1,0 +1,236 @@
+"""The modules that compute attention, which of them run it in FP8, and what they did.
+
+While the forward of one runs, it is the innermost of its thread's owners, under torch.compile and in the recomputation
+of activation checkpointing too.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fp8.attention.models import torch_mha
+from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
+from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.modules.swap import swap_class, unsharded_class
+
+_ATTRIBUTE = "_fp8_attention"
+_FORMER = "_class_without_fp8_attention"
+
+
+class Owner:
+    """What is known of a module that computes attention.
+
+    Attributes:
+        name: the module's in its model.
+        cls: its class's name, by which compiled code is remembered.
+        fp8: False keeps its attention in high precision.
+        record: what its attention did.
+        calls: forwards of the module; they may come to no attention at all. Of transformers' modules in FP8 0.
+        why: why the last call that should have run in FP8 did not.
+        watched: somebody will say so; until then a warning does at once.
+    """
+
+    def __init__(self, name: str, cls: str, fp8: bool) -> None:
+        self.name, self.cls, self.fp8 = name, cls, fp8
+        self.record = LayerRecord()
+        self.calls = 0
+        self.why = ""
+        self.watched = False
+        self.training = True
+        self.last_context: FP8Context | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as of an average of the weights, start anew: a context may hold a process group."""
+        return Owner, (self.name, self.cls, self.fp8)
+
+
+class _Thread(threading.local):
+    """Set by ``__init__`` as :mod:`lightning_fp8.autocast` does, for Dynamo."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
+
+_thread = _Thread()
+_nobody = Owner("", "", True)
+"""Of calls outside all modules that are known to compute attention."""
+_kept = Owner("", "", False)
+_traced: set[str] = set()
+_said: set[str] = set()
+_compiled_whole = False
+
+COMPILED_WHOLE = (
+    "torch.compile keeps torch.nn.functional.multi_head_attention_forward whole, and attention cannot be taken out of "
+    "it; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
+)
+
+
+def owner_of(module: nn.Module | None) -> Owner | None:
+    """What is known of ``module``, if it was found to compute attention."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def current_owner() -> Owner:
+    """The innermost of this thread, or one that stands for none."""
+    return _thread.owners[-1] if _thread.owners else _nobody
+
+
+@contextmanager
+def in_high_precision() -> Iterator[None]:
+    """Whatever is called inside has been decided already."""
+    _thread.owners.append(_kept)
+    try:
+        yield
+    finally:
+        _thread.owners.pop()
+
+
+def own(module: nn.Module, owner: Owner, entered: bool) -> None:
+    """Make ``owner`` that of ``module``; with ``entered``, of all that is called while its forward runs, too."""
+    setattr(module, _ATTRIBUTE, owner)
+    if entered:
+        swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
+
+
+def disown(module: nn.Module, owner: Owner) -> None:
+    """Forget ``owner``, if it still is that of ``module``."""
+    if owner_of(module) is not owner:
+        return
+    delattr(module, _ATTRIBUTE)
+    if (former := former_class(unsharded_class(module))) is not None:
+        swap_class(module, former)
+
+
+@cache
+def entering(former: Any) -> Any:
+    """A subclass whose forward makes the module's owner the current one.
+
+    Hooks would not do: compiled code is compiled again for each module that has one which exceptions do not skip, and
+    activation checkpointing stops a recomputation by an exception.
+    """
+    if former_class(former) is not None:
+        return former
+
+    as_torch = torch_mha.computes_as_torch(former)
+
+    class Entering(former):  # type: ignore[valid-type, misc]
+        @wraps(former.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            owner = owner_of(self) or _nobody  # of a copy
+            if not torch.compiler.is_compiling():
+                owner.calls += not in_backward()
+                owner.training = self.training
+            _thread.owners.append(owner)
+            try:
+                if as_torch and torch.compiler.is_compiling():
+                    return torch_mha.forward(self, *args, **kwargs)
+                return super().forward(*args, **kwargs)
+            finally:
+                _thread.owners.pop()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; the class has no name to be found by
+            made, made_of, *rest = super().__reduce_ex__(protocol)
+            return (_copy_of, (former,), *rest) if made_of == (type(self),) else (made, made_of, *rest)
+
+    Entering.__name__, Entering.__qualname__ = former.__name__, former.__qualname__
+    Entering.__module__, Entering.__doc__ = former.__module__, former.__doc__
+    setattr(Entering, _FORMER, former)
+    return Entering
+
+
+def former_class(cls: type) -> type[nn.Module] | None:
+    """What :func:`entering` made ``cls`` of; None if it did not."""
+    return vars(cls).get(_FORMER)
+
+
+def _copy_of(former: Any) -> Any:
+    cls = entering(former)
+    return cls.__new__(cls)
+
+
+def asked(owner: Owner) -> bool:
+    """Whether a call of ``owner`` shall run in FP8, by the current context, or by its forward's in a recomputation."""
+    context = current_context()
+    if not torch.compiler.is_compiling():
+        if not in_backward():
+            if owner.last_context is not context:
+                owner.last_context = context
+        elif owner is not _nobody or context is DISABLED:
+            context = owner.last_context or context
+    return owner.fp8 and context.attention
+
+
+def note(owner: Owner, wanted: bool, reason: str) -> None:
+    """Count a call: what :func:`asked` said, and why it cannot be, if so."""
+    if reason == COMPILED_WHOLE:
+        _note_compiled_whole()
+    if torch.compiler.is_compiling():
+        if wanted and reason:
+            _say(reason)
+        elif wanted:
+            _note_traced(owner.cls)
+        return
+    if in_backward():
+        return
+    owner.record.note(wanted and not reason, owner.training)
+    if wanted and reason:
+        owner.why = reason
+        if not owner.watched:
+            _say(reason)
+
+
+@torch.compiler.assume_constant_result
+def _say(reason: str) -> bool:
+    """While torch.compile traces, too; each reason once, until another model is attached."""
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(cls: str) -> bool:
+    """Equal blocks share compiled code, so that the second is never traced: classes are noted, not modules."""
+    _traced.add(cls)
+    return True
+
+
+def was_traced(owner: Owner) -> bool:
+    """Whether attention of such a module was ever compiled: one that counted nothing may have run all the same."""
+    return owner.cls in _traced
+
+
+def _note_compiled_whole() -> None:
+    """Whose call it is cannot be known there."""
+    global _compiled_whole
+    _compiled_whole = True
+
+
+def was_compiled_whole(module: nn.Module | None) -> bool:
+    """Whether ``module``, which counted nothing, may have been compiled as one function of torch, in high precision."""
+    return _compiled_whole and isinstance(module, nn.MultiheadAttention)
+
+
+def any_traced() -> bool:
+    """Whether FP8 attention was ever compiled in this process."""
+    return bool(_traced)
+
+
+def watch(owner: Owner, watched: bool) -> None:
+    """Keep why ``owner`` runs in high precision for somebody who will say it, or who has."""
+    owner.watched = watched
+    if not watched and owner.why:
+        _said.add(owner.why)
+
+
+def forget_what_was_said() -> None:
+    """Another model's reasons are said again."""
+    _said.clear()

@@ -1,0 +1,147 @@
+"""What DotProductAttention is called with, checked: sizes, lengths and tensors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.attention.function import require_softmax_scale
+from lightning_fp8.modules.linear_layer import autocast_dtype
+
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+class Sizes(NamedTuple):
+    """Of a layer.
+
+    Attributes:
+        heads: of queries.
+        groups: of keys and values.
+        channels: of a head of queries and keys.
+        value_channels: of a head of values.
+    """
+
+    heads: int
+    groups: int
+    channels: int
+    value_channels: int
+
+
+def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any) -> Sizes:
+    """Raises:
+    ValueError: a number that is not positive, or that another does not divide.
+    """
+    channels = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+    if len(channels) != 2:
+        raise ValueError(f"kv_channels={kv_channels!r} must be one number, or a pair: keys' channels and values'")
+    groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+    named = {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}
+    for name, value in [*named.items(), *(("kv_channels", size) for size in channels)]:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+    if num_attention_heads % groups:
+        raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={num_attention_heads}")
+    return Sizes(num_attention_heads, groups, *channels)
+
+
+def checked_scale(softmax_scale: Any, channels: int) -> float:
+    """``1 / sqrt(channels)`` where it is None.
+
+    Raises:
+        ValueError, TypeError: not a finite number above 0.
+    """
+    if softmax_scale is None:
+        return float(channels**-0.5)
+    require_softmax_scale(softmax_scale)
+    return float(softmax_scale)
+
+
+def checked_length(name: str, length: Any) -> int | None:
+    """Raises:
+    TypeError: neither None nor an integer.
+    ValueError: less than 0.
+    """
+    if length is None:
+        return None
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
+    if length < 0:
+        raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
+    return length
+
+
+_told: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def tell(text: str) -> None:
+    """Warn, also while torch.compile traces; of each ``text`` once, until :func:`forget_what_was_told`."""
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def forget_what_was_told() -> None:
+    """Tell it all again, of another model."""
+    _told.clear()
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises:
+    TypeError: dtypes differ, and torch.autocast makes them no one.
+    """
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
+        raise TypeError(
+            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
+            "run in torch.autocast"
+        )
+
+
+def check_tensors(attention_mask: Any, **given: Any) -> None:
+    """Raises:
+    TypeError: ``attention_mask`` is no tensor, pair of tensors or None, or one of ``given`` no tensor or None.
+    """
+    for name, value in given.items():
+        if not (value is None or isinstance(value, Tensor)):
+            raise TypeError(f"{name} is {type(value).__name__}; it must be a tensor, or None")
+    pair = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
+    if attention_mask is not None and not (len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)):
+        of = f" of {', '.join(type(each).__name__ for each in pair)}" if pair is attention_mask else ""
+        raise TypeError(
+            f"attention_mask is {type(attention_mask).__name__}{of}; it must be a bool tensor, a pair of them for "
+            "queries and keys, or None"
+        )
+
+
+def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises:
+    TypeError: no dense tensors of floating point.
+    ValueError: other dimensions, heads or channels than the layer's.
+    """
+    letters = {"sbhd": "[s, b, h, d]", "bshd": "[b, s, h, d]", "thd": "[t, h, d]"}[qkv_format]
+    own = (
+        ("query_layer", q, sizes.heads, sizes.channels),
+        ("key_layer", k, sizes.groups, sizes.channels),
+        ("value_layer", v, sizes.groups, sizes.value_channels),
+    )
+    for name, x, heads, channels in own:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"DotProductAttention takes tensors; {name} is {type(x).__name__}")
+        if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested:
+            raise TypeError(
+                f"DotProductAttention takes dense floating-point tensors; {name} is {x.dtype}, {x.layout}"
+                + (", nested: pass its values with qkv_format='thd' and cu_seqlens" if x.is_nested else "")
+            )
+        if x.dim() != len(qkv_format) or x.shape[-2:] != (heads, channels):
+            raise ValueError(
+                f"qkv_format={qkv_format!r} is {letters}, here with {heads} heads of {channels} channels; {name} has "
+                f"shape {list(x.shape)}"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{list(k.shape)} keys and {list(v.shape)} values differ; there is one value for each key")
+    batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
+    if batch is not None and q.shape[batch] != k.shape[batch]:
+        raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")

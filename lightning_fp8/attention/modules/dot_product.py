@@ -1,0 +1,373 @@
+"""DotProductAttention: Transformer Engine's, in FP8 where the recipe says ``fp8_dpa``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import one_of, require_bool, require_bools_or_none
+from lightning_fp8.attention.context_parallel import context_parallel
+from lightning_fp8.attention.function import why_not_fp8, why_not_heads
+from lightning_fp8.attention.modules import arguments, high_precision, masks
+from lightning_fp8.attention.modules.core import CoreAttention, CoreCall
+from lightning_fp8.attention.modules.sequences import Sequences
+from lightning_fp8.attention.ops import FORMATS
+from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel
+from lightning_fp8.parallel.checkpoint import checkpoint
+from lightning_fp8.parallel.pieces import Cut
+from lightning_fp8.te.arguments import PassesContextParallelGroup, checked_arguments, refuse_in_forward
+
+
+class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention):  # type: ignore[misc]
+    """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
+
+    Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
+    in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
+    more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
+    tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning say why.
+
+    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's slots beside it,
+    observed where tensors pass (``qkv``, ``o``, ``do``, ``dqkv``) and for checkpoints alone (``s``, ``dp``).
+
+    Args:
+        num_attention_heads: of queries.
+        kv_channels: of each head; ``(keys', values')`` where they differ.
+        num_gqa_groups: heads of keys and values; None is as many as of queries.
+        attention_dropout: probability.
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, sequences one after the other.
+        attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, the two with
+            ``_bottom_right``, or ``"arbitrary"``.
+        window_size: keys before and after the diagonal that a query sees; -1 is all.
+        bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
+        tp_group, tp_size: the ranks over which heads are divided, and their number. ``num_attention_heads`` and
+            ``num_gqa_groups`` are those of all ranks together, inputs and ``softmax_offset`` this rank's.
+        get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
+            does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
+        softmax_scale: None is ``1 / sqrt(kv_channels)``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
+        layer_number, attention_type, name: taken, and without effect.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see :meth:`set_context_parallel_group`.
+        return_max_logit, num_splits: refused if they ask for it.
+        center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
+
+    Attributes:
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
+            under every recipe. Empty where it ran, or may run, in FP8. A compiled forward leaves it alone.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; the message says what would.
+        NotImplementedError: one that is not supported, and not at its default.
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        num_splits: int | None = None,
+        center_keys: bool = True,
+    ) -> None:
+        super().__init__()
+        self.tensor_parallel = TensorParallel.asked({"tp_size": tp_size, "tp_group": tp_group})
+        whole = arguments.sizes_of(num_attention_heads, kv_channels, num_gqa_groups)
+        self.sizes = whole._replace(
+            heads=self.tensor_parallel.part_of("num_attention_heads", whole.heads),
+            groups=self.tensor_parallel.part_of("num_gqa_groups", whole.groups),
+        )
+        self.softmax_scale = arguments.checked_scale(softmax_scale, self.sizes.channels)
+        self.softmax_type = softmax_type
+        self.attention_dropout = float(attention_dropout)
+        self.qkv_format = qkv_format
+        self.attention_type = attention_type
+        self.attn_mask_type = masks.mask_type(attn_mask_type)
+        self.window_size = masks.fitted_window(self.attn_mask_type, masks.checked_window(window_size))
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.layer_number, self.name = layer_number, name
+        self.center_keys = center_keys
+        self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(self.sizes.heads, dtype=torch.float32))
+            if self.tensor_parallel.size > 1:
+                self.cuts = {"softmax_offset": Cut(0)}
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.reset_parameters()
+        self.reason = self.why_not_in_training()
+        self.use_history(AmaxHistory(self.history_slots()))
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
+    ) -> None:
+        """Share each sequence with the ranks of ``cp_group``; None is this rank alone.
+
+        Tensors of a forward are then this rank's rows, as :func:`lightning_fp8.get_batch_on_this_cp_rank` splits them,
+        and every rank calls it.
+
+        Args:
+            cp_group: a ``torch.distributed.ProcessGroup`` that this rank is in.
+            cp_global_ranks: its ranks in the world; compared with the group's.
+            cp_stream: taken, and not needed.
+            cp_comm_type: ``"p2p"``, ``"all_gather"`` or ``"a2a"``; keys and values are gathered whatever it is, and
+                results are the same.
+
+        Raises:
+            TypeError: no process group.
+            ValueError: other ranks than the group's, or an unknown ``cp_comm_type``.
+            NotImplementedError: ``"a2a+p2p"``, with its two groups.
+        """
+        self.context_parallel = context_parallel(cp_group, cp_global_ranks, cp_comm_type)
+
+    def reset_parameters(self) -> None:
+        """Begin with ``softmax_offset``, where it is learned, at 0."""
+        if self.softmax_type == "learnable":
+            nn.init.zeros_(self.softmax_offset)
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int | None = None,
+        score_mod: Any = None,
+    ) -> Tensor:
+        """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads come out side by side.
+
+        Args:
+            query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
+            attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
+                for queries and keys; of ``"arbitrary"`` as ``core_attention_bias``; else a warning says that it has
+                no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine: a padding mask that says
+                other lengths is an error where both are on the host. On a card, where asking would wait, and in
+                compiled code nobody compares them.
+            cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
+                and a padding type, their lengths added up; else a warning says that they have no effect. Where one
+                is None it is the other, for as many rows.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
+                them; ``cu_seqlens_*`` are their lengths added up. Of queries and keys that share ``cu_seqlens`` the
+                one that is None is the other, too.
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
+            checkpoint_core_attention: keep only the inputs for the backward pass, and compute all again there.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
+            core_attention_bias: broadcastable to ``[b, h, sq, skv]``; of ``thd`` sq and skv are the longest sequences',
+                or ``max_seqlen_q`` and ``max_seqlen_kv``, and the same bias is each sequence's, from its first row on.
+            alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
+            max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
+                backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
+            max_seqlen_kv: the same of keys, for compiled code: in high precision it has room for so many rows in each
+                sequence, or without the two for as many as the tensor has. The other formats use neither.
+            fast_zero_fill, pad_between_seqs: taken, and not needed.
+            inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
+
+        Returns:
+            ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype (or torch.autocast's). A query that
+            sees no key, and padding, give 0.
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit; the message says what would.
+            NotImplementedError: one that is not supported, and not at its default.
+        """
+        refuse_in_forward(
+            inference_params=inference_params,
+            fp8_output=fp8_output,
+            bf16_backward=bf16_backward,
+            num_splits=num_splits,
+            score_mod=score_mod,
+        )
+        require_bool("checkpoint_core_attention", checkpoint_core_attention)
+        arguments.check_tensors(
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+        )
+        require_bools_or_none(
+            bottom_right_diagonal=bottom_right_diagonal,
+            fast_zero_fill=fast_zero_fill,
+            pad_between_seqs=pad_between_seqs,
+        )
+        q, k, v = query_layer, key_layer, value_layer
+        qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
+        arguments.check_inputs(self.sizes, qkv_format, q, k, v)
+        arguments.check_dtypes(q, k, v)
+        mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
+        window = self.window_size if window_size is None else masks.checked_window(window_size)
+        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        if "padding" not in mask_type:
+            masks.warn_of_no_effect(
+                mask_type,
+                attention_mask=attention_mask is not None and mask_type != "arbitrary",
+                cu_seqlens=qkv_format != "thd" and not (cu_seqlens_q is None and cu_seqlens_kv is None),
+            )
+        sequences = Sequences.of(
+            qkv_format,
+            q,
+            k,
+            attention_mask if "padding" in mask_type else None,
+            (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            (
+                arguments.checked_length("max_seqlen_q", max_seqlen_q),
+                arguments.checked_length("max_seqlen_kv", max_seqlen_kv),
+            ),
+        )
+        if "padding" in mask_type and sequences.cu_seqlens_q is None:
+            raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
+        dropout = self.attention_dropout if self.training else 0.0
+        extras = high_precision.extras_of(
+            mask_type,
+            attention_mask,
+            core_attention_bias_type,
+            core_attention_bias,
+            self._slopes(alibi_slopes, core_attention_bias_type, q),
+            self._sink(q),
+            q,
+            self.softmax_scale,
+            dropout,
+        )
+        band = masks.band_of(mask_type, window, diagonal)
+        if self.context_parallel is not None:
+            self._check_context_parallel(qkv_format, mask_type, core_attention_bias_type, band.left, band.right, q, k)
+        reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
+        core = self.way_to_run(CoreCall(sequences, band, extras), reason, q)
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            tracker = self._rng_state_tracker if dropout else None
+            return checkpoint(core, q, k, v, get_rng_state_tracker=tracker).flatten(-2)
+        return core(q, k, v).flatten(-2)
+
+    def _check_context_parallel(
+        self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor
+    ) -> None:
+        """Raises:
+        NotImplementedError: what context parallelism does not have.
+        ValueError: rows that are no two chunks, or other numbers of queries than of keys under a causal mask.
+        """
+        if qkv_format == "thd":
+            raise NotImplementedError(
+                "qkv_format='thd' is not supported with context parallelism, whose chunks are of sequences of one "
+                "length; pass 'bshd' or 'sbhd'"
+            )
+        if mask_type not in ("no_mask", "causal"):
+            raise NotImplementedError(
+                f"attn_mask_type={mask_type!r} is not supported with context parallelism; pass 'causal' or 'no_mask', "
+                "with sequences of one length"
+            )
+        if bias_type != "no_bias":
+            raise NotImplementedError(
+                f"core_attention_bias_type={bias_type!r} is not supported with context parallelism, where a rank has "
+                "two chunks of a sequence; leave it out"
+            )
+        if mask_type == "no_mask" and (left, right) != (None, None):
+            raise NotImplementedError(
+                f"a window of {left} keys before and {right} after the diagonal with attn_mask_type='no_mask' is not "
+                "supported with context parallelism; pass 'causal', or no window"
+            )
+        assert self.context_parallel is not None
+        size, rows = self.context_parallel.size, 0 if qkv_format == "sbhd" else 1
+        for name, x in (("query_layer", q), ("key_layer", k)):
+            if x.shape[rows] % 2 or not x.shape[rows]:
+                raise ValueError(
+                    f"{name} has {x.shape[rows]} rows on this rank, which are no two chunks; pad sequences to a "
+                    f"multiple of {2 * size} rows, and split them by get_batch_on_this_cp_rank"
+                )
+        if mask_type == "causal" and q.shape[rows] != k.shape[rows]:
+            raise ValueError(
+                f"{q.shape[rows]} rows of queries and {k.shape[rows]} of keys under a causal mask with context "
+                "parallelism; both must be as many"
+            )
+
+    def why_not_in_training(self) -> str:
+        """Why a training step without arguments of its own does not run in FP8; empty where it does."""
+        return self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
+
+    def _slopes(self, given: Tensor | None, bias_type: str, q: Tensor) -> Tensor | None:
+        """Those that are given, or of this rank's heads the paper's for the heads of all ranks."""
+        tensor_parallel = self.tensor_parallel
+        if given is not None or bias_type != "alibi" or tensor_parallel.size == 1:
+            return given
+        if tensor_parallel.group is None:
+            raise RuntimeError(
+                f"core_attention_bias_type='alibi' with tp_size={tensor_parallel.size} needs to know which heads this "
+                "rank has: call set_tensor_parallel_group(tp_group), or pass alibi_slopes of this rank's heads"
+            )
+        slopes = high_precision.alibi_slopes(self.sizes.heads * tensor_parallel.size, q.device)
+        return slopes.chunk(tensor_parallel.size)[tensor_parallel.rank]
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """``[1, H, 1, 1]``, or one that broadcasts to it."""
+        if self.softmax_type == "learnable":
+            return self.softmax_offset.reshape(1, -1, 1, 1)
+        return q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take a ``softmax_offset`` of ``[1, H, 1, 1]``, its former shape, and that of the heads of all ranks, too."""
+        offset = state_dict.get(f"{prefix}softmax_offset")
+        heads, ranks = self.sizes.heads, self.tensor_parallel.size
+        if isinstance(offset, Tensor) and tuple(offset.shape) in ((1, heads, 1, 1), (1, heads * ranks, 1, 1)):
+            state_dict[f"{prefix}softmax_offset"] = offset = offset.flatten()
+        if isinstance(offset, Tensor) and ranks > 1 and tuple(offset.shape) == (heads * ranks,):
+            state_dict[f"{prefix}softmax_offset"] = Cut(0).piece(offset, self.tensor_parallel.rank, ranks)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _why_not_fp8(self, mask_type: str, bias_type: str, dropout: float) -> str:
+        sizes = self.sizes
+        if dropout:
+            return f"attention_dropout={dropout} in training"
+        if mask_type == "arbitrary":
+            return "attn_mask_type='arbitrary'"
+        if bias_type != "no_bias":
+            return f"core_attention_bias_type={bias_type!r}"
+        if self.softmax_type != "vanilla":
+            return f"softmax_type={self.softmax_type!r}"
+        return why_not_heads(sizes.channels, sizes.value_channels)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.sizes.heads}, groups={self.sizes.groups}, channels={self.sizes.channels}, "
+            f"qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
+        )

@@ -1,0 +1,184 @@
+"""Which rows of queries and keys make a sequence: padded, packed, or packed with padding between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.attention.function import check_cu_seqlens, check_longest
+from lightning_fp8.attention.modules import packed
+from lightning_fp8.attention.modules.masks import check_mask_beside, cu_seqlens_of
+from lightning_fp8.attention.ops import Lengths
+from lightning_fp8.attention.ops.layouts import from_heads, to_heads
+from lightning_fp8.attention.sequence_tables import shared
+
+Pair = tuple[Tensor | None, Tensor | None]
+"""Of queries, and of keys and values."""
+
+
+class Sequences(NamedTuple):
+    """The sequences of one call.
+
+    Attributes:
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
+        rows_of_sequences_q, rows_of_sequences_kv: the rows of ``thd`` that belong to one; None is all.
+        rows: of queries in ``thd``, with what lies between sequences.
+        max_seqlen_q, max_seqlen_kv: no sequence in ``thd`` has more rows; None is not known.
+    """
+
+    qkv_format: str
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    rows_of_sequences_q: Tensor | None = None
+    rows_of_sequences_kv: Tensor | None = None
+    rows: int = 0
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        qkv_format: str,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | tuple[Tensor, Tensor] | None,
+        cu_seqlens: Pair,
+        cu_seqlens_padded: Pair,
+        max_seqlens: tuple[int | None, int | None] = (None, None),
+    ) -> Sequences:
+        """What Transformer Engine's arguments say of q and k.
+
+        Args:
+            padding: a mask of which True is masked out, or a pair; beside ``cu_seqlens`` it may say nothing else.
+
+        Raises:
+            ValueError: they do not fit the tensors.
+        """
+        of_q, of_kv = cu_seqlens
+        if (of_q is None) != (of_kv is None):
+            length = 1 if qkv_format == "bshd" else 0
+            if q.shape[length] != k.shape[length]:
+                raise ValueError(
+                    f"{q.shape[length]} rows of queries and {k.shape[length]} of keys with only one of cu_seqlens_q "
+                    "and cu_seqlens_kv; pass both"
+                )
+            of_q = of_kv if of_q is None else of_q
+            of_kv = of_q
+            with_gaps = [each for each in cu_seqlens_padded if each is not None]
+            cu_seqlens_padded = (with_gaps[0], with_gaps[-1]) if with_gaps else (None, None)
+        if qkv_format == "thd":
+            for name, cu, x, padded in zip(("cu_seqlens_q", "cu_seqlens_kv"), (of_q, of_kv), (q, k), cu_seqlens_padded):
+                check_cu_seqlens(name, cu, qkv_format, None, x.shape[0])
+                if padded is not None:
+                    check_cu_seqlens(f"{name}_padded", padded, qkv_format, None, x.shape[0])
+            for of, longest, cu in zip(("q", "kv"), max_seqlens, (of_q, of_kv)):
+                check_longest(of, longest, cu)
+            assert of_q is not None
+            assert of_kv is not None
+            _check_masks(padding, (of_q, of_kv), (None, None))
+            rows_of_sequences_q, rows_of_sequences_kv = (
+                _between(cu, padded, x.shape[0]) for cu, padded, x in zip((of_q, of_kv), cu_seqlens_padded, (q, k))
+            )
+            return cls(
+                qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], *max_seqlens
+            )  # fmt: skip
+        if any(padded is not None for padded in cu_seqlens_padded):
+            raise ValueError(
+                f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
+                "cu_seqlens_q and cu_seqlens_kv"
+            )
+        batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
+        given = of_q, of_kv
+        if of_q is None and padding is not None:
+            of_q, of_kv = (
+                _of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(_pair(padding), (q, k))
+            )  # fmt: skip
+        for name, cu, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_kv", of_kv, k)):
+            check_cu_seqlens(name, cu, qkv_format, q.shape[batch], x.shape[length])
+        _check_masks(padding, given, (q.shape[length], k.shape[length]))
+        return cls(qkv_format, of_q, of_kv)
+
+    def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that belong to a sequence."""
+        q = q if self.rows_of_sequences_q is None else q.index_select(0, self.rows_of_sequences_q)
+        if self.rows_of_sequences_kv is not None:
+            k, v = k.index_select(0, self.rows_of_sequences_kv), v.index_select(0, self.rows_of_sequences_kv)
+        return q, k, v
+
+    def with_gaps(self, o: Tensor) -> Tensor:
+        """The output's rows where the queries' were; 0 between them."""
+        if self.rows_of_sequences_q is None:
+            return o
+        out = o.new_zeros(self.rows, *o.shape[1:])
+        if torch.compiler.is_compiling():  # rows behind the last sequence are 0, and come on top of its last one
+            return out.index_add(0, self.rows_of_sequences_q, o)
+        return out.index_copy(0, self.rows_of_sequences_q, o)
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
+        """Each as ``[B, H, L, D]``, and the sequences' lengths."""
+        of_q, of_kv = (self.cu_seqlens_q, self.max_seqlen_q), (self.cu_seqlens_kv, self.max_seqlen_kv)
+        (q, q_lengths), (k, k_lengths), (v, _) = (
+            self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv))
+        )
+        lengths = (
+            None if q_lengths is None or k_lengths is None else Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
+        )
+        return (q, k, v), lengths
+
+    def _to_heads(self, x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor | None]:
+        if self.qkv_format == "thd" and cu_seqlens is not None and torch.compiler.is_compiling():
+            return packed.heads_of(x, cu_seqlens, longest)
+        return to_heads(x, self.qkv_format, cu_seqlens)
+
+    def from_heads(self, o: Tensor) -> Tensor:
+        """``[B, H, L, D]`` in the format, contiguous."""
+        if self.qkv_format == "thd" and self.cu_seqlens_q is not None and torch.compiler.is_compiling():
+            return packed.rows_of(o, self.cu_seqlens_q, self.rows)
+        return from_heads(
+            o, self.qkv_format, self.cu_seqlens_q, self.rows if self.rows_of_sequences_q is None else None
+        )
+
+
+def _pair(padding: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of queries, and of keys."""
+    of_q, of_kv = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+    return of_q, of_kv
+
+
+def _check_masks(
+    padding: Tensor | tuple[Tensor, Tensor] | None, cu_seqlens: Pair, rows: tuple[int | None, ...]
+) -> None:
+    """:func:`check_mask_beside` of both, where both are given."""
+    if padding is not None:
+        for of, mask, cu, held in zip(("q", "kv"), _pair(padding), cu_seqlens, rows):
+            if cu is not None:
+                check_mask_beside(of, mask, cu, held)
+
+
+def _of_mask(mask: Tensor, sequences: int, max_seqlen: int) -> Tensor:
+    """:func:`cu_seqlens_of`, one tensor for all layers."""
+    (starts,) = shared(
+        mask.device, (mask,), (sequences, max_seqlen), lambda: (cu_seqlens_of(mask, sequences, max_seqlen),)
+    )
+    return starts
+
+
+def _between(cu_seqlens: Tensor, padded: Tensor | None, rows: int) -> Tensor | None:
+    """The rows that belong to a sequence, where each starts at ``padded`` and is as long as in ``cu_seqlens``.
+
+    In compiled code as many as the tensor's ``rows``: see :func:`packed.rows_between_gaps`.
+    """
+    if padded is None:
+        return None
+    if padded.shape != cu_seqlens.shape:
+        raise ValueError(f"{len(cu_seqlens)} cu_seqlens and {len(padded)} of them with padding; both must be as many")
+    if torch.compiler.is_compiling():
+        return packed.rows_between_gaps(cu_seqlens, padded, rows)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    if not cu_seqlens.is_cuda and (lengths > padded[1:] - padded[:-1]).any():
+        raise ValueError(f"sequences of {lengths.tolist()} rows do not fit between {padded.tolist()}")
+    shift = torch.repeat_interleave(padded[:-1] - cu_seqlens[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift

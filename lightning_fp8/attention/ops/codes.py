@@ -1,0 +1,100 @@
+"""Attention of keys and values that are FP8 codes already, as context parallelism gathers them, and the cast to codes.
+
+Queries are cast by the op. The backward pass is :func:`~lightning_fp8.attention.ops.attention.attention_backward`,
+which takes codes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.attention.ops.attention import AttentionCall
+from lightning_fp8.attention.ops.casts import Codes, cast
+from lightning_fp8.attention.ops.layouts import Packing, from_heads, row_space, to_heads
+from lightning_fp8.attention.ops.reference import forward
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.op import op
+
+
+class QueriesKept(NamedTuple):
+    """What the backward pass needs of queries: the first fields of :class:`~lightning_fp8.attention.ops.Kept`."""
+
+    m: Tensor
+    l: Tensor  # noqa: E741
+    q8: Tensor
+    q_scale_inv: Tensor
+
+
+def attention_cast(x: Tensor) -> Codes:
+    """The codes of keys or values ``[B, L, H, D]``, in blocks of a head and 128 rows.
+
+    Returns:
+        E4M3 ``[H, R, D]`` and float32 ``[H, R / 128]`` of packed rows: see :class:`~lightning_fp8.attention.ops.Kept`.
+    """
+    return Codes(*_attention_cast(x))
+
+
+def attention_forward_of_codes(
+    q: Tensor, k8: Codes, v8: Codes, key_rows: int, call: AttentionCall
+) -> tuple[Tensor, QueriesKept]:
+    """``softmax(c q kᵀ) v`` of queries in high precision and of the codes of keys and values.
+
+    Args:
+        q: bfloat16, float16 or float32 ``[B, L, H, D]``.
+        k8, v8: what :func:`attention_cast` gives.
+        key_rows: L of keys and values.
+        call: of ``bshd``, without ``cu_seqlens``. Keys are taken as they are, whatever it says of a mean.
+
+    Returns:
+        ``o`` in q's dtype, and what the backward op takes of queries.
+    """
+    return _attention_forward_of_codes(q, *k8, *v8, key_rows, call)  # type: ignore[no-any-return]
+
+
+@op("attention_cast")
+def attention_cast_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    space, (heads, channels) = row_space(x, "bshd", None), x.shape[-2:]
+    codes = x.new_empty((heads, space.total, channels), dtype=E4M3.dtype)
+    return codes, x.new_empty((heads, space.blocks), dtype=torch.float32)
+
+
+@op("attention_forward_of_codes")
+def attention_forward_of_codes_op(
+    q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
+) -> tuple[Tensor, QueriesKept]:
+    space, (heads, channels) = row_space(q, "bshd", None), q.shape[-2:]
+    m, l = (q.new_empty((heads, space.total), dtype=torch.float32) for _ in range(2))  # noqa: E741
+    codes = q.new_empty((heads, space.total, channels), dtype=E4M3.dtype)
+    q_scale_inv = q.new_empty((heads, space.blocks), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v8.shape[-1])), QueriesKept(m, l, codes, q_scale_inv)
+
+
+_attention_cast = attention_cast_op.call
+_attention_forward_of_codes = attention_forward_of_codes_op.call
+
+
+def reference_attention_cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`~lightning_fp8.attention.ops.casts.cast`, in packed rows."""
+    heads, _ = to_heads(x, "bshd", None)
+    return tuple(Packing.of(x, "bshd", None).pack_codes(cast(heads)))  # type: ignore[return-value]
+
+
+def reference_attention_forward_of_codes(
+    q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
+) -> tuple[Tensor, QueriesKept]:
+    """:func:`~lightning_fp8.attention.ops.reference.forward`, from and to packed rows."""
+    of_queries = Packing.of(q, "bshd", None)
+    of_keys = Packing.of(q, "bshd", None, key_rows)
+    q8 = cast(to_heads(q, "bshd", None)[0])
+    keys, values = of_keys.unpack_codes(k8, k_scale_inv), of_keys.unpack_codes(v8, v_scale_inv)
+    softmax_scale, band = call.softmax_scale_of(q.shape[-1]), call.attention.band
+    o, m, l = forward(q8, keys, values, softmax_scale, band, None, q.dtype)  # noqa: E741
+    kept = QueriesKept(of_queries.pack(m, -torch.inf), of_queries.pack(l), *of_queries.pack_codes(q8))
+    return from_heads(o, "bshd", None), kept
+
+
+attention_cast_op.implement("cpu", reference_attention_cast)
+attention_forward_of_codes_op.implement("cpu", reference_attention_forward_of_codes)

@@ -1,0 +1,512 @@
+"""Attention on CUDA tensors: planned once for tensors of one key; where there is no kernel, the specification computes.
+
+A *problem* says all that shapes, dtypes and options say; a *plan* is what computes it. :data:`PLANS` says for which
+architectures there is one.
+
+Nothing here waits for the device: how many blocks start follows from shapes, and ``cu_seqlens`` on a card stay there.
+Those on the host are copied at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.host.batch import BatchTables
+from cuda_kernels.attention.host.forward import (
+    AttentionProblem,
+    CastLaunch,
+    CastTables,
+    ForwardLaunch,
+    PackedCodes,
+    Strides,
+    TransposeLaunch,
+    Visible,
+)
+from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, packed_rows
+from cuda_kernels.attention.mma import operands as mma
+from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
+from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.host.launch import NoKernels, architecture_of, name_of
+from cuda_kernels.kernel import KernelError
+from lightning_fp8.attention.ops.attention import (
+    Attention,
+    AttentionCall,
+    Gradients,
+    Kept,
+    attention_backward_op,
+    attention_forward_op,
+    attention_tables_op,
+    reference_attention_backward,
+    reference_attention_forward,
+    spaces_of,
+)
+from lightning_fp8.attention.ops.casts import rows_of_mean
+from lightning_fp8.attention.ops.codes import (
+    QueriesKept,
+    attention_cast_op,
+    attention_forward_of_codes_op,
+    reference_attention_cast,
+    reference_attention_forward_of_codes,
+)
+from lightning_fp8.attention.ops.masks import Band
+from lightning_fp8.formats import E4M3
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.memory import PlainKey, tensor_key
+from lightning_fp8.ops.plans import EmptyTensor, check_not_empty, current_device, planned
+
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
+"""``(q, k, v, call) -> (o, kept)``"""
+Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
+"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: L of keys, or T of ``thd``."""
+
+CallKey = tuple[tuple[Any, ...], float | None, int | None]
+"""The options, flat, the softmax scale, and the number of sequences where lengths come with each call."""
+
+Rows = tuple[PackedRows, PackedRows]
+"""Of queries and of keys."""
+Tables = TypeVar("Tables")
+
+
+# --- The problem as kernels see it ------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """A tensor of heads in one of the formats, with its channels side by side.
+
+    Attributes:
+        dtype: by its name.
+        heads, head_dim: of the tensor.
+        space: its packed rows.
+        strides: in elements.
+        aligned: whether its address is a multiple of four elements.
+    """
+
+    dtype: DtypeName
+    heads: int
+    head_dim: int
+    space: RowSpace
+    strides: Strides
+    aligned: bool
+
+    @classmethod
+    def of(cls, key: PlainKey, qkv_format: str, sequences: int) -> Heads:
+        """Those of a tensor with this key; ``sequences``: of ``thd``."""
+        dtype, shape, strides, alignment = key
+        # a dimension of size 1 may have any stride, which no address depends on
+        *outer, of_head = (0 if size == 1 else stride for size, stride in zip(shape[:-1], strides))
+        if qkv_format == "thd":
+            space, (of_sequence, of_row) = RowSpace(sequences, shape[0], True), (0, *outer)
+        elif qkv_format == "bshd":
+            space, (of_sequence, of_row) = RowSpace(shape[0], shape[1], False), outer
+        else:
+            space, (of_row, of_sequence) = RowSpace(shape[1], shape[0], False), outer
+        aligned = alignment % (4 * dtype.itemsize) == 0
+        return cls(DTYPE_NAMES[dtype], shape[-2], shape[-1], space, (of_sequence, of_row, of_head), aligned)
+
+    def contiguous(self, qkv_format: str, heads: int, rows: int) -> Heads:
+        """A contiguous tensor of other ``heads`` and ``rows``, otherwise alike."""
+        of_row = heads * self.head_dim
+        of_sequence, of_row = {
+            "thd": (0, of_row),
+            "bshd": (rows * of_row, of_row),
+            "sbhd": (of_row, self.space.sequences * of_row),
+        }[qkv_format]
+        space = self.space._replace(length_or_total=rows)
+        return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
+
+    def cast(self, device: torch.device, copies: tuple[bool, bool], mean_blocks: int = 0) -> CastLaunch:
+        return CastLaunch(
+            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, mean_blocks, self.aligned, device
+        )
+
+
+class LaunchedProblem(NamedTuple):
+    """What both passes compute with tensors of one key.
+
+    Attributes:
+        qkv_format: of all.
+        centered: keys are cast without the mean of some.
+        mean_rows: of so many first ones; None is all.
+        kernels: the problem as launches have it.
+        ragged: lengths come with each call.
+    """
+
+    qkv_format: str
+    centered: bool
+    mean_rows: int | None
+    kernels: AttentionProblem
+    ragged: bool
+
+    @classmethod
+    def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
+        """That of queries (or of the output's gradient) and keys."""
+        qkv_format, band, centered, longest_query = call.attention
+        spec = AttentionSpec(q.head_dim, q.dtype)
+        softmax_scale = call.softmax_scale_of(q.head_dim)
+        kernels = AttentionProblem(
+            spec, (q.heads, k.heads), q.space, k.space, visible(band), softmax_scale, longest_query
+        )
+        return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
+
+    @property
+    def mean_blocks(self) -> int:
+        """Blocks of keys that are summed for the means that are subtracted from keys; 0 where none are."""
+        keys = self.kernels.keys
+        return (keys.blocks if self.mean_rows is None else keys.sequences) if self.centered else 0
+
+    def tables(
+        self,
+        device: torch.device,
+        make: Callable[[PackedRows, PackedRows], Tables],
+        take: Callable[[BatchTables], Tables],
+    ) -> Callable[[AttentionCall], Tables]:
+        """A function of a call that gives a pass its tables, of those that come with the call if some do.
+
+        Where no lengths come with a call, they are made now, on the host: a copy from there is done when it returns,
+        whatever streams use it.
+
+        Args:
+            make: makes the pass's tables of rows of queries and keys.
+            take: takes them from those of both passes.
+        """
+        spaces = self.kernels.queries, self.kernels.keys
+        if not self.ragged:
+            host = torch.device("cpu")
+            tables: Tables = _moved(make(*(packed_rows(space, None, host) for space in spaces)), device)
+            return lambda call: tables
+
+        def made(call: AttentionCall) -> Tables:
+            if call.tables is not None:
+                return take(BatchTables.split(call.tables, *spaces, self.mean_rows))
+            assert call.cu_seqlens_q is not None
+            assert call.cu_seqlens_kv is not None
+            return make(*rows_on(device, spaces, call.cu_seqlens_q, call.cu_seqlens_kv))
+
+        return made
+
+
+def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
+    """The rows of a batch on ``device``; ``queries``, ``keys``: ``cu_seqlens`` of both."""
+    of_queries = packed_rows(spaces[0], queries.to(device), device)
+    same = keys is queries and spaces[0] == spaces[1]
+    return of_queries, of_queries if same else packed_rows(spaces[1], keys.to(device), device)
+
+
+def visible(band: Band) -> Visible:
+    """``band`` as launches have it."""
+    return Visible(band.left, band.right, band.bottom_right)
+
+
+# --- The plans --------------------------------------------------------------------------------------------------------
+
+
+class ForwardPlan:
+    """The forward pass: casts, then one kernel. V gets both copies; the row copy is for the backward pass.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
+        self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
+        self._casts = (
+            q.cast(device, (True, False)),
+            k.cast(device, (True, False), problem.mean_blocks),
+            v.cast(device, (True, True)),
+        )
+        out = q.contiguous(problem.qkv_format, q.heads, q.space.length_or_total)
+        self._forward = ForwardLaunch(problem.kernels, out.strides, device)
+        self._tables = problem.tables(
+            device,
+            lambda queries, keys: (
+                CastTables(cast_table(queries)),
+                CastTables.of(keys, problem.mean_rows),
+                problem.kernels.tiles_of_queries(queries, keys),
+            ),
+            lambda tables: (tables.queries, tables.keys, tables.tiles.queries),
+        )  # fmt: skip
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+        queries, keys, tiles = self._tables(call)
+        of_q, of_k, of_v = self._casts
+        q8, k8, v8 = of_q.run(q, queries), of_k.run(k, keys), of_v.run(v, keys)
+        o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
+        m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
+        self._forward.run(tiles, q8, k8, v8, o, m, l)
+        return o, Kept(m, l, *_kept(q8), *_kept(k8), *_kept(v8))
+
+
+class ForwardOfCodesPlan:
+    """The forward pass over codes of keys and values: the queries' cast, a transposed copy of V's codes, one kernel.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads) -> None:
+        self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
+        self._cast = q.cast(device, (True, False))
+        self._transpose_v = TransposeLaunch(k.head_dim, k.heads, k.space, device)
+        out = q.contiguous(problem.qkv_format, q.heads, q.space.length_or_total)
+        self._forward = ForwardLaunch(problem.kernels, out.strides, device)
+        self._tables = problem.tables(
+            device,
+            lambda queries, keys: (CastTables(cast_table(queries)), problem.kernels.tiles_of_queries(queries, keys)),
+            lambda tables: (tables.queries, tables.tiles.queries),
+        )
+
+    def __call__(
+        self, q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, _: int, call: AttentionCall
+    ) -> tuple[Tensor, QueriesKept]:
+        queries, tiles = self._tables(call)
+        q8 = self._cast.run(q, queries)
+        v = self._transpose_v.run(_packed(v8, v_scale_inv))
+        o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
+        m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
+        self._forward.run(tiles, q8, _packed(k8, k_scale_inv), v, o, m, l)
+        return o, QueriesKept(m, l, *_kept(q8))
+
+
+class BackwardPlan:
+    """The backward pass: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+
+    Raises:
+        KernelError: a kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
+        self._device, self._key_shape = device, _shape(k, problem.qkv_format)
+        self._cast = do.cast(device, (True, True))
+        self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)
+        self._transpose_k = TransposeLaunch(k.head_dim, k.heads, k.space, device)
+        dq = do.contiguous(problem.qkv_format, do.heads, do.space.length_or_total)
+        self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
+        self._tables = problem.tables(
+            device,
+            lambda queries, keys: (CastTables(cast_table(queries)), self._backward.tables(queries, keys)),
+            lambda tables: (tables.queries, tables.tiles),
+        )
+
+    def __call__(self, do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+        queries, tables = self._tables(call)
+        q8 = self._transpose_q.run(_packed(kept.q8, kept.q_scale_inv))
+        k8 = self._transpose_k.run(_packed(kept.k8, kept.k_scale_inv))
+        operands = Operands(self._cast.run(do, queries), q8, k8, _packed(kept.v8, kept.v_scale_inv))
+        dq = torch.empty(do.shape, dtype=do.dtype, device=self._device)
+        dk, dv = (torch.empty(self._key_shape, dtype=do.dtype, device=self._device) for _ in range(2))
+        o = o.to(torch.bfloat16).contiguous()
+        self._backward.run(tables, operands, o, kept.m, kept.l, (dq, dk, dv))
+        return dq, dk, dv
+
+
+PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
+    which: dict.fromkeys(("90a", *mma.ARCHITECTURES), (plan, HEAD_DIMS))
+    for which, plan in (("forward", ForwardPlan), ("backward", BackwardPlan))
+}
+"""By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
+
+
+def chosen(which: str, device: torch.device, head_dim: int) -> Any:
+    """What plans the ``"forward"`` or ``"backward"`` pass of heads of ``head_dim`` channels on ``device``.
+
+    Raises:
+        KernelError: there are no kernels for it.
+    """
+    plan, head_dims = PLANS[which].get(architecture_of(device), (None, ()))
+    if head_dim in head_dims:
+        return plan
+    raise KernelError(
+        f"{_no_kernel(which, device, head_dim)}; fp8_dpa=False in the recipe runs attention in the tensors' own "
+        "precision, by torch's kernels"
+    )
+
+
+@torch.compiler.assume_constant_result
+def missing_kernel(device: torch.device, head_dim: int) -> str:
+    """Which pass of attention has no kernel on ``device`` for heads of ``head_dim`` channels; empty if none lacks one.
+
+    Whoever asks trains: one pass in FP8 is of no use without the other.
+    """
+    try:
+        architecture = architecture_of(device)
+    except NoKernels as error:
+        return str(error)
+    for which, plans in PLANS.items():
+        if head_dim not in plans.get(architecture, (None, ()))[1]:
+            return _no_kernel(which, device, head_dim)
+    return ""
+
+
+def _no_kernel(which: str, device: torch.device, head_dim: int) -> str:
+    there_are = "; ".join(f"sm_{arch}: {', '.join(map(str, dims))}" for arch, (_, dims) in PLANS[which].items())
+    return (
+        f"FP8 attention's {which} pass has no kernel for heads of {head_dim} channels on {name_of(device)} "
+        f"(sm_{architecture_of(device)}), only for {there_are}"
+    )
+
+
+def require_operands(q: Heads, k: Heads, v: Heads) -> None:
+    """Raises:
+    ValueError: shapes or dtypes do not fit.
+    """
+    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
+        raise ValueError(f"keys ({k}) are as many as values ({v}), of as many sequences as queries ({q})")
+    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
+        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) have one dtype and one number of channels")
+
+
+def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
+    batch, rows = x.space.sequences, x.space.length_or_total
+    padded = (batch, rows) if qkv_format == "bshd" else (rows, batch)
+    return (*((rows,) if qkv_format == "thd" else padded), x.heads, x.head_dim)
+
+
+def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
+    assert codes.data is not None
+    return codes.data.view(E4M3.dtype), codes.scale_inv
+
+
+def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
+    return PackedCodes(data.view(torch.uint8), None, scale_inv)
+
+
+def _moved(tables: Any, device: torch.device) -> Any:
+    """Tensors or None, in tuples of tuples, on ``device``."""
+    if tables is None or isinstance(tables, Tensor):
+        return tables if tables is None else tables.to(device)
+    moved = (_moved(table, device) for table in tables)
+    return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+    """The op ``attention_forward``."""
+    q, k, v = map(_with_channels_side_by_side, (q, k, v))
+    plan = _forward_plan(
+        q.device, q.is_cuda and current_device(), tensor_key(q), tensor_key(k), tensor_key(v), _call_key(call)
+    )
+    return plan(q, k, v, call)
+
+
+def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+    """The op ``attention_backward``."""
+    do = _with_channels_side_by_side(do)
+    heads = kept.k8.shape[0]
+    plan = _backward_plan(do.device, do.is_cuda and current_device(), tensor_key(do), heads, key_rows, _call_key(call))
+    return plan(do, o, kept, key_rows, call)
+
+
+@planned(reference_attention_forward)
+def _forward_plan(
+    device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
+) -> Forward:
+    flat, softmax_scale, sequences_given = call_key
+    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    qkv_format, sequences = _sequences(call.attention, sequences_given)
+    check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
+    q, k, v = (Heads.of(key, qkv_format, sequences) for key in (q_key, k_key, v_key))
+    require_operands(q, k, v)
+    plan = chosen("forward", device, q.head_dim)
+    problem = LaunchedProblem.of(q, k, call, sequences_given is not None)
+    return plan(device, problem, q, k, v)
+
+
+@planned(reference_attention_backward)
+def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey) -> Backward:
+    flat, softmax_scale, sequences_given = call_key
+    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    qkv_format, sequences = _sequences(call.attention, sequences_given)
+    check_not_empty((*do_key[1], heads, key_rows, sequences))
+    do = Heads.of(do_key, qkv_format, sequences)
+    keys = do.contiguous(qkv_format, heads, key_rows)
+    plan = chosen("backward", device, do.head_dim)
+    problem = LaunchedProblem.of(do, keys, call, sequences_given is not None)
+    return plan(device, problem, do, keys)
+
+
+def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The op ``attention_cast``."""
+    x = _with_channels_side_by_side(x)
+    return _cast_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x)
+
+
+def attention_forward_of_codes_on_cuda(
+    q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
+) -> tuple[Tensor, QueriesKept]:
+    """The op ``attention_forward_of_codes``."""
+    q = _with_channels_side_by_side(q)
+    plan = _forward_of_codes_plan(
+        q.device, q.is_cuda and current_device(), tensor_key(q), k8.shape[0], key_rows, _call_key(call)
+    )
+    return plan(q, k8, k_scale_inv, v8, v_scale_inv, key_rows, call)
+
+
+@planned(reference_attention_cast)
+def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    check_not_empty(key[1])
+    x = Heads.of(key, "bshd", 1)
+    chosen("forward", device, x.head_dim)
+    launch = x.cast(device, (True, False))
+    tables = CastTables(cast_table(packed_rows(x.space, None, torch.device("cpu"))).to(device))
+    return lambda x: _kept(launch.run(x, tables))
+
+
+@planned(reference_attention_forward_of_codes)
+def _forward_of_codes_plan(
+    device: torch.device, q_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
+) -> Callable[..., tuple[Tensor, QueriesKept]]:
+    flat, softmax_scale, _ = call_key
+    check_not_empty((*q_key[1], heads, key_rows))
+    q = Heads.of(q_key, "bshd", 1)
+    keys = q.contiguous("bshd", heads, key_rows)
+    chosen("forward", device, q.head_dim)
+    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    return ForwardOfCodesPlan(device, LaunchedProblem.of(q, keys, call, False), q, keys)
+
+
+def _with_channels_side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call_key(call: AttentionCall) -> CallKey:
+    cu_seqlens = call.cu_seqlens_q
+    return call.attention.flat, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _sequences(attention: Attention, sequences: int | None) -> tuple[str, int]:
+    """The format, and the sequences of ``thd``; of other formats, whose shape says it, 1."""
+    qkv_format = attention.qkv_format
+    if qkv_format != "thd":
+        return qkv_format, 1
+    if sequences is None:
+        raise EmptyTensor  # the specification says what is missing
+    return qkv_format, sequences
+
+
+def tables_of_lengths(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, attention: Attention, query_rows: int, key_rows: int,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """The op ``attention_tables``."""
+    queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
+    _, band, _, longest_query = attention
+    if longest_query is not None:  # memory is saved by it, which longer sequences would need
+        wrong = f"cu_seqlens_q has a sequence of more than {longest_query} rows; pass its max_seqlen_q"
+        torch._assert_async((cu_seqlens_q.diff() <= longest_query).all(), wrong)  # type: ignore[call-overload]
+    of_queries, of_keys = rows_on(device, (queries, keys), cu_seqlens_q, cu_seqlens_kv)
+    return BatchTables.of(of_queries, of_keys, visible(band), rows_of_mean(band)).joined()
+
+
+attention_forward_op.implement("cuda", attention_forward_on_cuda)
+attention_backward_op.implement("cuda", attention_backward_on_cuda)
+attention_cast_op.implement("cuda", attention_cast_on_cuda)
+attention_forward_of_codes_op.implement("cuda", attention_forward_of_codes_on_cuda)
+for _device_type in ("cpu", "cuda"):  # of cu_seqlens, which may be on the host
+    attention_tables_op.implement(_device_type, tables_of_lengths)

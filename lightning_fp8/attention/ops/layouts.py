@@ -1,0 +1,144 @@
+"""From Transformer Engine's formats to heads side by side, which the specification takes, to packed rows, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
+from lightning_fp8.attention.ops.casts import BLOCK, Codes
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``[B, H, L, D]`` of a tensor in ``qkv_format``, and the sequences' lengths ``[B]``; None where all are ``L``.
+
+    Raises:
+        ValueError: ``thd`` without ``cu_seqlens``, or one that does not rise from 0 to at most the tensor's rows.
+    """
+    if qkv_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("qkv_format='thd' needs cu_seqlens, where each sequence starts; pass integers [B + 1]")
+        return unpack(x, cu_seqlens)
+    heads = x.transpose(1, 2) if qkv_format == "bshd" else x.permute(1, 2, 0, 3)
+    return heads, None if cu_seqlens is None else cu_seqlens[1:] - cu_seqlens[:-1]
+
+
+def from_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Tensor:
+    """``[B, H, L, D]`` in ``qkv_format``, contiguous; of ``thd`` with so many ``rows``, see :func:`pack`."""
+    if qkv_format == "thd":
+        assert cu_seqlens is not None
+        return pack(x, cu_seqlens, rows)
+    return (x.transpose(1, 2) if qkv_format == "bshd" else x.permute(2, 0, 1, 3)).contiguous()
+
+
+def unpack(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T, H, D]`` to a padded ``[B, H, L, D]`` and the lengths ``[B]``; padding is 0.
+
+    Args:
+        cu_seqlens: integers ``[B + 1]``, where each sequence starts; 0 comes first, the end of the last one last. Rows
+            behind it are padding, which is left out. Sequences may be empty.
+
+    Raises:
+        ValueError: ``cu_seqlens`` does not rise from 0 to at most T.
+    """
+    lengths = _lengths(cu_seqlens, len(x))
+    longest = max(lengths.tolist(), default=0)
+    out = x.new_zeros(len(lengths), longest, *x.shape[1:])
+    out[_places(lengths, longest)] = x[: int(lengths.sum())]
+    return out.transpose(1, 2).contiguous(), lengths
+
+
+def pack(x: Tensor, cu_seqlens: Tensor, rows: int | None = None) -> Tensor:
+    """The way back from :func:`unpack`: ``[B, H, L, D]`` to ``[T, H, D]``, or ``[B, H, L]`` to ``[T, H]``.
+
+    ``rows`` is T, where 0 stands behind the last sequence; None is its end.
+    """
+    packed_rows = int(cu_seqlens[-1])
+    rows = packed_rows if rows is None else rows
+    lengths = _lengths(cu_seqlens, rows)
+    packed = x.transpose(1, 2)[_places(lengths, x.shape[2])]
+    if rows == packed_rows:
+        return packed
+    return torch.cat([packed, packed.new_zeros(rows - packed_rows, *packed.shape[1:])])
+
+
+def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:
+    starts = cu_seqlens.cpu().long()
+    lengths = starts[1:] - starts[:-1]
+    if len(starts) == 0 or starts[0] != 0 or starts[-1] > rows or (lengths < 0).any():
+        raise ValueError(f"cu_seqlens={starts.tolist()} does not rise from 0 to at most the tensor's {rows} rows")
+    return lengths
+
+
+def _places(lengths: Tensor, longest: int) -> Tensor:
+    """True where a padded batch ``[B, L]`` holds a row."""
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:
+    """The packed rows of a tensor in ``qkv_format``; of one that is like ``x`` but for its number of ``rows``."""
+    if qkv_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("qkv_format='thd' needs cu_seqlens, where each sequence starts; pass integers [B + 1]")
+        return RowSpace(cu_seqlens.shape[0] - 1, x.shape[0] if rows is None else rows, True)
+    length, batch = (1, 0) if qkv_format == "bshd" else (0, 1)
+    return RowSpace(x.shape[batch], x.shape[length] if rows is None else rows, False)
+
+
+class Packing:
+    """Heads side by side, ``[B, H, L, ...]``, to packed rows and back; :class:`Kept` is in them.
+
+    Args:
+        packed: the rows of the batch.
+    """
+
+    def __init__(self, packed: PackedRows) -> None:
+        self._space = packed.space
+        self._longest = max(packed.lengths.tolist(), default=0) if packed.space.ragged else packed.space.length_or_total
+        self._rows = _Places(packed.starts, packed.lengths, self._longest)
+        blocks = -(-packed.lengths // BLOCK)
+        self._blocks = _Places(packed.starts // BLOCK, blocks, -(-self._longest // BLOCK))
+
+    @classmethod
+    def of(cls, x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Packing:
+        """That of a tensor in a format; see :func:`row_space`."""
+        return cls(packed_rows(row_space(x, qkv_format, cu_seqlens, rows), cu_seqlens, x.device))
+
+    def pack(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        """``[B, H, L]`` to ``[H, R]``, with ``padding`` where no row is."""
+        return self._rows.pack(x, self._space.total, padding)
+
+    def unpack(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        """``[H, R]`` to ``[B, H, L]``."""
+        return self._rows.unpack(x, padding)
+
+    def pack_codes(self, codes: Codes) -> Codes:
+        """``[B, H, L, D]`` to ``[H, R, D]``, ``[B, H, ceil(L / 128)]`` to ``[H, R / 128]``."""
+        data = self._rows.pack(codes.data.view(torch.uint8), self._space.total, 0)
+        return Codes(data.view(codes.data.dtype), self._blocks.pack(codes.scale_inv, self._space.blocks, 1))
+
+    def unpack_codes(self, data: Tensor, scale_inv: Tensor) -> Codes:
+        """The way back."""
+        codes = self._rows.unpack(data.view(torch.uint8), 0)
+        return Codes(codes.view(data.dtype), self._blocks.unpack(scale_inv, 1))
+
+
+class _Places:
+    """Where each of at most ``most`` things of a sequence lies: ``counts [B]`` of them, from ``starts [B]`` on."""
+
+    def __init__(self, starts: Tensor, counts: Tensor, most: int) -> None:
+        index = torch.arange(most, device=starts.device)
+        self._inside = index < counts[:, None]
+        self._places = (starts[:, None] + index)[self._inside]
+
+    def pack(self, x: Tensor, total: int, padding: float) -> Tensor:
+        out = x.new_full((x.shape[1], total, *x.shape[3:]), padding)
+        out[:, self._places] = x.transpose(0, 1)[:, self._inside]
+        return out
+
+    def unpack(self, x: Tensor, padding: float) -> Tensor:
+        out = x.new_full((x.shape[0], *self._inside.shape, *x.shape[2:]), padding)
+        out[:, self._inside] = x[:, self._places]
+        return out.transpose(0, 1).contiguous()

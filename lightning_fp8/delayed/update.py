@@ -1,0 +1,422 @@
+"""The update of delayed scaling: once per optimizer step, of the slots that the optimizer owns.
+
+The step hook of ``torch.optim`` calls for it, in plain loops, under Fabric and in a Trainer alike. Of the steps of an
+optimizer inside a backward pass, one for each parameter for example, the end of that backward pass does. Explicit calls
+are ``update_scales()`` of a plugin, ``update_fp8_scales(model)``, and the end of a calibrating region.
+
+First, the amaxes of slots that are not to be updated are put aside, and the others are reduced over ranks. Then
+:func:`_advance` rescales what was made for another format or margin (:func:`lightning_fp8.scaling.rescaling`) and
+pushes the amaxes into each history. The history's maximum, or its newest step, gives the scales,
+``fp8_max 2**-margin / amax``, at most float32's largest value; a tensor whose amax is 0, inf or NaN keeps its scale and
+its history. This is ``ops.update_scales``, one launch, by the formulas of
+:func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
+
+Ranks share their scales in one collective, by position. Ranks of which only some began a collective would wait for
+ever. So whether one begins does not depend on what ran on a rank, only on what all ranks do alike: the recipe of the
+plugin, or of the last outermost training region, says whether amaxes are reduced, and the region over which group. The
+names of slots are compared before they are first reduced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_fp8 import ops
+from lightning_fp8.delayed.history import AmaxHistory, Span, all_histories, span_of, span_ratio
+from lightning_fp8.delayed.owners import Slots, all_slots, mask_of, owned_by, parameter_ids, slots_without_optimizer
+from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
+from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.scaling import FLOAT32_MAX, is_usable
+
+# --- Which recipe, and which ranks ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Region:
+    """The last outermost region of ``fp8_autocast`` that took gradients; all ranks enter the same ones.
+
+    Attributes:
+        recipe: for amaxes that were observed under no other that the host knows of; None before the first region.
+        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+    """
+
+    recipe: DelayedScaling | None = None
+    group: dist.ProcessGroup | None = None
+
+
+_region = _Region()
+
+
+def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, training: bool) -> None:
+    """Note an outermost region of ``fp8_autocast``.
+
+    Args:
+        training: whether gradients are enabled.
+    """
+    if training or _region.recipe is None:
+        _region.recipe = recipe
+        _region.group = group
+    if training and not torch.compiler.is_compiling():
+        histories = [history for history in all_histories() if history.plugin_recipe is None]
+        for history in histories:
+            history.training_forward_begins()
+        update_waiting(histories)
+
+
+def update_waiting(histories: Iterable[AmaxHistory]) -> None:
+    """Make the updates that still wait for a step: see :func:`_end_of_backward`, and states that were saved so.
+
+    Earlier versions saved the amaxes of every step of a plain loop without its update.
+    """
+    if _stepped_in_backward and _current_backward() < 0:
+        _update_after_backward()
+    if waiting := [history for history in histories if history.steps]:
+        update_slots(all_slots(waiting))
+
+
+# --- The update -------------------------------------------------------------------------------------------------------
+
+
+def reduce_and_update(
+    histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
+) -> None:
+    """Update all slots of several histories with one collective: the element-wise maximum of all their amaxes.
+
+    Args:
+        histories: each then pushes its amaxes into its window and computes new scales.
+        recipe: the margin, interval, history length and algorithm.
+        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+
+    Raises:
+        RuntimeError: ranks are to share the scales of unlike tensors.
+    """
+    _reduce_and_update(all_slots(histories), dict.fromkeys(histories, recipe), recipe.reduce_amax, group)
+
+
+def update_slots(owned: Iterable[tuple[AmaxHistory, Slots]]) -> None:
+    """Update these slots: with one collective for all of a plugin's models, and one for all without a plugin.
+
+    A plugin whose recipe keeps no state lets amaxes come only from regions of ``fp8_autocast`` inside it. Whether such
+    a region ran, a rank knows only of itself: each rank then has its own scales.
+    """
+    of_plugin: list[tuple[AmaxHistory, Slots]] = []
+    of_region: list[tuple[AmaxHistory, Slots]] = []
+    on_this_rank: list[tuple[AmaxHistory, Slots]] = []
+    recipes: dict[AmaxHistory, DelayedScaling] = {}
+    for history, slots in owned:
+        plugin_recipe = history.plugin_recipe
+        observed_under = history.recipe or (_region.recipe if plugin_recipe is None else None)
+        if isinstance(plugin_recipe, DelayedScaling):
+            recipes[history] = plugin_recipe
+            of_plugin.append((history, slots))
+        elif observed_under is not None:
+            recipes[history] = observed_under
+            if plugin_recipe is None:
+                of_region.append((history, slots))
+            else:
+                on_this_rank.append((history, slots))
+                if observed_under.reduce_amax and are_several_ranks():
+                    _warn_of_own_scales(plugin_recipe.name)
+    if of_plugin:
+        _reduce_and_update(of_plugin, recipes, recipes[of_plugin[0][0]].reduce_amax, None)
+    if of_region:
+        recipe = _region.recipe or recipes[of_region[0][0]]
+        _reduce_and_update(of_region, recipes, recipe.reduce_amax, _region.group)
+    if on_this_rank:
+        _reduce_and_update(on_this_rank, recipes, False, None)
+
+
+def _reduce_and_update(
+    owned: Sequence[tuple[AmaxHistory, Slots]],
+    recipes: dict[AmaxHistory, DelayedScaling],
+    reduce_amax: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    put_aside = [(history, _put_aside(history, slots)) for history, slots in owned if len(slots) < len(history.names)]
+    if reduce_amax:
+        _reduce_amaxes([history for history, _ in owned], group)
+    for history, _ in owned:
+        _advance(history, recipes[history])
+    for history, amaxes in put_aside:
+        history.amax.copy_(amaxes)
+
+
+def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
+    """Take away the amaxes of all but ``slots``: a tensor without an amax keeps its scale and history."""
+    mask = mask_of(history, slots)
+    amaxes = history.amax.masked_fill(mask, 0.0)
+    history.amax.masked_fill_(~mask, 0.0)
+    return amaxes
+
+
+def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
+    """Push the amaxes of ``history``, reduced over ranks already, into its window and compute new scales."""
+    history.resize(recipe.amax_history_len)
+    history.updates += 1
+    if history.steps is not None:
+        history.steps = 0
+    history.watch.updated()
+    _rescale_to(history, span_of(recipe))
+    previous_scale: Tensor | None = None
+    if recipe.interval > 1:
+        previous_scale = history.scale.clone()
+        # An update that passes over a tensor, which did not run or overflowed, brings it no nearer to its next scale.
+        history.num_observed += is_usable(history.amax)
+    ops.update_scales(
+        history.amax,
+        history.amax_history,
+        history.scale,
+        _fp8_max(history, recipe),
+        recipe.margin,
+        recipe.amax_compute_algo,
+    )
+    if previous_scale is not None:
+        due = history.num_observed % recipe.interval == 0
+        history.scale.copy_(torch.where(due, history.scale, previous_scale))
+    history.nonzero_scales.poll(history.scale)
+
+
+def _rescale_to(history: AmaxHistory, span: Span) -> None:
+    """Rescale the scales that an update keeps to the format and margin of ``span``."""
+    ratios = {role: span_ratio(history.span, span, role) for role in dict.fromkeys(history.roles)}
+    if any(ratio != 1 for ratio in ratios.values()):
+        history.scale *= history.scale.new_tensor([ratios[role] for role in history.roles])
+        history.scale.clamp_(max=FLOAT32_MAX)
+    history.span = span
+
+
+def _fp8_max(history: AmaxHistory, recipe: DelayedScaling) -> Tensor:
+    """The largest value of each slot's format, float32 ``[n]``."""
+    key = recipe.fp8_format, history.scale.device
+    if history.fp8_max is None or history.fp8_max[0] != key:
+        values = [recipe.cast(role).float8.max for role in history.roles]
+        history.fp8_max = key, torch.tensor(values, dtype=torch.float32, device=history.scale.device)
+    return history.fp8_max[1]
+
+
+@cache
+def _warn_of_own_scales(name: str) -> None:
+    warnings.warn(
+        f"each rank has its own scales for a region of delayed scaling inside recipe={name!r}: reduce_amax=True is "
+        "ignored there. To share them, give the plugin recipe='delayed', and fp8_autocast the other recipe",
+        stacklevel=2,
+    )
+
+
+def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
+    """Turn the amaxes that calibration observed, on any rank, into scales; those of a plugin's model wait for a step.
+
+    Args:
+        recipe: of the outermost calibrating region.
+        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+    """
+    histories = [history for history in all_histories() if history.plugin_recipe is None]
+    reduces = recipe.reduce_amax and are_several_ranks(group)
+    put_aside = [(history, _put_aside(history, frozenset())) for history in histories if not history.calibrated]
+    if reduces:
+        _reduce_amaxes(histories, group)
+    for history in histories:
+        if history.calibrated or (reduces and bool(history.amax.any())):
+            _advance(history, recipe)
+        history.calibrated = False
+    for history, amaxes in put_aside:
+        history.amax.copy_(amaxes)
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | None) -> None:
+    """Replace the amaxes of ``histories`` by their maximum over ``group``, ``None`` being all ranks.
+
+    Raises:
+        RuntimeError: on all ranks, if the names of one differ from those of another.
+    """
+    if not histories or not are_several_ranks(group):
+        return
+    _compare_names(histories, group)
+    amaxes = torch.cat([history.amax for history in histories])
+    # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
+    torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
+        history.amax.copy_(amax)
+
+
+def are_several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``group``, or torch.distributed where it is ``None``, has more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+_compared: weakref.WeakKeyDictionary[AmaxHistory, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""By the first of them, the lists of histories whose names were compared: group, creation indices, numbers of slots."""
+
+
+@torch.compiler.disable
+def _compare_names(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | None) -> None:
+    """Compare the names of slots over ``group``, once for each list of histories; the host waits for a GPU."""
+    compared = _compared.setdefault(histories[0], set())
+    key = id(group), *((history.creation_index, len(history.names)) for history in histories)
+    device = histories[0].amax.device
+    if key in compared or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    names = [name for history in histories for name in history.names]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    own = torch.tensor([len(names), int.from_bytes(digest[:7], "big")], device=device)
+    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, own, group=group)
+    gathered = torch.stack(everyones).tolist()
+    if any(everyone != gathered[0] for everyone in gathered):
+        names_by_rank: list[list[str]] = [[] for _ in everyones]
+        dist.all_gather_object(names_by_rank, names, group=group)
+        raise RuntimeError(_difference(dict(zip(dist.get_process_group_ranks(group), names_by_rank))))
+    compared.add(key)
+
+
+def _difference(names_by_rank: dict[int, list[str]]) -> str:
+    """What the error says where the names of slots are not the same on all ranks."""
+    ranks_by_names: dict[tuple[str, ...], list[int]] = {}
+    for rank, names in names_by_rank.items():
+        ranks_by_names.setdefault(tuple(names), []).append(rank)
+    first, other = list(ranks_by_names)[:2]
+    index = next(index for index, pair in enumerate(itertools.zip_longest(first, other)) if len(set(pair)) > 1)
+    counts = "; ".join(f"{len(names)} on ranks {ranks}" for names, ranks in ranks_by_names.items())
+    differing = " and ".join(
+        f"{names[index]!r} on ranks {ranks_by_names[names]}"
+        if index < len(names)
+        else f"none on ranks {ranks_by_names[names]}"
+        for names in (first, other)
+    )
+    return (
+        f"ranks are to share the FP8 scales of unlike tensors: there are {counts}; number {index} is {differing}. Give "
+        "fp8_autocast as fp8_group the ranks that hold the same layers, or take DelayedScaling(reduce_amax=False), "
+        "with which each rank has its own scales"
+    )
+
+
+# --- Optimizer steps, where they happen: in torch.optim, whoever calls step and however -------------------------------
+
+_numbers = itertools.count(1)  # each is given once, whichever threads step at a time
+_step_number = 0
+_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+"""The code around every ``step`` of torch.optim that calls the hooks."""
+
+
+def optimizer_step_number() -> int:
+    """The number of an optimizer step in this process; a copy computed from a weight is stale once it is another."""
+    return _step_number
+
+
+def _current_backward() -> int:
+    """The number of the backward pass that autograd is running on this thread; -1 where it runs none."""
+    return torch._C._current_graph_task_id()
+
+
+def _is_inner_step(optimizer: Any) -> bool:
+    """Whether an optimizer of the same parameters makes this step, as ``ZeroRedundancyOptimizer`` does in its own.
+
+    The inner one may hold other parameters on each rank; the outer one's step is the one that counts. An optimizer
+    that steps in the closure of another one, whose parameters are others, is no inner one.
+    """
+    parameters = set(parameter_ids(optimizer))
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is _STEP:
+            outer = frame.f_locals.get("self", optimizer)
+            if outer is not optimizer and not parameters.isdisjoint(parameter_ids(outer)):
+                return True
+    return False
+
+
+def _overflowed(optimizer: Any) -> bool:
+    """Whether ``GradScaler`` has a fused optimizer step over infinite gradients, which changes nothing.
+
+    A tensor on the GPU is not read: the host would wait for it.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
+
+
+# A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
+@torch.compiler.disable
+def after_optimizer_step(optimizer: Any, *_: Any) -> None:
+    """Update the slots that ``optimizer`` owns; called after its step, for those of torch by their hook.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+    """
+    global _step_number
+    _step_number = next(_numbers)
+    if _overflowed(optimizer):
+        return
+    if _current_backward() >= 0:
+        _put_off(optimizer)
+    elif not _is_inner_step(optimizer):
+        _update_owned(owned_by(optimizer))
+
+
+def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
+    for history, _ in owned:
+        history.steps = history.steps or 0
+        history.watch.stepped = True
+    update_slots(owned)
+    for history, _ in owned:
+        if history.updates % UPDATES_OF_OTHERS == 0 and not history.watch.has_warned_of_others:
+            waiting = [slot for slot in slots_without_optimizer(history) if bool(history.amax[slot] > 0)]
+            if waiting:
+                history.watch.warn_of_others([history.names[slot] for slot in waiting])
+
+
+_stepped_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The optimizers that have stepped in a backward pass that still runs."""
+_awaited: int | None = None
+"""The backward pass whose end was last asked to update their slots."""
+
+
+def _put_off(optimizer: Any) -> None:
+    """Leave the update to the end of the backward pass: within it scales stand."""
+    global _awaited
+    _stepped_in_backward.add(optimizer)
+    for history, _ in owned_by(optimizer):
+        history.steps = 1
+    if _awaited != _current_backward():
+        _awaited = _current_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward)  # type: ignore[attr-defined]
+
+
+def _end_of_backward() -> None:
+    # A backward pass inside another one, as of reentrant checkpointing, ends while a node of that runs. If the one
+    # around it steps nothing itself, the next training forward updates.
+    if torch._C._current_autograd_node() is None:
+        _update_after_backward()
+
+
+def _update_after_backward() -> None:
+    global _awaited
+    _awaited = None
+    owned: dict[AmaxHistory, set[int]] = {}
+    for optimizer in list(_stepped_in_backward):
+        for history, slots in owned_by(optimizer):
+            owned.setdefault(history, set()).update(slots)
+    _stepped_in_backward.clear()
+    in_order = sorted(owned, key=lambda history: history.creation_index)
+    _update_owned([(history, frozenset(owned[history])) for history in in_order])
+
+
+register_optimizer_step_post_hook(after_optimizer_step)

@@ -1,0 +1,368 @@
+"""FP8Tensor: a tensor in high precision that is kept as FP8 GEMM operands.
+
+It is a weight that FSDP2 has gathered in FP8, a primary weight of ``fp8_model_init``, and an activation that sequence
+parallelism has gathered in FP8. FP8 layers take its operands; every other operation sees its values.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_fp8 import ops
+from lightning_fp8.ops import Quantized
+from lightning_fp8.recipes import Recipe
+from lightning_fp8.scaled import Cast, ScaledTensor
+
+_aten = torch.ops.aten
+_SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default)
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
+_PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
+
+
+class FP8Tensor(Tensor):
+    """``[..., K]`` in a high-precision dtype, kept as the operands of ``[R, K]`` or of its transpose, or both.
+
+    A change in place casts the new values again.
+
+    Attributes:
+        cast: how the values are cast.
+        observed: float32 ``[]``, the largest magnitude before the cast, where a layer that takes the operands has to
+            observe it; None where none has to.
+        takers: the slots of the layers that have taken the operands; views share it.
+        high_precision_init_val: of a primary weight, its values before the first cast, on the CPU.
+    """
+
+    ATTRIBUTES: ClassVar = ("cast", *_PARTS, "high_precision_init_val", "observed", "takers")
+
+    is_gathered: ClassVar[bool] = False
+    """Whether its operands are those of a gather, and are freed with it."""
+    cast: Cast
+    observed: Tensor | None
+    takers: list[Any]
+    high_precision_init_val: Tensor | None = None
+    _row_data: Tensor | None
+    _row_scale_inv: Tensor | None
+    _column_data: Tensor | None
+    _column_scale_inv: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        operands: Quantized,
+        cast: Cast,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        observed: Tensor | None = None,
+    ) -> FP8Tensor:
+        held = operands.rowwise or operands.columnwise
+        if held is None:
+            raise ValueError("an FP8Tensor needs the operand of x or that of xᵀ")
+        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, strides=strides, dtype=dtype, device=held.data.device, requires_grad=requires_grad
+        )
+        made.cast = cast
+        made.observed = observed
+        made.takers = []
+        made.operands = operands
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def operands(self) -> Quantized:
+        """The operands of ``[R, K]`` and of its transpose; None where one is not kept."""
+        layout = self.cast.layout
+        row = None if self._row_data is None else ScaledTensor(self._row_data, self._row_scale_inv, layout)  # type: ignore[arg-type]
+        column = None if self._column_data is None else ScaledTensor(self._column_data, self._column_scale_inv, layout)  # type: ignore[arg-type]
+        return Quantized(row, column)
+
+    @operands.setter
+    def operands(self, operands: Quantized) -> None:
+        row, column = operands
+        self._row_data, self._row_scale_inv = (None, None) if row is None else (row.data, row.scale_inv)
+        self._column_data, self._column_scale_inv = (None, None) if column is None else (column.data, column.scale_inv)
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Whether layers of ``recipe`` take the operands as they are."""
+        return True
+
+    def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
+        """The operands that are asked for; one that is not kept is the other one's transpose, or cast from the values.
+
+        Casting the values again rounds a second time. It happens where the blocks of the layout differ in the
+        transposed tensor.
+        """
+        row, column = self.operands
+        if columnwise and column is None:
+            column = self._other_of(row)
+        if rowwise and row is None:
+            row = self._other_of(column)
+        return Quantized(row if rowwise else None, column if columnwise else None)
+
+    def is_cast_of(self, values: Tensor) -> bool:
+        """Whether storing ``values`` would change nothing; waits for the device."""
+        if values.shape != self.shape:
+            return False
+        row, column = self.operands
+        rows = self._castable(values.detach()).reshape(-1, self.shape[-1])
+        made = ops.quantize(rows, self.cast, rowwise=row is not None, columnwise=column is not None)
+        return all(
+            torch.equal(old.data.view(torch.uint8), new.data.view(torch.uint8))
+            and torch.equal(old.scale_inv, new.scale_inv)
+            for old, new in zip((row, column), made)
+            if old is not None and new is not None
+        )
+
+    def _castable(self, values: Tensor) -> Tensor:
+        """``values`` on this device, in a dtype that casts take, so that they are rounded once."""
+        return values.to(self.device, values.dtype if values.dtype in ops.HIGH_PRECISION else self.dtype)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that ``fp8_model_init(preserve_high_precision_init_val=True)`` kept, on the CPU; else None."""
+        return self.high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free what :meth:`get_high_precision_init_val` returns."""
+        self.high_precision_init_val = None
+
+    def _other_of(self, operand: ScaledTensor | None) -> ScaledTensor:
+        assert operand is not None
+        if self.cast.layout.transposes:
+            return transposed(operand)
+        values = operand.dequantize(self.dtype)
+        other = ops.quantize(values, self.cast, rowwise=False, columnwise=True).columnwise
+        assert other is not None
+        return other
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values, in :attr:`dtype`."""
+        row, column = self.operands
+        if row is not None:
+            return row.dequantize(self.dtype).view(self.shape)
+        assert column is not None
+        return column.dequantize(self.dtype).t().reshape(self.shape)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.cast.layout.code}, device='{self.device}')"
+
+    def share_memory_(self) -> Any:
+        """Refused: shared memory of FP8 weights is not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "share_memory_() of a weight that fp8_model_init keeps in FP8 is not supported; send model.state_dict(), "
+            "or construct the model outside of fp8_model_init"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled with its codes as uint8: torch's pickles outside of ``torch.save`` know no FP8 dtypes."""
+        parts = {
+            name: (part.dtype, part.contiguous().view(torch.uint8) if part.itemsize == 1 else part)
+            for name in _PARTS
+            if (part := getattr(self, name)) is not None
+        }
+        others = {key: value for key, value in vars(self).items() if key not in ("cast", *_PARTS)}
+        return _unpickled, (parts, self.cast, self.shape, self.dtype, self.requires_grad, others)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [name for name in _PARTS if getattr(self, name) is not None], (self.cast, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
+        cast, dtype = kept
+        row, column = (
+            ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
+            for data, scale_inv in (_PARTS[:2], _PARTS[2:])
+        )
+        return FP8Tensor(Quantized(row, column), cast, size, dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, FP8Tensor):
+            if function in _SAME_VALUES:
+                size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
+                if tuple(size[-1:]) == first.shape[-1:]:  # operands have [R, K], whatever the leading dimensions
+                    return first._same(torch.Size(size))
+            if function is _aten.t.default and first.dim() == 2 and not first.is_gathered:
+                row, column = first.operands
+                return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
+            if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
+                return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
+            if function is _aten.split.Tensor and _is_sharding():
+                raise NotImplementedError(
+                    "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
+                    "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
+                )
+            if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
+                return first._copied(kwargs.get("device"), kwargs.get("dtype"))
+            if function is _aten.copy_.default:
+                return first.store_(args[1])
+        return _on_values(function, args, kwargs)
+
+    def _same(self, size: torch.Size) -> FP8Tensor:
+        """The same values in another shape."""
+        made = FP8Tensor(self.operands, self.cast, size, self.dtype, observed=self.observed)
+        made.takers = self.takers
+        made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
+        return made
+
+    def _copied(self, device: torch.device | None, dtype: torch.dtype | None, empty: bool = False) -> FP8Tensor:
+        device = device or self.device
+
+        def copied(part: Tensor) -> Tensor:
+            return torch.empty_like(part, device=device) if empty else part.to(device, copy=True)
+
+        operands = [
+            None if each is None else ScaledTensor(copied(each.data), copied(each.scale_inv), each.layout)
+            for each in self.operands
+        ]
+        made = FP8Tensor(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
+        made.takers = self.takers
+        made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
+        return made
+
+    def store_(self, values: Tensor) -> FP8Tensor:
+        """Cast ``values`` into the memory of the operands; of a tensor of the same cast the codes are copied."""
+        row, column = self.operands
+        if isinstance(values, FP8Tensor) and values.cast == self.cast:
+            new = values.quantized(rowwise=row is not None, columnwise=column is not None)
+        else:
+            plain = values.dequantize() if isinstance(values, FP8Tensor) else values
+            plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
+            new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
+        for old, made in zip((row, column), new):
+            if old is not None and made is not None:
+                old.data.view(torch.uint8).copy_(made.data.view(torch.uint8))
+                old.scale_inv.copy_(made.scale_inv)
+        return self
+
+
+def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
+    """An FP8Tensor of the values ``[..., K]``, cast by their own amaxes."""
+    rows = values.detach().reshape(-1, values.shape[-1])
+    operands = ops.quantize(rows, cast, rowwise=rowwise, columnwise=columnwise)
+    return FP8Tensor(operands, cast, values.shape, values.dtype)
+
+
+def _unpickled(
+    parts: dict[str, tuple[torch.dtype, Tensor]],
+    cast: Cast,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    others: dict[str, Any],
+) -> FP8Tensor:
+    tensors = {name: part.view(of_part) for name, (of_part, part) in parts.items()}
+    made = FP8Tensor.__tensor_unflatten__(tensors, (cast, dtype), shape, None)
+    vars(made).update(others)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
+    """Whether the operands of ``tensor`` have the format and the blocks that ``cast`` asks for; scales may differ.
+
+    No method: Dynamo takes those of tensors for operations, and their arguments for tensors.
+    """
+    return tensor.cast.layout is cast.layout and tensor.cast.float8 is cast.float8
+
+
+def transposed(operand: ScaledTensor) -> ScaledTensor:
+    """The operand of xᵀ, of a layout that transposes: a view on the CPU, a copy on a GPU, whose GEMMs read rows."""
+    view = operand.t()
+    if not operand.data.is_cuda:
+        return view
+    return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
+
+
+def _is_sharding() -> bool:
+    """Whether ``fully_shard`` is the caller; it would shard the values in high precision."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _filled_in(size: Any, numel: int) -> list[int]:
+    size = list(size)
+    if -1 in size:
+        size[size.index(-1)] = numel // -math.prod(size)
+    return size
+
+
+class _ViewOfValues(Tensor):
+    """A view of the values of an FP8 weight. What is written to it would not reach the weight, and is refused."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        if changes and isinstance(args[0] if args else kwargs.get("tensor"), _ViewOfValues):
+            raise RuntimeError(
+                f"{name} of a part of an FP8 weight does not reach the weight; change the whole weight: "
+                "weight.copy_(values)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            results = function(*args, **kwargs)
+            storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, _ViewOfValues)}
+            return tree_map_only(Tensor, lambda each: _as_view(each) if _is_in(each, storages) else each, results)
+
+
+def _as_view(values: Tensor) -> Tensor:
+    return values.as_subclass(_ViewOfValues)  # type: ignore[arg-type, return-value]
+
+
+def _is_in(values: Tensor, storages: set[int]) -> bool:
+    return values.untyped_storage().data_ptr() in storages
+
+
+def _warn_of_average(function: Any) -> None:
+    if "lerp" in function._schema.name:  # torch's averages of weights
+        warnings.warn(
+            "an average is written to a weight that is kept in FP8: it is rounded to FP8, and changes below half a "
+            "step between two FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
+            stacklevel=4,
+        )
+
+
+def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
+    """``function`` of the values; what it changed in place is cast again."""
+    values: dict[int, tuple[FP8Tensor, Tensor]] = {}
+
+    def value_of(tensor: FP8Tensor) -> Tensor:
+        if id(tensor) not in values:
+            values[id(tensor)] = tensor, tensor.dequantize()
+        return values[id(tensor)][1]
+
+    results = function(*tree_map_only(FP8Tensor, value_of, args), **tree_map_only(FP8Tensor, value_of, kwargs))
+    schema = function._schema
+    if not schema.is_mutable:
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        if is_view and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return tree_map_only(Tensor, _as_view, results)
+        return results
+    _warn_of_average(function)
+    named = {argument.name: given for argument, given in zip(schema.arguments, args)} | kwargs
+    written = [
+        named.get(each.name) for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    originals = {id(value): tensor for tensor, value in values.values()}
+    for tensor in tree_leaves(written):
+        if isinstance(tensor, FP8Tensor):
+            tensor.store_(values[id(tensor)][1])
+    return tree_map_only(Tensor, lambda result: originals.get(id(result), result), results)

@@ -1,0 +1,1 @@
+"""Norms and MLPs of Hugging Face models that cast for the layers behind them: found, retyped, computed."""

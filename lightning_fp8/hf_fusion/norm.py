@@ -1,0 +1,92 @@
+"""Norms of Hugging Face's Llama and its like that give FP8 layers their result as FP8 copies, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import autocast, ops
+from lightning_fp8.functions.shared_input import offer
+from lightning_fp8.hf_fusion.casting import (
+    CastingModule,
+    begin_cast,
+    class_named,
+    in_transform,
+    is_known,
+    make_casting,
+)
+from lightning_fp8.hf_fusion.deferred_norm import NormCastFunction
+from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+
+KNOWN = {
+    "LlamaRMSNorm": "transformers.models.llama.modeling_llama",
+    "MistralRMSNorm": "transformers.models.mistral.modeling_mistral",
+    "Qwen2RMSNorm": "transformers.models.qwen2.modeling_qwen2",
+    "Qwen3RMSNorm": "transformers.models.qwen3.modeling_qwen3",
+}
+"""Classes whose forward is ``weight * (x rstd)``, with ``weight`` and ``variance_epsilon``, and where they are."""
+
+
+class CastingNorm(CastingModule):
+    """An RMSNorm whose result FP8 layers alone read.
+
+    Anything else that reads the result gets its values; they are computed then.
+    """
+
+    weight: Tensor
+    variance_epsilon: float
+    _readers: tuple[LinearLayer, ...] = ()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``x [..., K]`` to the same shape."""
+        if torch.compiler.is_compiling():
+            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+        casts = self._casts(hidden_states)
+        self._note(casts, self._context())
+        begun = begin_cast(hidden_states, self._readers[0]) if casts else None
+        if begun is None:
+            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
+        grad = torch.is_grad_enabled()
+        columnwise = grad and any(
+            parameter.requires_grad for reader in self._readers for parameter in reader.parameters(recurse=False)
+        )
+        weight = self.weight if grad else self.weight.detach()
+        output = NormCastFunction.apply(hidden_states, weight, self.variance_epsilon, *begun, columnwise)
+        offer(output, begun.cast)
+        return output  # type: ignore[no-any-return]
+
+    def _context(self) -> autocast.FP8Context:
+        return self._readers[0].running_context() if self._readers else autocast.DISABLED
+
+    def _casts(self, x: Any) -> bool:
+        """Whether all readers run in FP8 now, and ``x`` is a tensor whose norm a kernel casts."""
+        return (
+            self._context().enabled
+            and all(isinstance(reader, LinearLayer) and reader.fp8 for reader in self._readers)
+            and type(x) is Tensor
+            and type(self.weight) is nn.Parameter
+            and x.dtype == self.weight.dtype
+            and x.dtype in ops.HIGH_PRECISION
+            and x.is_contiguous()
+            and x.numel() > 0
+            and autocast_dtype(x.device.type) is None
+            and not in_transform()
+        )
+
+
+def is_known_norm(module: nn.Module) -> bool:
+    """Whether the formula of ``module`` is known; also where it casts already."""
+    return is_known(module, KNOWN, CastingNorm)
+
+
+def cast_for(norm: nn.Module, readers: Sequence[LinearLayer]) -> None:
+    """Make ``norm`` cast for ``readers``, of which the first is the first to be called, in place."""
+    make_casting(norm, CastingNorm)
+    norm._readers = tuple(readers)  # type: ignore[assignment]
+
+
+def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
+    return class_named(name, KNOWN, CastingNorm)

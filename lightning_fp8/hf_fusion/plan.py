@@ -1,0 +1,120 @@
+"""The norms and gated MLPs of unchanged models that cast for the FP8 layers behind them: found, retyped, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_fp8.convert.summary import MLP, NORM, LayerDecision
+from lightning_fp8.hf_fusion.casting import CastingModule
+from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, cast_activation, hooks_of, is_known_mlp
+from lightning_fp8.hf_fusion.norm import cast_for, is_known_norm
+from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.names import clean_name
+
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""By their names in a block of Hugging Face's Llama: norms, and the layers that read them, in the order of calls."""
+
+
+def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
+    """For each norm of ``model`` whether it can cast for the layers that read it, and why."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    return tuple(
+        LayerDecision(name, tuple(module.weight.shape), not why_not, why_not or _casts_for(name), NORM)  # type: ignore[arg-type, union-attr]
+        for name, module in modules.items()
+        if type(module).__name__.endswith("Norm") and getattr(module, "weight", None) is not None
+        for why_not in (_why_norm_does_not(name, module, modules, decisions),)
+    )
+
+
+def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
+    """Retype the norms that were planned to cast, in place."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    for norm in norms:
+        if norm.fp8:
+            cast_for(modules[norm.name], [modules[name] for name in _readers(norm.name)])  # type: ignore[misc]
+
+
+def _readers(name: str) -> list[str]:
+    block, _, norm = name.rpartition(".")
+    return [f"{block}.{reader}".lstrip(".") for reader in READERS.get(norm, ())]
+
+
+def _casts_for(name: str) -> str:
+    *others, last = (reader.rpartition(".")[2] for reader in _readers(name))
+    return f"casts for {', '.join(others)} and {last}"
+
+
+def _why_norm_does_not(
+    name: str, module: nn.Module, modules: Mapping[str, nn.Module], decisions: Mapping[str, LayerDecision]
+) -> str:
+    readers = _readers(name)
+    if not is_known_norm(module):
+        return f"fuse=True knows no {type(module).__name__}"
+    if not readers or not all(reader in modules for reader in readers):
+        return "fuse=True does not know what reads it"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    in_bf16 = [reader for reader in readers if not (reader in decisions and decisions[reader].fp8)]
+    return f"{in_bf16[0].rpartition('.')[2]}, which reads it, runs in BF16" if in_bf16 else ""
+
+
+def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
+    """For each MLP of ``model`` whether it can cast its activation for its last layer, and why."""
+    return tuple(
+        LayerDecision(name, (), not why_not, why_not or "casts its activation for down_proj", MLP)
+        for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
+        if type(module).__name__.endswith("MLP") and not isinstance(module, FP8Module)
+        for why_not in (_why_mlp_does_not(name, module, decisions),)
+    )
+
+
+def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
+    """Retype the MLPs that were planned to cast, in place."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    for mlp in mlps:
+        if mlp.fp8:
+            cast_activation(modules[mlp.name])
+
+
+def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
+    if not is_known_mlp(mlp):
+        return f"fuse=True knows no {type(mlp).__name__}"
+    if "forward" in vars(mlp):
+        return "its forward was replaced on the instance"
+    for layer_name in LAYERS:
+        decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
+        if decision is None:
+            return f"its {layer_name} is a {type(getattr(mlp, layer_name)).__name__}"
+        if not decision.fp8:
+            return f"{layer_name} runs in BF16"
+        if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
+            return f"{layer_name} has a bias, whose gradient needs what would not be written"
+    if activation_of(mlp) is None:
+        return f"fuse=True knows no {type(mlp.act_fn).__name__}"
+    return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""
+
+
+NORM_CAST_NOTHING = (
+    "its input is not of its weight's dtype, or torch.autocast is on (compute_dtype turns it on), so its readers cast"
+)
+MLP_CAST_NOTHING = "a layer or the activation of it was replaced, hooked or compiled, so down_proj casts"
+
+
+def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
+    """Let :func:`judged_casting` tell of forwards from now on alone."""
+    if planned.fp8 and isinstance(module, CastingModule):
+        module.cast = None
+
+
+def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDecision:
+    """``planned`` with what it did in training forwards since :func:`forget_what_ran`."""
+    if not planned.fp8 or not isinstance(module, CastingModule) or module.cast is None:
+        return planned
+    why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING
+    return replace(planned, ran=module.cast, reason=planned.reason if module.cast else why_not)

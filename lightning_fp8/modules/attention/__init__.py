@@ -1,5 +1,0 @@
-"""DotProductAttention: its arguments and masks in Transformer Engine's words, in FP8 and in high precision."""
-
-from lightning_fp8.modules.attention.dot_product import DotProductAttention
-
-__all__ = ["DotProductAttention"]

@@ -1,0 +1,94 @@
+"""How the parameters of a layer begin, kept for its ``reset_parameters``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.te.arguments import ParallelArguments
+
+InitMethod = Callable[[Tensor], Any]
+"""Fills a tensor in place."""
+
+
+def default_init_method(weight: Tensor) -> None:
+    """Transformer Engine's: normal with a standard deviation of 0.023."""
+    nn.init.normal_(weight, 0.0, 0.023)
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Fills weights and biases, when their layer is constructed and when it is told to ``reset_parameters``.
+
+    Copies of a layer share it. A function that cannot be pickled, a lambda or one inside of another function, is left
+    out of a pickle of the layer: what is loaded trains, and raises when its parameters are to be filled.
+
+    Attributes:
+        weight: called on each weight; None leaves it.
+        bias: called on each bias; None leaves it.
+        get_rng_state_tracker: Megatron's, whose state is forked while weights are filled.
+        rng_tracker_name: the state of that tracker; None is its default.
+    """
+
+    weight: InitMethod | None = None
+    bias: InitMethod | None = None
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+
+    @classmethod
+    def told(cls, weight: InitMethod | None, bias: InitMethod | None, parallel: ParallelArguments) -> Initialization:
+        """With the tracker that a layer's parallel arguments name."""
+        return cls(weight, bias, parallel.get("get_rng_state_tracker"), parallel.get("rng_tracker_name"))
+
+    def fill(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None] = ()) -> None:
+        """Fill all of them in place.
+
+        Raises:
+            RuntimeError: a function was left out of a pickle.
+        """
+        with torch.no_grad():
+            if self.weight is not None:
+                with self._rng():
+                    for weight in weights:
+                        self.weight(weight)
+            if self.bias is not None:
+                for bias in biases:
+                    if bias is not None:
+                        self.bias(bias)
+
+    def _rng(self) -> AbstractContextManager[Any]:
+        if self.get_rng_state_tracker is None:
+            return nullcontext()
+        tracker, name = self.get_rng_state_tracker(), self.rng_tracker_name
+        fork: AbstractContextManager[Any] = tracker.fork() if name is None else tracker.fork(name)
+        return fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Initialization:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value if _is_picklable(value) else partial(_lost, repr(value)) for name, value in vars(self).items()
+        }
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object's own methods raise
+        return False
+    return True
+
+
+def _lost(name: str, *args: Any) -> None:
+    raise RuntimeError(
+        f"this layer was pickled, and {name}, which fills its parameters, cannot be: fill them yourself, or construct "
+        "the layer with a function of a module"
+    )

@@ -1,0 +1,323 @@
+"""Transformer Engine's tensor and sequence parallelism: layers of which each rank of a group has a piece.
+
+The gradients of parameters that all ranks have, norms' and biases' of row mode, are summed here where each rank applies
+them to a piece of the sequence. Megatron does so for parameters whose attribute ``sequence_parallel`` is True, so that
+it is False here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fp8 import ops
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.functions.linear import ObserveGradFunction, Product
+from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+from lightning_fp8.parallel.collectives import require_shared_scales
+from lightning_fp8.parallel.function import Parallel, parallel_linear
+from lightning_fp8.parallel.pieces import Cut
+from lightning_fp8.parallel.regions import high_precision_linear, sum_gradients
+from lightning_fp8.scaled import Role
+from lightning_fp8.te.arguments import ParallelArguments
+
+Mode = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a module shares its work with the ranks of a group.
+
+    Copies of a module share it. A pickle has no group: :meth:`GroupTaker.set_tensor_parallel_group` gives it again.
+
+    Attributes:
+        size: the number of ranks; 1 is a module that computes alone.
+        group: the ranks; None until they are known.
+        sequence: the first dimension of what is outside column and row layers is cut, too.
+    """
+
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    sequence: bool = False
+
+    @classmethod
+    def asked(cls, parallel: ParallelArguments) -> TensorParallel:
+        """What the arguments of a module ask for.
+
+        Raises:
+            ValueError: ``tp_size`` is another number than the group's.
+        """
+        size, group = parallel.get("tp_size", 1), parallel.get("tp_group")
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            if size not in (1, ranks):
+                raise ValueError(f"tp_size={size}, but tp_group has {ranks} ranks; leave tp_size out")
+            size = ranks
+        return cls(size, group, size > 1 and parallel.get("sequence_parallel", False))
+
+    def with_group(self, group: dist.ProcessGroup | None) -> TensorParallel:
+        """The same over the ranks of ``group``.
+
+        Raises:
+            ValueError: it has another number of ranks.
+        """
+        if self.size > 1 and group is not None and (ranks := dist.get_world_size(group)) != self.size:
+            raise ValueError(f"tp_group has {ranks} ranks and this module tp_size={self.size}; give a group of as many")
+        return replace(self, group=group)
+
+    def over(self, mode: Mode) -> Parallel:
+        """How a linear layer of this ``mode`` computes.
+
+        Raises:
+            RuntimeError: there is no group yet.
+        """
+        if self.group is None:
+            raise RuntimeError(
+                f"a layer of tp_size={self.size} has no process group: call set_tensor_parallel_group(tp_group) of the "
+                "layer, or of the module around it, or pass tp_group to the constructor"
+            )
+        return Parallel(mode, self.group, 0 if self.sequence else None)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group; 0 where there is none yet."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def part_of(self, name: str, value: int) -> int:
+        """This rank's share of ``value``.
+
+        Raises:
+            ValueError: it does not divide.
+        """
+        if value % self.size:
+            raise ValueError(f"{name}={value} does not divide into tp_size={self.size} equal parts; pass a multiple")
+        return value // self.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"size": self.size, "group": None, "sequence": self.sequence}
+
+
+ALONE = TensorParallel()
+
+
+def require_parallel_mode(parallel: ParallelArguments, tensor_parallel: TensorParallel) -> None:
+    """Raises:
+    ValueError: sequence parallelism of a module of several layers without ``set_parallel_mode``.
+    """
+    if tensor_parallel.sequence and not parallel.get("set_parallel_mode", False):
+        raise ValueError(
+            f"sequence_parallel=True with tp_size={tensor_parallel.size} needs set_parallel_mode=True, which cuts the "
+            "linear layers over the ranks"
+        )
+
+
+class GroupTaker(nn.Module):
+    """A module that takes Transformer Engine's tensor-parallel group, for itself and for the modules inside it."""
+
+    tensor_parallel: TensorParallel = ALONE
+    cuts: Mapping[str, Cut] = MappingProxyType({})
+    """How each parameter is cut of which this rank has a piece."""
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Compute with the ranks of ``tp_group``. A module that is not cut takes any group, without effect.
+
+        Raises:
+            TypeError: no process group.
+            ValueError: its number of ranks is not ``tp_size``.
+        """
+        if not (tp_group is None or isinstance(tp_group, dist.ProcessGroup)):
+            raise TypeError(
+                f"tp_group={tp_group!r} must be a process group of torch.distributed; of a mesh its get_group()"
+            )
+        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+        for child in self.children():
+            if isinstance(child, GroupTaker):
+                child.set_tensor_parallel_group(tp_group)
+
+
+class CutLayer(GroupTaker, LinearLayer):
+    """A linear layer, or several, whose parameters may be pieces of one rank.
+
+    Attributes:
+        parallel_mode: ``"column"``, ``"row"``, or None of a layer that is not cut.
+    """
+
+    parallel_mode: Mode | None = None
+
+    def cut(self, tensor_parallel: TensorParallel, cuts: Mapping[str, Cut]) -> None:
+        """Keep this rank's piece of each parameter that ``cuts`` names. It is whole before.
+
+        Raises:
+            ValueError: a size does not divide.
+        """
+        self.tensor_parallel = tensor_parallel
+        parameters = {name: self._parameters[name] for name in cuts}
+        self.cuts = {name: cuts[name] for name, parameter in parameters.items() if parameter is not None}
+        for name, cut in self.cuts.items():
+            whole = parameters[name]
+            assert whole is not None
+            try:
+                piece = cut.piece(whole.detach(), tensor_parallel.rank, tensor_parallel.size)
+            except ValueError as error:
+                what = "columns" if cut.dim else "rows"
+                raise ValueError(
+                    f"{name} {list(whole.shape)}: its {what} are cut over tp_size={tensor_parallel.size} ranks, and "
+                    f"{error}; pass features that tp_size divides"
+                ) from None
+            self.register_parameter(name, nn.Parameter(piece, whole.requires_grad))
+        self._mark_parameters()
+        first: Any = getattr(self, "initialization", None) or getattr(self, "initializations", (None,))[0]
+        tracked = first is not None and first.weight is not None and first.get_rng_state_tracker is not None
+        if tensor_parallel.group is None and not tracked:
+            warnings.warn(
+                f"tp_size={tensor_parallel.size} without tp_group: the constructor does not know this rank, and fills "
+                "parameters with the first rank's pieces. Pass tp_group, or init_method and get_rng_state_tracker, "
+                "or load a state_dict",
+                UserWarning,
+                stacklevel=1,  # one place for all layers, so that it is shown once
+            )
+
+    def _mark_parameters(self) -> None:
+        """Give parameters the attributes that Megatron reads; see the module's docstring."""
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            if (cut := self.cuts.get(name)) is not None:
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim = cut.dim  # type: ignore[attr-defined]
+                parameter.partition_stride = 1  # type: ignore[attr-defined]
+            else:
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _as_whole(self) -> Iterator[None]:
+        """Fill whole parameters here; this rank keeps its pieces of them.
+
+        All ranks with the same seed then have pieces of what one process would have.
+        """
+        pieces = {name: self._parameters[name] for name in self.cuts}
+        for name, piece in pieces.items():
+            assert piece is not None
+            shape = self.cuts[name].whole_shape(piece.shape, self.tensor_parallel.size)
+            self._parameters[name] = nn.Parameter(piece.new_empty(shape), piece.requires_grad)
+        try:
+            yield
+            with torch.no_grad():
+                for name, piece in pieces.items():
+                    whole = self._parameters[name]
+                    assert piece is not None
+                    assert whole is not None
+                    piece.copy_(self.cuts[name].piece(whole, self.tensor_parallel.rank, self.tensor_parallel.size))
+        finally:
+            self._parameters.update(pieces)
+        if pieces:
+            self._mark_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take this rank's pieces of parameters that are whole in ``state_dict``, too."""
+        for name, cut in self.cuts.items():
+            own, given = getattr(self, name), state_dict.get(prefix + name)
+            ranks = self.tensor_parallel.size
+            if isinstance(given, Tensor) and tuple(given.shape) == cut.whole_shape(own.shape, ranks):
+                self.tensor_parallel.over("column")  # which piece it is must be known
+                state_dict[prefix + name] = cut.piece(given, self.tensor_parallel.rank, ranks)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # --- Products -----------------------------------------------------------------------------------------------------
+
+    def _multiply(
+        self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, dtype: torch.dtype
+    ) -> Tensor:
+        """``x wᵀ + bias`` of one of the layers, in FP8 by ``product``, or without one in high precision."""
+        parallel = self.tensor_parallel.over(mode)
+        if parallel.sequence is not None and x.dim() < 2:
+            raise ValueError(
+                f"{self.kind} with sequence_parallel=True cuts the first dimension of its input, which has shape "
+                f"{tuple(x.shape)}; give [sequence, ..., features]"
+            )
+        if product is None:
+            return high_precision_linear(x.to(autocast_dtype(x.device.type) or x.dtype), weight, bias, parallel)
+        require_shared_scales(self.running_context().group, parallel.group)
+        if not torch.is_grad_enabled():
+            weight = weight.detach()
+        return parallel_linear(x.to(dtype), weight, bias, product, dtype, parallel)
+
+    def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:
+        """What calibration sees of the operands of one of the layers."""
+        slots = self.ensure_slots(x.device)[gemm]
+        ops.observe(x.detach(), slots[Role.INPUT].amax)
+        ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
+        slots[Role.INPUT].history.calibrated = True
+
+    def _observed(self, gemm: int, y: Tensor) -> Tensor:
+        """``y``, of whose gradient calibration sees the amax."""
+        slot = self.ensure_slots(y.device)[gemm][Role.GRAD_OUTPUT]
+        observed: Tensor = ObserveGradFunction.apply(y, slot) if y.requires_grad else y
+        return observed
+
+    def _product_of_piece(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: FP8Context,
+        is_first_microbatch: bool | None,
+    ) -> Tensor:
+        """The output of a module that is one linear layer; ``bias`` is added unless it is returned."""
+        added_bias = None if self.return_bias else bias
+        if not (context.enabled and self.fp8):
+            return self._forward_outside_fp8(x, weight, added_bias, context, is_first_microbatch)
+        (product, *_), dtype = self._products(x, (weight,), (added_bias,), context, is_first_microbatch)
+        assert self.parallel_mode is not None
+        return self._multiply(self.parallel_mode, x, weight, added_bias, product, dtype)
+
+    def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.parallel_mode is None:
+            return super()._high_precision(input, weight, bias)
+        return self._multiply(self.parallel_mode, input, weight, bias, None, input.dtype)
+
+    def _returned_bias(self, bias: Any, mode: Mode | None) -> Any:
+        """The bias that is given beside y, for whoever adds it to a piece of the sequence."""
+        if mode != "row" or not self.tensor_parallel.sequence:
+            return bias
+        return sum_gradients(bias, parallel=self.tensor_parallel.over(mode))[0]
+
+
+def cut_linear(
+    layer: CutLayer, mode: str | None, tensor_parallel: TensorParallel, sections: tuple[int, ...] | int = 1
+) -> None:
+    """Keep this rank's piece of a module that is one linear layer.
+
+    Args:
+        mode: ``"column"``, ``"row"`` or None, which leaves it whole.
+        sections: of the rows of column mode, see :class:`~lightning_fp8.parallel.pieces.Cut`.
+
+    Raises:
+        ValueError: sequence parallelism without a mode, or features that do not divide.
+    """
+    if mode is None and tensor_parallel.sequence:
+        raise ValueError(
+            "sequence_parallel=True needs parallel_mode='column' or 'row': the gradients of a whole weight, which each "
+            "rank applies to a piece of the sequence, are not summed"
+        )
+    if mode is None or tensor_parallel.size == 1:
+        return
+    if mode == "column":
+        cuts = dict.fromkeys((*layer.weight_names, *layer.bias_names), Cut(0, sections))
+        layer.out_features = tensor_parallel.part_of("out_features", layer.out_features)
+    else:
+        cuts = dict.fromkeys(layer.weight_names, Cut(1))
+        layer.in_features = tensor_parallel.part_of("in_features", layer.in_features)
+    layer.parallel_mode = "column" if mode == "column" else "row"
+    layer.cut(tensor_parallel, cuts)

@@ -1,0 +1,386 @@
+"""Activations cast to FP8 in one pass, and their gradients: the ops, and their specification in plain torch.
+
+They cast as ``quantize`` does, with the same last arguments; the float32 values are cast, not rounded to x's dtype
+before. The ``gated`` ops take what multiplies the activation as a tensor of its own. Kernels are in
+``activation_cuda.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lightning_fp8.ops.cast import (
+    CastArgs,
+    Outputs,
+    Quantized,
+    asked,
+    check_cast,
+    fake_outputs,
+    operands_of,
+    reference_quantize,
+)
+from lightning_fp8.ops.checks import HIGH_PRECISION, require
+from lightning_fp8.ops.op import op
+from lightning_fp8.scaled import Cast
+
+
+class GradientOutputs(NamedTuple):
+    """The results of a cast of the gradient, and its sum over rows; empty where it was not asked for."""
+
+    data: Tensor
+    scale_inv: Tensor
+    data_t: Tensor
+    scale_inv_t: Tensor
+    dbias: Tensor
+
+
+def is_gated(activation: str) -> bool:
+    """Whether the second half of x multiplies the activation of its first."""
+    return activation.endswith("glu")
+
+
+def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The shape ``[R, F]`` of the activation of x ``[R, F or 2 F]``."""
+    rows, columns = shape
+    return rows, columns // 2 if is_gated(activation) else columns
+
+
+# --- The public functions ---------------------------------------------------------------------------------------------
+
+
+def activation_quantize(x: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
+    """``activation(x)``, cast to FP8; a gated one is ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        activation: one of :data:`ACTIVATIONS`.
+        cast: format and layout.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of the values.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
+            number of columns for a gated one.
+    """
+    usage, observed, operands = _asked(x, cast, cast_args)
+    return operands(_activation_quantize(x, activation, usage, *observed))
+
+
+def activation_backward_quantize(
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    *,
+    bias_dtype: torch.dtype | None = None,
+    **cast_args: Unpack[CastArgs],
+) -> tuple[Quantized, Tensor | None]:
+    """The gradient of x through :func:`activation_quantize`, cast to FP8, and its sum over rows.
+
+    Args:
+        dy: ``[R, F]``, one of the three dtypes.
+        x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation: what the activation was computed from.
+        bias_dtype: dtype of the sum over rows of the float32 gradient, the gradient of a bias that was added to x;
+            None for no sum.
+        cast_args: as in :func:`activation_quantize`, of the gradient.
+
+    Returns:
+        The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
+
+    Raises:
+        TypeError, ValueError: as :func:`activation_quantize`; dy has another shape than the activation of x, or
+            ``bias_dtype`` is none of the three dtypes.
+    """
+    usage, observed, operands = _asked(dy, cast, cast_args)
+    results = _activation_backward_quantize(dy, x, activation, bias_dtype, usage, *observed)
+    return operands(results), results[4] if bias_dtype else None
+
+
+def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
+    """``activation(x) * factor``, cast to FP8; of two tensors what :func:`activation_quantize` is of two halves of one.
+
+    It is also the gradient of ``factor``, where that of the result stands in its place.
+
+    Args:
+        x: ``[R, F]``, bfloat16, float16 or float32.
+        factor: of x's shape and dtype.
+        activation: one of :data:`ACTIVATIONS` that is not gated itself.
+        cast, cast_args: as in :func:`activation_quantize`.
+
+    Raises:
+        TypeError, ValueError: as :func:`activation_quantize`; a gated activation; ``factor`` of another dtype or shape.
+    """
+    usage, observed, operands = _asked(x, cast, cast_args)
+    return operands(_gated_quantize(x, factor, activation, usage, *observed))
+
+
+def gated_backward_quantize(
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]
+) -> Quantized:
+    """The gradient of x through :func:`gated_quantize`, cast to FP8.
+
+    Args:
+        dy: ``[R, F]``, the gradient of the result, in x's dtype.
+        x, factor, activation, cast, cast_args: as in :func:`gated_quantize`; the cast is the gradient's.
+
+    Raises:
+        TypeError, ValueError: as :func:`gated_quantize`; ``dy`` of another dtype or shape than x.
+    """
+    usage, observed, operands = _asked(x, cast, cast_args)
+    return operands(_gated_backward_quantize(dy, x, factor, activation, usage, *observed))
+
+
+def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
+    """The cast that an op is asked for, what it takes beside that, and what makes operands of its results."""
+    rowwise, columnwise = args.get("rowwise", True), args.get("columnwise", False)
+    usage = asked(x, cast, rowwise, columnwise, args.get("scale_is_nonzero", False))
+    observed = args.get("scale"), args.get("amax"), args.get("overflow_counts")
+    return usage, observed, lambda results: operands_of(results, usage, rowwise, columnwise)
+
+
+Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+"""``scale``, ``amax`` and ``overflow_counts``."""
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> None:
+    check_cast(x, cast, *observed)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    if is_gated(activation) and x.shape[1] % 2:
+        raise ValueError(f"{activation} splits x in two halves, which {x.shape[1]} columns do not have")
+
+
+def _check_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
+    _check(activation, x, cast, *observed)
+
+
+def _check_backward(
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
+) -> None:
+    _check(activation, x, cast, *observed)
+    if bias_dtype is not None and bias_dtype not in HIGH_PRECISION:
+        raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, HIGH_PRECISION))}")
+    if dy.shape != activated_shape(activation, x.shape):
+        raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
+    require("dy", dy, HIGH_PRECISION, dy.shape, x.device)
+
+
+def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
+    _check(activation, x, cast, *observed)
+    if is_gated(activation):
+        raise ValueError(f"gated ops multiply by a tensor of its own; {activation} would split x: pass silu for swiglu")
+    require("factor", factor, x.dtype, x.shape, x.device)
+
+
+def _check_gated_backward(
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
+) -> None:
+    _check_gated(x, factor, activation, cast, *observed)
+    require("dy", dy, x.dtype, x.shape, x.device)
+
+
+_WRITES = "amax", "overflow_counts"
+
+
+@op("activation_quantize", check=_check_activation, writes=_WRITES, twin=True)
+def activation_quantize_op(
+    x: Tensor,
+    activation: str,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> Outputs:
+    return fake_outputs(x, cast, *activated_shape(activation, x.shape))
+
+
+@op("activation_backward_quantize", check=_check_backward, writes=_WRITES, twin=True)
+def activation_backward_quantize_op(
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    bias_dtype: torch.dtype | None,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> GradientOutputs:
+    dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
+    return GradientOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), dbias)
+
+
+@op("gated_quantize", check=_check_gated, writes=_WRITES, twin=True)
+def gated_quantize_op(
+    x: Tensor,
+    factor: Tensor,
+    activation: str,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> Outputs:
+    return fake_outputs(x, cast, x.shape[0], x.shape[1])
+
+
+@op("gated_backward_quantize", check=_check_gated_backward, writes=_WRITES, twin=True)
+def gated_backward_quantize_op(
+    dy: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    activation: str,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> Outputs:
+    return fake_outputs(x, cast, x.shape[0], x.shape[1])
+
+
+_activation_quantize = activation_quantize_op.call
+_activation_backward_quantize = activation_backward_quantize_op.call
+_gated_quantize = gated_quantize_op.call
+_gated_backward_quantize = gated_backward_quantize_op.call
+
+
+# --- The specification ------------------------------------------------------------------------------------------------
+
+
+class Activation(NamedTuple):
+    """An activation in float32: ``forward(x)``, and its gradient ``backward(dy, x)``."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+# A sigmoid that far from 0 is 0 or 1: a larger factor changes nothing, and infinity would make NaN of its product.
+_FAR = 128.0
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(x)
+
+
+def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return dy * (s * (1 + x.clamp(-_FAR, _FAR) * (1 - s)))
+
+
+# GELU's tanh form is x (1 + tanh(u)) / 2 = x sigmoid(2 u), which does not cancel where x is negative.
+_GELU_1 = 2 * math.sqrt(2 / math.pi)
+_GELU_3 = _GELU_1 * 0.044715
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(x * (_GELU_1 + _GELU_3 * (x * x)))
+
+
+def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x * (_GELU_1 + _GELU_3 * (x * x)))
+    near = x.clamp(-_FAR, _FAR)
+    return dy * (s * (1 + near * (1 - s) * (_GELU_1 + 3 * _GELU_3 * (near * near))))
+
+
+# Hendrycks and Gimpel, arXiv:1606.08415, section 2: GELU's coarser form.
+_QGELU = 1.702
+
+
+def _qgelu(x: Tensor) -> Tensor:
+    return x.clamp(min=-_FAR) * torch.sigmoid(_QGELU * x)
+
+
+def _qgelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(_QGELU * x)
+    return dy * (s * (1 + _QGELU * x.clamp(-_FAR, _FAR) * (1 - s)))
+
+
+def _sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return dy * (s * (1 - s))
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.where(x < 0, 0.0, x)
+
+
+def _relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, dy)
+
+
+def _srelu(x: Tensor) -> Tensor:
+    return _relu(x).square()
+
+
+def _srelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0.0, dy * (2 * x))
+
+
+_FORMULAS = {
+    name: Activation(forward, backward)
+    for names, forward, backward in (
+        (("gelu", "geglu"), _gelu, _gelu_backward),
+        (("qgelu", "qgeglu"), _qgelu, _qgelu_backward),
+        (("relu", "reglu"), _relu, _relu_backward),
+        (("srelu", "sreglu"), _srelu, _srelu_backward),
+        (("silu", "swiglu"), _silu, _silu_backward),
+        (("glu",), torch.sigmoid, _sigmoid_backward),
+    )
+    for name in names
+}
+"""The activations by Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
+
+ACTIVATIONS = tuple(_FORMULAS)
+"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
+
+
+def reference_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
+    """See :func:`activation_quantize`."""
+    forward, _ = _FORMULAS[activation]
+    if is_gated(activation):
+        x, gate = x.float().chunk(2, 1)
+        y = forward(x) * gate
+    else:
+        y = forward(x.float())
+    return reference_quantize(y, cast, *observed)
+
+
+def reference_activation_backward(
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
+) -> GradientOutputs:
+    """See :func:`activation_backward_quantize`."""
+    forward, backward = _FORMULAS[activation]
+    dy, x = dy.float(), x.float()
+    if is_gated(activation):
+        x, gate = x.chunk(2, 1)
+        dx = torch.cat([backward(dy * gate, x), dy * forward(x)], 1)
+    else:
+        dx = backward(dy, x)
+    dbias = dx.sum(0).to(bias_dtype) if bias_dtype else dx.new_empty(0)
+    return GradientOutputs(*reference_quantize(dx, cast, *observed), dbias)
+
+
+def reference_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
+    """See :func:`gated_quantize`."""
+    forward, _ = _FORMULAS[activation]
+    return reference_quantize(forward(x.float()) * factor.float(), cast, *observed)
+
+
+def reference_gated_backward(
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
+) -> Outputs:
+    """See :func:`gated_backward_quantize`."""
+    _, backward = _FORMULAS[activation]
+    return reference_quantize(backward(dy.float() * factor.float(), x.float()), cast, *observed)
+
+
+activation_quantize_op.implement("cpu", reference_activation)
+activation_backward_quantize_op.implement("cpu", reference_activation_backward)
+gated_quantize_op.implement("cpu", reference_gated)
+gated_backward_quantize_op.implement("cpu", reference_gated_backward)

@@ -1,0 +1,170 @@
+"""Activations on CUDA tensors, and their gradients: planned once for tensors of one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.activation import activation_backward_loader, activation_loader
+from cuda_kernels.casts.column_sums import summed_loader
+from cuda_kernels.casts.gated import gated_backward_loader, gated_loader
+from cuda_kernels.device.tile import TileLoader
+from cuda_kernels.host import launch
+from lightning_fp8.ops.activation import (
+    GradientOutputs,
+    activated_shape,
+    activation_backward_quantize_op,
+    activation_quantize_op,
+    gated_backward_quantize_op,
+    gated_quantize_op,
+    reference_activation,
+    reference_activation_backward,
+    reference_gated,
+    reference_gated_backward,
+)
+from lightning_fp8.ops.cast import Outputs
+from lightning_fp8.ops.cast_cuda import (
+    CastVariant,
+    Loaders,
+    cast_launches,
+    planned_cast,
+    variant_key,
+    variant_of,
+    with_kernel_strides,
+)
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.column_sums import ColumnSums, num_tile_sums
+from lightning_fp8.ops.memory import PlainKey, TensorKey, allocator, empty_tensor, tensor_key
+from lightning_fp8.ops.plans import Run, check_not_empty, current_device, planned
+from lightning_fp8.scaled import Cast
+
+
+def activation_loaders(x_key: TensorKey, activation: str) -> Loaders:
+    """The loaders of the activations of a tensor."""
+    _, columns = activated_shape(activation, x_key.shape)
+    aligned = x_key.is_vectorizable(4) and columns % 4 == 0
+    return activation_loader(activation, DTYPE_NAMES[x_key.dtype], aligned), None, columns
+
+
+activation_on_cuda, _ = planned_cast(reference_activation, activation_loaders)
+
+
+def activation_backward_on_cuda(
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast,
+    scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+) -> GradientOutputs:  # fmt: skip
+    """Cast the gradient, and add it up over rows where ``bias_dtype`` is given."""
+    run = _backward_plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), activation, bias_dtype,
+        variant_key(cast, scale, amax, overflow_counts),
+    )  # fmt: skip
+    return run(dy, x, activation, bias_dtype, cast, scale, amax, overflow_counts)  # type: ignore[no-any-return]
+
+
+class ActivationBackwardLaunches:
+    """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
+
+    def __init__(
+        self,
+        x_key: TensorKey,
+        dy_key: TensorKey,
+        activation: str,
+        bias_dtype: torch.dtype | None,
+        variant: CastVariant,
+    ) -> None:
+        device = x_key.device
+        aligned = x_key.is_vectorizable(4) and dy_key.is_vectorizable(4)
+        loader = activation_backward_loader(activation, DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[dy_key.dtype], aligned)
+        store_loader = None
+        self._sums = None
+        if bias_dtype:
+            store_loader = summed_loader(loader)
+            self._sums = ColumnSums(device, num_tile_sums(x_key.rows), x_key.columns, bias_dtype, num_sets=1)
+        self._cast = cast_launches(variant.cast.layout)(
+            device, loader, x_key.rows, x_key.columns, variant, store_loader
+        ).cast
+        self._pointer = launch.address_on(device)
+        self._strides = x_key.stride, dy_key.stride
+        self._allocate = allocator(device)
+        self._dbias = (x_key.columns,), (1,), bias_dtype or torch.float32
+        self._no_bias = empty_tensor(device, torch.float32)
+
+    def run(self, dy: Tensor, x: Tensor, *args: Any) -> GradientOutputs:
+        """Start the kernels; ``args``: the options, and last what the cast takes."""
+        scale, amax, overflow_counts = args[-3:]
+        pointer = self._pointer
+        sums = self._sums
+        x_stride, dy_stride = self._strides
+        loader_args = pointer(x), x_stride, pointer(dy), dy_stride
+        if sums is None:
+            return GradientOutputs(*self._cast(loader_args, scale, amax, overflow_counts), self._no_bias)
+        dbias = self._allocate(*self._dbias)
+        partials = sums.partials()
+        partials_ptr = pointer(partials)
+        outputs = self._cast(loader_args, scale, amax, overflow_counts, (*loader_args, partials_ptr))
+        sums.reduce(partials_ptr, pointer(dbias), 0, sums.stride)
+        return GradientOutputs(*outputs, dbias)
+
+
+@planned(fallback=with_kernel_strides(reference_activation_backward, -4))
+def _backward_plan(
+    device: torch.device,
+    x_plain_key: PlainKey,
+    dy_plain_key: PlainKey,
+    activation: str,
+    bias_dtype: torch.dtype | None,
+    variant_key: Any,
+) -> Callable[..., Any]:
+    x_key, dy_key = TensorKey(*x_plain_key, device), TensorKey(*dy_plain_key, device)
+    check_not_empty(x_key.shape)
+    if not (x_key.has_contiguous_rows and dy_key.has_contiguous_rows):
+        return lambda dy, x, *args: activation_backward_on_cuda(dy.contiguous(), x.contiguous(), *args)
+    return ActivationBackwardLaunches(x_key, dy_key, activation, bias_dtype, variant_of(variant_key)).run
+
+
+def _planned_gated(reference: Run, loader_of: Callable[[str, str, bool], TileLoader], num_tensors: int) -> Run:
+    """The op ``(*tensors, activation, cast, scale, amax, overflow_counts)`` that casts what a loader computes.
+
+    Args:
+        reference: computes the same without kernels.
+        loader_of: an activation's name, a dtype and whether rows begin at vectors, to the loader of the values.
+        num_tensors: how many there are, all of one shape and dtype.
+    """
+
+    @planned(fallback=with_kernel_strides(reference, -4))
+    def plan(device: torch.device, plain_keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Run:
+        keys = [TensorKey(*key, device) for key in plain_keys]
+        rows, columns = keys[0].shape
+        check_not_empty((rows, columns))
+        if not all(key.has_contiguous_rows for key in keys):
+            return lambda *args: run(*(x.contiguous() for x in args[:num_tensors]), *args[num_tensors:])
+        variant = variant_of(variant_key)
+        loader = loader_of(activation, DTYPE_NAMES[keys[0].dtype], all(key.is_vectorizable(4) for key in keys))
+        cast = cast_launches(variant.cast.layout)(device, loader, rows, columns, variant).cast
+        pointer = launch.address_on(device)
+        strides = [key.stride for key in keys]
+
+        def launch_cast(*args: Any) -> Outputs:
+            pairs = zip(args, strides)
+            return cast([number for tensor, stride in pairs for number in (pointer(tensor), stride)], *args[-3:])
+
+        return launch_cast
+
+    def run(*args: Any) -> Outputs:
+        tensors = args[:num_tensors]
+        activation, cast, *observed = args[num_tensors:]
+        x = tensors[0]
+        key = variant_key(cast, *observed)
+        planned_run = plan(x.device, x.is_cuda and current_device(), tuple(map(tensor_key, tensors)), activation, key)
+        return planned_run(*args)  # type: ignore[no-any-return]
+
+    return run
+
+
+activation_quantize_op.implement("cuda", activation_on_cuda)
+activation_backward_quantize_op.implement("cuda", activation_backward_on_cuda)
+gated_quantize_op.implement("cuda", _planned_gated(reference_gated, gated_loader, 2))
+gated_backward_quantize_op.implement("cuda", _planned_gated(reference_gated_backward, gated_backward_loader, 3))

@@ -1,0 +1,409 @@
+"""Casts to FP8: the ops ``quantize``, ``quantize_columns`` and ``observe``, and their specification in plain torch.
+
+The specification runs on the CPU, and on a GPU for which there is no kernel; kernels are in ``cast_cuda.py``.
+
+Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where its :class:`~lightning_fp8.scaled.Cast` asks for
+them, the operand of x (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). An operand that
+was not asked for comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
+
+An FP8 code is a BF16 value, and so is a code times a power of two. 16-bit floats without their sign order like
+integers, NaN on top, so an amax is an integer reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import scaling
+from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous, require_scalar
+from lightning_fp8.ops.memory import Allocation, code_allocation, copy_bits, empty_tensor, operand_allocations
+from lightning_fp8.ops.op import op
+from lightning_fp8.scaled import Cast, ScaledTensor
+
+
+class Quantized(NamedTuple):
+    """The GEMM operands of one tensor ``x [R, K]``: x itself, and xᵀ ``[K, R]``; what was not asked for is None."""
+
+    rowwise: ScaledTensor | None
+    columnwise: ScaledTensor | None
+
+
+class CastArgs(TypedDict, total=False):
+    """The keywords of every function that casts; :func:`quantize` says what they are."""
+
+    scale: Tensor | None
+    amax: Tensor | None
+    scale_is_nonzero: bool
+    rowwise: bool
+    columnwise: bool
+    overflow_counts: Tensor | None
+
+
+class Outputs(NamedTuple):
+    """The results of a cast; what was not asked for is empty."""
+
+    data: Tensor
+    scale_inv: Tensor
+    data_t: Tensor
+    scale_inv_t: Tensor
+
+
+# --- The public functions ---------------------------------------------------------------------------------------------
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    scale_is_nonzero: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    overflow_counts: Tensor | None = None,
+) -> Quantized:
+    """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
+        cast: format and layout.
+        scale: float32 ``[]``, layout ``tensor`` only; ``None`` or a value of 0 takes the scale from x's own amax.
+        scale_is_nonzero: ``scale`` is known not to be 0, so that no amax has to be found in its place.
+        amax: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
+        rowwise: whether to give the operand of x.
+        columnwise: whether to give the operand of xᵀ, scaled along R.
+        overflow_counts: int64 ``[2]``, grows by the numbers of values that were saturated and that became 0.
+
+    Raises:
+        TypeError: x is not a 2-D tensor in one of the three dtypes, or another tensor not in its own.
+        ValueError: ``scale`` with a layout that is not ``tensor``, or ``amax`` without ``scale``; other shapes.
+    """
+    usage = asked(x, cast, rowwise, columnwise, scale_is_nonzero)
+    return operands_of(_quantize(x, usage, scale, amax, overflow_counts), usage, rowwise, columnwise)
+
+
+def quantize_columns(x: Tensor, scale: Tensor, float8: Float8) -> Tensor:
+    """Cast ``x`` to FP8 with a given scale for each column: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
+
+    Of shards of one tensor, which share the scales of its columns, the codes are shards of its codes; transposed by
+    :func:`lightning_fp8.ops.transpose` they are those of xᵀ in layout ``row``.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
+        scale: float32 ``[K]``, contiguous.
+        float8: the format of the codes.
+
+    Returns:
+        The codes ``[R, K]``; on a GPU each row begins at a multiple of 16 bytes.
+
+    Raises:
+        TypeError: x is not a 2-D tensor in one of the three dtypes, or ``scale`` is not float32.
+        ValueError: ``scale`` has another shape, is elsewhere, or is not contiguous.
+    """
+    return _quantize_columns(x, scale, float8.dtype)  # type: ignore[no-any-return]
+
+
+def observe(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` (float32 ``[]``) to ``max |x|`` without casting; x is floating point, of any shape and strides.
+
+    Raises:
+        TypeError, ValueError: x is no such tensor, or ``amax`` of another dtype or shape, or elsewhere.
+    """
+    _observe(x, amax)
+
+
+def asked(x: Tensor | None, cast: Cast, rowwise: bool, columnwise: bool, scale_is_nonzero: bool) -> Cast:
+    """The cast that an op is asked for: of x alone where the operand of xᵀ is a view of that."""
+    if columnwise and gives_a_view(x, cast):
+        return cast.usage(True, False, scale_is_nonzero)
+    return cast.usage(rowwise, columnwise, scale_is_nonzero)
+
+
+def gives_a_view(x: Tensor | None, cast: Cast) -> bool:
+    """Whether xᵀ is a view where both share scales: the reference's GEMM reads codes in either order, a GPU's not."""
+    return cast.layout.transposes and x is not None and not x.is_cuda
+
+
+def operands_of(results: Sequence[Tensor], made: Cast, rowwise: bool, columnwise: bool) -> Quantized:
+    """The operands of the results of a cast, which ``made`` one of x for both where xᵀ is its view."""
+    layout = made.layout
+    operand = ScaledTensor(results[0], results[1], layout) if rowwise else None
+    transposed = ScaledTensor(*transposed_operand(results, made), layout) if columnwise else None
+    return Quantized(operand, transposed)
+
+
+def transposed_operand(results: Sequence[Tensor], made: Cast) -> tuple[Tensor, Tensor]:
+    """Codes and scales of xᵀ among the results of a cast; where it ``made`` those of x alone, their view."""
+    has_one_scale = made.layout.has_one_scale
+    if made.columnwise:
+        return results[2], results[1] if has_one_scale else results[3]
+    return results[0].t(), results[1] if has_one_scale else results[1].t()
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def _check_input(x: Tensor) -> None:
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"cannot quantize {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
+    if x.dim() != 2:
+        raise TypeError(f"a cast takes a 2-D tensor, not shape {tuple(x.shape)}; flatten the leading dimensions")
+
+
+def check_cast(
+    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
+) -> None:
+    """Check what every op that casts takes.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize` says.
+    """
+    _check_input(x)
+    if scale is not None:
+        if not cast.layout.has_one_scale:
+            raise ValueError(f"layout {cast.layout.code!r} scales each block from itself; scale must be None")
+        if scale.dtype is not torch.float32 or scale.dim() or scale.device != x.device:
+            require("scale", scale, torch.float32, (), x.device)
+    elif amax is not None:
+        raise ValueError("amax is collected for a given scale; pass scale too (0 takes x's own)")
+    if amax is not None and (amax.dtype is not torch.float32 or amax.dim() or amax.device != x.device):
+        require("amax", amax, torch.float32, (), x.device)
+    if overflow_counts is not None:
+        require_contiguous("overflow_counts", overflow_counts)
+        require("overflow_counts", overflow_counts, torch.int64, (2,), x.device)
+
+
+def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int) -> Outputs:
+    """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
+    allocations = kernel_allocations if x.device.type == "cuda" else reference_allocations
+    return Outputs(*(allocation.empty(x.device) for allocation in allocations(cast, rows, columns)))
+
+
+@op("quantize", check=check_cast, writes=("amax", "overflow_counts"), twin=True)
+def quantize_op(
+    x: Tensor,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> Outputs:
+    return fake_outputs(x, cast, x.shape[0], x.shape[1])
+
+
+_quantize = quantize_op.call
+
+
+def _check_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    _check_input(x)
+    if scale.dtype is not torch.float32 or scale.shape != x.shape[1:] or scale.device != x.device:
+        require("scale", scale, torch.float32, x.shape[1:], x.device)
+    require_contiguous("scale", scale)
+    float8_of(dtype)
+
+
+@op("quantize_columns", check=_check_columns)
+def quantize_columns_op(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return code_allocation(x.device, dtype, x.shape[0], x.shape[1]).empty(x.device)
+
+
+_quantize_columns = quantize_columns_op.call
+
+
+def _check_observe(x: Tensor, amax: Tensor) -> None:
+    require_scalar("amax", amax, x.device)
+    if not x.is_floating_point():
+        raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
+
+
+@op("observe", check=_check_observe, writes=("amax",))
+def observe_op(x: Tensor, amax: Tensor) -> None:
+    return None
+
+
+_observe = observe_op.call
+
+
+def kernel_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
+    """The memory of a cast's results, as kernels write them."""
+    layout, dtype = cast.layout, cast.float8.dtype
+    return _allocations(
+        cast, operand_allocations(layout, dtype, rows, columns), operand_allocations(layout, dtype, columns, rows)
+    )
+
+
+def reference_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
+    """The memory of a cast's results, as the specification gives them: codes in x's order, so that xᵀ's are a view."""
+    layout, dtype = cast.layout, cast.float8.dtype
+
+    def scales(r: int, k: int) -> Allocation:
+        return Allocation.contiguous(layout.scale_shape(r, k), layout.scale_dtype)
+
+    codes = Allocation.contiguous((rows, columns), dtype)
+    return _allocations(cast, (codes, scales(rows, columns)), (codes.t(), scales(columns, rows)))
+
+
+def _allocations(
+    cast: Cast, of_x: tuple[Allocation, Allocation], of_transposed: tuple[Allocation, Allocation]
+) -> tuple[Allocation, ...]:
+    absent = Allocation.absent(cast.float8.dtype), Allocation.absent(cast.layout.scale_dtype)
+    rowwise = of_x if cast.rowwise else absent
+    columnwise = of_transposed if cast.columnwise else absent
+    if cast.layout.has_one_scale:  # which serves both, and is there where neither is asked for
+        return rowwise[0], Allocation((), (), cast.layout.scale_dtype), columnwise[0], absent[1]
+    return *rowwise, *columnwise
+
+
+# --- The specification ------------------------------------------------------------------------------------------------
+
+
+def reference_quantize(
+    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
+) -> Outputs:
+    """Scale ``x`` by one given scale, or by x's own where that is 0; else each tensor, row or block from itself."""
+    x = x.contiguous()
+    if scale is not None:
+        return _quantize_tensor(x, _given_scale(x, cast, scale, amax), cast, overflow_counts)
+    layout = cast.layout
+    if layout.has_one_scale:
+        scale = scaling.current_scale(tensor_amax(x), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
+        return _quantize_tensor(x, scale, cast, overflow_counts)
+    rowwise_copy = columnwise_copy = _absent(x, cast)
+    if cast.rowwise:
+        rowwise_copy = _quantize_blocks(x, layout.block_shape(*x.shape), cast, overflow_counts)
+    if cast.columnwise:
+        block_rows, block_columns = layout.block_shape(x.shape[1], x.shape[0])
+        uncounted = None if cast.rowwise else overflow_counts
+        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), cast, uncounted)
+        columnwise_copy = data.t(), scale_inv.t().contiguous()
+    return Outputs(*rowwise_copy, *columnwise_copy)
+
+
+def reference_quantize_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale each column of ``x`` by its own scale."""
+    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    codes = saturating_cast(values, scale, float8_of(dtype))
+    out = code_allocation(x.device, dtype, x.shape[0], x.shape[1]).empty(x.device)
+    copy_bits(codes, out)
+    return out
+
+
+def reference_observe(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` to ``max |x|``."""
+    torch.maximum(amax, tensor_amax(x), out=amax)
+
+
+def saturating_cast(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
+    """``round_to_nearest_even(clamp(values * scale, -max, max))``; NaN stays NaN. Overwrites float32 ``values``."""
+    return values.mul_(scale).clamp_(-float8.max, float8.max).to(float8.dtype)
+
+
+def absolute_max(x: Tensor, dim: int) -> Tensor:
+    """``max |x|`` along ``dim`` as float32; NaN where there is one, 0 where there is nothing."""
+    if x.numel() == 0:
+        return x.new_zeros([size for index, size in enumerate(x.shape) if index != dim], dtype=torch.float32)
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return (x.view(torch.int16) & 0x7FFF).amax(dim).view(x.dtype).float()
+    return x.abs().amax(dim).float()
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """``max |x|`` as float32 ``[]``; NaN if there is one, 0 for an empty tensor."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
+
+
+def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> Tensor:
+    """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
+    # Asking a GPU for the scale would wait for it.
+    is_nonzero = cast.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
+    if is_nonzero and amax is None:
+        return scale
+    x_amax = tensor_amax(x)
+    if amax is not None:
+        torch.maximum(amax, x_amax, out=amax)
+    return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, cast.float8.max), scale)
+
+
+def _absent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    return empty_tensor(x.device, cast.float8.dtype), empty_tensor(x.device, cast.layout.scale_dtype)
+
+
+def _count(overflow_counts: Tensor, x: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
+    """Add the numbers of values of ``x`` that the cast saturated and of those that it flushed to zero."""
+    values = x.float()
+    overflow_counts[0] += ((values * scale).abs() > float8.max).sum()
+    overflow_counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
+
+
+def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tensor | None) -> Outputs:
+    data = saturating_cast(x.to(torch.float32, copy=True), scale, cast.float8)
+    scale_inv = 1.0 / scale
+    if overflow_counts is not None:
+        _count(overflow_counts, x, scale, data, cast.float8)
+    absent = empty_tensor(x.device, cast.float8.dtype)
+    data_t = absent
+    if cast.columnwise:
+        data_t = (data.clone() if cast.rowwise else data).t()  # each output has its own memory
+    return Outputs(data if cast.rowwise else absent, scale_inv, data_t, empty_tensor(x.device, torch.float32))
+
+
+def _quantize_blocks(
+    x: Tensor, block: tuple[int, int], cast: Cast, overflow_counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
+    rows, columns = x.shape
+    block_rows, block_columns = block
+    more_rows, more_columns = -rows % block_rows, -columns % block_columns
+    padded = x
+    if more_rows or more_columns:  # F.pad of torch 2.8 refuses a tensor without elements
+        padded = x.new_zeros(rows + more_rows, columns + more_columns)
+        padded[:rows, :columns] = x
+    grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
+    blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
+    amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
+    if cast.layout.scale_dtype == E8M0_DTYPE:
+        codes = scaling.e8m0_from_amax(amax, cast.float8.max)
+        scale = scaling.e8m0_scale(codes)
+        scale_inv = codes.view(E8M0_DTYPE)
+    else:
+        scale = scaling.current_scale(amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
+        scale_inv = 1.0 / scale
+    block_scale = scale[:, None, :, None]
+    data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, cast.float8)
+    if overflow_counts is not None:
+        _count(overflow_counts, blocks, block_scale, data, cast.float8)
+    return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
+
+
+_SUBNORMAL = 5e-324
+_FEW = 2**13
+"""Elements that torch converts faster than the several passes over their bits."""
+
+
+def decode(data: Tensor) -> Tensor:
+    """Decode FP8 to BF16, exactly: shift the bits, then multiply by the difference of the exponents' biases."""
+    if data.dtype == E4M3.dtype:
+        shift, kept, special, rebias = 4, 0x87F0, 0x7F, 120
+    else:
+        shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
+    if data.is_cuda or data.numel() <= _FEW or _SUBNORMAL == 0.0:
+        # Fast there, and asking for NaN would wait for the GPU; and where torch.set_flush_denormal(True) takes
+        # subnormal numbers for 0, moved bits may be some.
+        return data.to(torch.bfloat16)
+    bits = data.view(torch.int8)
+    if int((bits & 0x7F).amax()) >= special:
+        return data.to(torch.bfloat16)  # NaN or inf: their codes are not numbers
+    bits = bits.to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(kept - 0x10000)
+    return bits.view(torch.bfloat16).mul_(2.0**rebias)
+
+
+quantize_op.implement("cpu", reference_quantize)
+quantize_columns_op.implement("cpu", reference_quantize_columns)
+observe_op.implement("cpu", reference_observe)

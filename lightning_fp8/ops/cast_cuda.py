@@ -1,0 +1,451 @@
+"""Casts on CUDA tensors: planned once for tensors of one key, then allocated and started.
+
+Nothing here waits for the device: kernels ask whether a given scale is 0. There is a class of launches for each way in
+which elements share scales; norms and activations cast by them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
+from cuda_kernels.casts.quantize import quantize_columns_kernel, quantize_rows_kernel, quantize_tensor_kernel
+from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel, takes_octets
+from cuda_kernels.device.tile import TileLoader, num_tiles, tensor_loader
+from cuda_kernels.host import launch
+from cuda_kernels.host.launch import Argument
+from cuda_kernels.kernel import Kernel
+from lightning_fp8.formats import E8M0_DTYPE, float8_of
+from lightning_fp8.ops.cast import (
+    Outputs,
+    kernel_allocations,
+    observe_op,
+    quantize_columns_op,
+    quantize_op,
+    reference_observe,
+    reference_quantize,
+    reference_quantize_columns,
+)
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.memory import (
+    Allocation,
+    PlainKey,
+    TensorKey,
+    allocator,
+    copy_bits,
+    maker,
+    operand_allocations,
+    tensor_key,
+)
+from lightning_fp8.ops.plans import Run, check_not_empty, current_device, planned
+from lightning_fp8.scaled import Cast, Layout
+
+LoaderArgs = Sequence[Argument]
+"""The arguments of a kernel's tile loader: addresses and strides."""
+RunKernel = Callable[..., None]
+"""Starts a kernel, given the parameters of each launch."""
+Loaders = tuple[TileLoader, "TileLoader | None", int]
+"""The tile loader of some values, that of the same in vectors of 16 bytes if they come in such, and their columns."""
+
+
+class CastVariant(NamedTuple):
+    """A cast and which of its optional tensors are given: what kernels are compiled for."""
+
+    cast: Cast
+    has_scale: bool
+    has_amax: bool
+    has_overflow_counts: bool
+
+    @property
+    def current_scaling(self) -> dict[str, int | float]:
+        """How a kernel computes the scale that is not given, by the names of its parameters.
+
+        A given scale of 0 means that none is known yet: the tensor's own then replaces it as delayed scaling would
+        compute it, without a recipe's options.
+        """
+        power_2, epsilon = (False, 0.0) if self.has_scale else (self.cast.power_2_scale, self.cast.amax_epsilon)
+        return {"power_2": int(power_2), "epsilon": epsilon}
+
+    @property
+    def scale_is_known(self) -> bool:
+        """Whether no amax has to be found before the cast."""
+        return self.has_scale and self.cast.scale_is_nonzero
+
+
+def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None) -> Any:
+    """The part of a plan's key that :func:`variant_of` makes a :class:`CastVariant` of."""
+    return *cast.key, scale is not None, amax is not None, overflow_counts is not None
+
+
+def variant_of(key: Sequence[Any]) -> CastVariant:
+    """The variant of a :func:`variant_key`."""
+    return CastVariant(Cast.from_flat(*key[:-3]), *key[-3:])
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+class OutputStrides(NamedTuple):
+    """The strides of a cast's results in elements, by the names of kernels' parameters; 0 of what has none.
+
+    Attributes:
+        out_stride, out_t_stride: from row to row of the codes, of x's operand and of xᵀ's.
+        out_scale_inv_stride, out_t_scale_inv_stride: of the scales, from block to block along K, or else from row to
+            row.
+    """
+
+    out_stride: int
+    out_scale_inv_stride: int
+    out_t_stride: int
+    out_t_scale_inv_stride: int
+
+
+class CastOutputs:
+    """The results of a cast on a device: described once, allocated at each call.
+
+    Attributes:
+        strides: of the four results.
+    """
+
+    def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int) -> None:
+        allocations = kernel_allocations(cast, rows, columns)
+        self._makers = tuple(maker(device, allocation) for allocation in allocations)
+        along = 1 if cast.layout.scale_major == "mn" else 0
+        strides = (
+            allocation.strides[dim] if len(allocation.shape) == 2 else 0
+            for allocation, dim in zip(allocations, (0, along, 0, along))
+        )
+        self.strides = OutputStrides(*strides)
+
+    def allocate(self) -> Outputs:
+        """Allocate the four tensors on the current device."""
+        make_data, make_scale_inv, make_data_t, make_scale_inv_t = self._makers
+        return Outputs(make_data(), make_scale_inv(), make_data_t(), make_scale_inv_t())
+
+
+def with_kernel_strides(reference: Run, cast_position: int) -> Run:
+    """A reference that casts, with its operands copied into kernels' layout; ``cast_position``: of its arguments."""
+
+    def op(*args: Any) -> tuple[Tensor, ...]:
+        cast: Cast = args[cast_position]
+        results = reference(*args)
+        data, _, data_t, _ = results[:4]
+        rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
+        copies = [allocation.empty(data.device) for allocation in kernel_allocations(cast, rows, columns)]
+        for result, copy in zip(results, copies):
+            copy_bits(result, copy)
+        return (*copies, *results[4:])
+
+    return op
+
+
+# --- Launches ---------------------------------------------------------------------------------------------------------
+
+
+def num_blocks(device: torch.device, rows: int, columns: int) -> int:
+    """Blocks that run side by side, each taking every n-th tile of ``[rows, columns]``."""
+    return min(num_tiles(rows, columns), 4 * launch.multiprocessors(device))
+
+
+class CastLaunches:
+    """The launches that cast the values ``[rows, columns]`` that a tile loader gives.
+
+    Args:
+        loader: gives the values.
+        store_loader: gives them to the kernel that stores codes, if not ``loader``; it may store something, too.
+
+    Attributes:
+        pointer: gives a launch's argument for a tensor.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        loader: TileLoader,
+        rows: int,
+        columns: int,
+        variant: CastVariant,
+        store_loader: TileLoader | None = None,
+    ) -> None:
+        self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
+        self.device = device
+        self.rows = rows
+        self.columns = columns
+        self.outputs = CastOutputs(device, variant.cast, rows, columns)
+        self._allocate = allocator(device)
+        self._bind_kernels(loader, store_loader or loader, variant)
+
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
+        """Bind the kernel that stores codes, and those before it."""
+        raise NotImplementedError
+
+    def _bind(self, kernel: Kernel, blocks: int, addresses: Sequence[str], **scalars: int | float) -> RunKernel:
+        """:func:`~cuda_kernels.host.launch.bind` a kernel that takes a loader's arguments first, and the shape.
+
+        Args:
+            addresses: the parameters of each launch after the loader's arguments.
+            scalars: the parameters that are bound after the shape.
+        """
+        shape = {"rows": self.rows, "columns": self.columns}
+        return launch.bind(kernel, blocks, self.device, ("loader_args", *addresses), **shape, **scalars)
+
+    def cast(
+        self,
+        loader_args: LoaderArgs,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        overflow_counts: Tensor | None,
+        store_args: LoaderArgs | None = None,
+    ) -> Outputs:
+        """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
+        raise NotImplementedError
+
+
+class TensorCast(CastLaunches):
+    """One scale for all; the tensor's own amax is found first where it may be needed."""
+
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
+        cast = variant.cast
+        blocks = num_blocks(self.device, self.rows, self.columns)
+        self._block_amaxes = (blocks,), (1,), torch.float32
+        self._find_amax = None
+        if not variant.scale_is_known:
+            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
+        kernel = quantize_tensor_kernel(
+            store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax,
+            variant.has_overflow_counts,
+        )  # fmt: skip
+        strides = self.outputs.strides
+        self._store = self._bind(
+            kernel,
+            num_tiles(self.rows, self.columns),
+            ("scale_ptr", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
+            num_block_amax=blocks,
+            **variant.current_scaling,
+            out_stride=strides.out_stride,
+            out_t_stride=strides.out_t_stride,
+        )
+
+    def cast(
+        self,
+        loader_args: LoaderArgs,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        overflow_counts: Tensor | None,
+        store_args: LoaderArgs | None = None,
+    ) -> Outputs:
+        pointer = self.pointer
+        scale_ptr = 0 if scale is None else pointer(scale)
+        data, scale_inv, data_t, _ = outputs = self.outputs.allocate()
+        block_amax_ptr: Argument = 0
+        if self._find_amax is not None:
+            block_amaxes = self._allocate(*self._block_amaxes)
+            block_amax_ptr = pointer(block_amaxes)
+            self._find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
+        self._store(
+            *(store_args or loader_args), scale_ptr, block_amax_ptr,
+            0 if amax is None else pointer(amax),
+            0 if overflow_counts is None else pointer(overflow_counts),
+            pointer(data), pointer(scale_inv), pointer(data_t),
+        )  # fmt: skip
+        return outputs
+
+
+class RowCast(CastLaunches):
+    """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
+
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
+        cast = variant.cast
+        usage = cast.rowwise, cast.columnwise
+        num_amaxes = self.rows + self.columns
+        tiles = num_tiles(self.rows, self.columns)
+        self._find_amaxes = self._bind(row_amax_kernel(loader, *usage), tiles, ("amaxes",))
+        self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
+        self._zero = launch.zeroing(self.device, num_amaxes)
+        self._store = self._bind(
+            quantize_rows_kernel(store_loader, cast.float8.name.lower(), *usage, variant.has_overflow_counts),
+            tiles,
+            ("amaxes", "counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            **variant.current_scaling,
+            **self.outputs.strides._asdict(),
+        )
+
+    def cast(
+        self,
+        loader_args: LoaderArgs,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        overflow_counts: Tensor | None,
+        store_args: LoaderArgs | None = None,
+    ) -> Outputs:
+        pointer = self.pointer
+        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
+        amaxes = self._new_amaxes()
+        amaxes_ptr = pointer(amaxes)
+        self._zero(amaxes_ptr)
+        self._find_amaxes(*loader_args, amaxes_ptr)
+        self._store(
+            *(store_args or loader_args), amaxes_ptr,
+            0 if overflow_counts is None else pointer(overflow_counts),
+            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
+        )  # fmt: skip
+        return outputs
+
+
+class BlockCast(CastLaunches):
+    """One scale for each block, from the block itself."""
+
+    def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
+        cast = variant.cast
+        kernel = quantize_blocks_kernel(
+            store_loader, cast.float8.name.lower(), cast.layout.block, cast.layout.scale_dtype == E8M0_DTYPE,
+            cast.rowwise, cast.columnwise, variant.has_overflow_counts,
+        )  # fmt: skip
+        self._store = self._bind(
+            kernel,
+            num_tiles(self.rows, self.columns),
+            ("counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            **variant.current_scaling,
+            **self.outputs.strides._asdict(),
+        )
+
+    def cast(
+        self,
+        loader_args: LoaderArgs,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        overflow_counts: Tensor | None,
+        store_args: LoaderArgs | None = None,
+    ) -> Outputs:
+        pointer = self.pointer
+        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
+        self._store(
+            *(store_args or loader_args), 0 if overflow_counts is None else pointer(overflow_counts),
+            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
+        )  # fmt: skip
+        return outputs
+
+
+def cast_launches(layout: Layout) -> type[CastLaunches]:
+    """The class whose launches cast as ``layout`` asks."""
+    return TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def planned_cast(reference: Run, loaders: Callable[..., Loaders]) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
+    """A cast of what tile loaders compute from x by rows: ``(x, *options, cast, scale, amax, overflow_counts)``.
+
+    With it comes its plan cache, of ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
+    rows have gaps between their elements is made contiguous first.
+
+    Args:
+        reference: computes the same without kernels.
+        loaders: ``(x_key, *options)`` to the tile loaders that compute the values.
+    """
+
+    @planned(fallback=with_kernel_strides(reference, -4))
+    def plan(device: torch.device, x_plain_key: PlainKey, variant_key: Any, *options: Any) -> Run:
+        x_key = TensorKey(*x_plain_key, device)
+        variant = variant_of(variant_key)
+        check_not_empty(x_key.shape)
+        if not x_key.has_contiguous_rows:
+            return lambda x, *args: op(x.contiguous(), *args)
+        loader, wide, columns = loaders(x_key, *options)
+        # The widest vectors do not pay where columns share a scale, too.
+        narrow = variant.cast.columnwise or not takes_octets(variant.cast.layout.block)
+        amax_loader = wide or loader if variant.cast.layout.has_one_scale else loader
+        store_loader = loader if narrow else wide or loader
+        launches = cast_launches(variant.cast.layout)(device, amax_loader, x_key.rows, columns, variant, store_loader)
+        cast, pointer, stride = launches.cast, launch.address_on(device), x_key.stride
+        if options:
+            return lambda x, *args: cast((pointer(x), stride), *args[-3:])
+        return lambda x, _, scale, amax, overflow_counts: cast((pointer(x), stride), scale, amax, overflow_counts)
+
+    def op(x: Tensor, *args: Any) -> Outputs:
+        *options, cast, scale, amax, overflow_counts = args
+        key = *cast.key, scale is not None, amax is not None, overflow_counts is not None
+        run = plan(x.device, x.is_cuda and current_device(), tensor_key(x), key, *options)
+        return run(x, *args)  # type: ignore[no-any-return]
+
+    return op, plan
+
+
+def tensor_loaders(x_key: TensorKey) -> Loaders:
+    """The loaders of a tensor's own values."""
+    vector = next(n for n in (8, 4, 1) if n == 1 or x_key.is_vectorizable(n))
+    wide = tensor_loader(DTYPE_NAMES[x_key.dtype], 8) if vector == 8 and x_key.dtype.itemsize == 2 else None
+    return tensor_loader(DTYPE_NAMES[x_key.dtype], min(vector, 4)), wide, x_key.columns
+
+
+quantize_on_cuda, _plan = planned_cast(reference_quantize, tensor_loaders)
+
+
+def quantize_columns_on_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast row by row with a given scale for each column."""
+    run = _columns_plan(x.device, x.is_cuda and current_device(), tensor_key(x), dtype)
+    return run(x, scale, dtype)  # type: ignore[no-any-return]
+
+
+@planned(fallback=reference_quantize_columns)
+def _columns_plan(device: torch.device, x_plain_key: PlainKey, dtype: torch.dtype) -> Callable[..., Tensor]:
+    x_key = TensorKey(*x_plain_key, device)
+    check_not_empty(x_key.shape)
+    if not x_key.has_contiguous_rows:
+        return lambda x, *args: quantize_columns_on_cuda(x.contiguous(), *args)
+    loader, wide, columns = tensor_loaders(x_key)
+    of_codes, _ = operand_allocations(Layout.TENSOR, dtype, x_key.rows, columns)
+    run = launch.bind(
+        quantize_columns_kernel(wide or loader, float8_of(dtype).name.lower()),
+        num_tiles(x_key.rows, columns),
+        device,
+        ("loader_args", "scale", "out"),
+        rows=x_key.rows,
+        columns=columns,
+        out_stride=of_codes.strides[0],
+    )
+    pointer, new, stride = launch.address_on(device), maker(device, of_codes), x_key.stride
+
+    def quantize_columns(x: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
+        codes = new()
+        run(pointer(x), stride, pointer(scale), pointer(codes))
+        return codes
+
+    return quantize_columns
+
+
+def observe_on_cuda(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` to ``max |x|``."""
+    _observe_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x, amax)
+
+
+@planned(fallback=reference_observe)
+def _observe_plan(device: torch.device, x_plain_key: PlainKey) -> Callable[[Tensor, Tensor], None]:
+    x_key = TensorKey(*x_plain_key, device)
+    shape = x_key.shape
+    check_not_empty(shape)
+    if len(shape) != 2:
+        return lambda x, amax: observe_on_cuda(x.reshape(-1, shape[-1] if shape else 1), amax)
+    if x_key.dtype == torch.float64:
+        return lambda x, amax: observe_on_cuda(x.float(), amax)
+    if x_key.dtype not in DTYPE_NAMES:
+        raise TypeError(f"cannot observe {x_key.dtype}; cast to one of {', '.join(map(str, DTYPE_NAMES))} first")
+    if not x_key.has_contiguous_rows:
+        return lambda x, amax: observe_on_cuda(x.contiguous(), amax)
+    loader, wide, _ = tensor_loaders(x_key)
+    rows, columns = shape
+    kernel, blocks = amax_kernel(wide or loader, True), num_blocks(device, rows, columns)
+    run = launch.bind(kernel, blocks, device, ("loader_args", "scale_ptr", "amax_ptr"), rows=rows, columns=columns)
+    pointer = launch.address_on(device)
+    stride = x_key.stride
+    return lambda x, amax: run(pointer(x), stride, 0, pointer(amax))
+
+
+quantize_op.implement("cuda", quantize_on_cuda, _plan)
+quantize_columns_op.implement("cuda", quantize_columns_on_cuda)
+observe_op.implement("cuda", observe_on_cuda)

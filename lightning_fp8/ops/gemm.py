@@ -1,0 +1,302 @@
+"""GEMMs of FP8 operands: the ops, and their specification in plain torch.
+
+The specification runs on the CPU, and on a GPU for which there is no kernel; kernels are in ``gemm_cuda.py``.
+
+Operands are K-major: ``a [M, K]`` and ``b [N, K]``, each with its ``scale_inv``, which the ops call ``scale_a`` and
+``scale_b`` as ``torch._scaled_mm`` does; the result is ``[M, N]``.
+
+One fact makes the specification fast enough to train with: an FP8 code is a BF16 value, and so is a code times a power
+of two. The product of such operands is exact in BF16 GEMMs with float32 accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_fp8 import scaling
+from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.ops.bf16_products import bf16_products, multiplies_bf16
+from lightning_fp8.ops.cast import decode, observe_op
+from lightning_fp8.ops.checks import HIGH_PRECISION, require
+from lightning_fp8.ops.op import op, spec
+from lightning_fp8.scaled import Layout, ScaledTensor
+
+Shape = Sequence[int]
+
+
+@spec("str layout_a, str layout_b, ScalarType out_dtype, bool fast_accum")
+class Gemm(NamedTuple):
+    """A GEMM's options.
+
+    Attributes:
+        layout_a, layout_b: which elements of the operands share a scale.
+        out_dtype: the dtype of the result.
+        fast_accum: the tensor core's shorter accumulator is allowed.
+    """
+
+    layout_a: Layout
+    layout_b: Layout
+    out_dtype: torch.dtype
+    fast_accum: bool = False
+
+    @property
+    def flat(self) -> tuple[str, str, torch.dtype, bool]:
+        """The fields as arguments of an op."""
+        return self.layout_a.code, self.layout_b.code, self.out_dtype, self.fast_accum
+
+    @classmethod
+    def from_flat(cls, layout_a: str, layout_b: str, out_dtype: torch.dtype, fast_accum: bool) -> Gemm:
+        """The options of :attr:`flat`.
+
+        Raises:
+            ValueError: there is no such layout.
+        """
+        return cls(Layout(layout_a), Layout(layout_b), out_dtype, fast_accum)
+
+
+# --- The public functions ---------------------------------------------------------------------------------------------
+
+
+def scaled_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32, rounded once.
+
+    Args:
+        a: ``[M, K]``.
+        b: ``[N, K]``.
+        bias: ``[N]``, added before rounding.
+        out_dtype: bfloat16, float16 or float32.
+        fast_accum: allow the tensor core's shorter accumulator (a hint; the CPU has none).
+        amax: float32 ``[]``, raised to the largest magnitude of the result, as :func:`observe` would.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: the contractions differ; ``bias`` or ``amax`` of another dtype or shape, or elsewhere.
+    """
+    gemm = Gemm(a.layout, b.layout, out_dtype, fast_accum)
+    if amax is None:
+        return _scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias)  # type: ignore[no-any-return]
+    return _scaled_mm_observed(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias, amax)  # type: ignore[no-any-return]
+
+
+def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
+    """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``).
+
+    Raises:
+        TypeError, ValueError: the contractions differ, or ``out`` has another dtype or shape, or is elsewhere.
+    """
+    _scaled_mm_accumulate(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    gemm: Gemm,
+    bias: Tensor | None = None,
+    amax: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Check what all GEMMs take: operands of one K with scales of their layouts, a bias ``[N]``, amax and ``out``."""
+    if gemm.out_dtype not in HIGH_PRECISION:
+        raise TypeError(f"out_dtype={gemm.out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
+    m, k = a.shape
+    n, k_of_b = b.shape
+    if k != k_of_b:
+        raise ValueError(f"contractions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; both are K-major")
+    device = a.device
+    for name, data, scale_inv, layout in (
+        ("scale_inv of a", a, scale_a, gemm.layout_a),
+        ("scale_inv of b", b, scale_b, gemm.layout_b),
+    ):
+        is_one = layout.has_one_scale and not scale_inv.dim() and scale_inv.dtype is torch.float32
+        if not (is_one and scale_inv.device == device) and data.numel():
+            require(name, scale_inv, layout.scale_dtype, layout.scale_shape(*data.shape), device)
+    if bias is not None:
+        require("bias", bias, HIGH_PRECISION, (n,), device)
+    if amax is not None:
+        require("amax", amax, torch.float32, (), device)
+    if out is not None:
+        require("out", out, HIGH_PRECISION, (m, n), device)
+
+
+def _check_accumulate(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm) -> None:
+    _check(a, scale_a, b, scale_b, gemm, out=out)
+
+
+@op("scaled_mm", check=_check)
+def scaled_mm_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None = None
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
+
+
+@op("scaled_mm_observed", check=_check, writes=("amax",))  # Inductor takes no op of one result that may write or not
+def scaled_mm_observed_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, amax: Tensor
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
+
+
+@op("scaled_mm_accumulate", check=_check_accumulate, writes=("out",))
+def scaled_mm_accumulate_op(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm) -> None:
+    return None
+
+
+@register_flop_formula([scaled_mm_op.overload.overloadpacket, scaled_mm_observed_op.overload.overloadpacket])
+def _scaled_mm_flops(a: Shape, _: Shape, b: Shape, *others: object, **kwargs: object) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
+@register_flop_formula(scaled_mm_accumulate_op.overload.overloadpacket)
+def _scaled_mm_accumulate_flops(out: Shape, a: Shape, *others: object, **kwargs: object) -> int:
+    return 2 * out[0] * out[1] * a[1]
+
+
+_scaled_mm = scaled_mm_op.call
+_scaled_mm_observed = scaled_mm_observed_op.call
+_scaled_mm_accumulate = scaled_mm_accumulate_op.call
+
+
+def implement_gemm(device_type: str, multiply: Any, plan: Any = None) -> None:
+    """Compute all three ops by ``(a, scale_a, b, scale_b, gemm, bias, amax=None, out=None) -> result``.
+
+    Args:
+        plan: its plan cache, if it has one.
+    """
+
+    def accumulate(out: Tensor, *operands: Any) -> None:
+        multiply(*operands, None, None, out)
+
+    scaled_mm_op.implement(device_type, multiply, plan)
+    scaled_mm_observed_op.implement(device_type, multiply)
+    scaled_mm_accumulate_op.implement(device_type, accumulate)
+
+
+# --- The specification ------------------------------------------------------------------------------------------------
+
+
+def reference_gemm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    gemm: Gemm,
+    bias: Tensor | None,
+    amax: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply, raise ``amax``, and add to ``out`` if there is one.
+
+    Operands are exact, or rounded to float32 where scales ask for it. ``fast_accum`` changes nothing here.
+    """
+    result = _multiply(a, scale_a, b, scale_b, gemm, bias)
+    return result if amax is None and out is None else finish_unfused(result, amax, out)
+
+
+def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
+    """The rest of an epilogue that no kernel has computed: observe the result, and add it to ``out``."""
+    if amax is not None:
+        observe_op.call(result, amax)
+    return result if out is None else out.add_(result)
+
+
+def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None) -> Tensor:
+    """``a @ bᵀ + bias`` in ``gemm.out_dtype``."""
+    out_dtype = gemm.out_dtype
+    if not (a.numel() and b.numel()):  # no row, no column, or nothing to add up
+        out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+        return out if bias is None else out + bias.to(out_dtype)
+    left, right, scale_inv_ab = _factors(a, scale_a, b, scale_b, gemm)
+    in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale_inv_ab is None
+    if in_bf16 and (left.is_cuda or multiplies_bf16()):
+        return torch.mm(left, right.t()) if bias is None else torch.addmm(bias.to(torch.bfloat16), left, right.t())
+    out = _float32_mm(left, right)
+    if scale_inv_ab is not None:
+        out *= scale_inv_ab
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype)
+
+
+def _factors(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of ``(left @ rightᵀ) * scale_inv_ab``: in BF16 where that is exact, else in float32."""
+    layout_a, layout_b = gemm.layout_a, gemm.layout_b
+    is_cuda = a.is_cuda
+    microscaled = scale_a.dtype == scale_b.dtype == E8M0_DTYPE
+    if scale_a.dtype == E8M0_DTYPE:
+        scale_a = scaling.e8m0_decode(scale_a.view(torch.uint8))
+    if scale_b.dtype == E8M0_DTYPE:
+        scale_b = scaling.e8m0_decode(scale_b.view(torch.uint8))
+    # Asking a GPU for the scales would wait for it.
+    if microscaled if is_cuda else _is_power_of_2(scale_a) and _is_power_of_2(scale_b):
+        return _scaled(decode(a), scale_a, layout_a), _scaled(decode(b), scale_b, layout_b), None
+    if layout_a.has_one_scale and layout_b.has_one_scale:
+        return decode(a), decode(b), scale_a * scale_b
+    if is_cuda and layout_a.has_one_scale_per_row and layout_b.has_one_scale_per_row:
+        return decode(a), decode(b), scale_a * scale_b.t()
+    left = _scaled(decode(a).float(), scale_a, layout_a)
+    return left, _scaled(decode(b).float(), scale_b, layout_b), None
+
+
+def _is_power_of_2(scale_inv: Tensor) -> bool:
+    """Whether all mantissas are 0."""
+    if scale_inv.numel() == 1:
+        return not int(scale_inv.view(torch.int32).item()) & 0x7FFFFF
+    return not bool((scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any())
+
+
+def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
+    """``values [R, K]`` times their block's ``scale_inv``, in values' dtype. Overwrites ``values``."""
+    scale_inv = scale_inv.to(values.dtype)
+    rows, columns = values.shape
+    if not values.numel():
+        return values
+    if not layout.scales_along_k:
+        return values.mul_(scale_inv)
+    block_rows, block_columns = layout.block_shape(rows, columns)
+    if rows % block_rows or columns % block_columns:
+        scale_inv = scale_inv.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+        return values.mul_(scale_inv)
+    blocks = values.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
+    blocks.mul_(scale_inv[:, None, :, None])
+    return values
+
+
+def _float32_mm(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ rightᵀ`` of two operands in BF16 or float32, in float32.
+
+    Operands in float32 are multiplied as ``torch.set_float32_matmul_precision`` says.
+    """
+    if torch.is_autocast_enabled(left.device.type):  # which would round float32 factors and the result
+        with torch.autocast(left.device.type, enabled=False):
+            return _float32_mm(left, right)
+    if left.dtype == torch.float32:
+        return torch.mm(left, right.t())
+    if left.is_cuda:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    with bf16_products():
+        return torch.mm(left.float(), right.float().t())
+
+
+implement_gemm("cpu", reference_gemm)

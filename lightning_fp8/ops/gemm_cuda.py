@@ -1,0 +1,312 @@
+"""FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
+
+What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies: one of our kernels, or ``torch._scaled_mm``. The
+reference computes what ``torch._scaled_mm`` then refuses, and what nothing else takes, slower and with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.gemm.spec import GemmSpec, Scaling
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import CUBLASLT_MULTIPLE, GemmChoice, GemmProblem, KernelConfig, Library
+from cuda_kernels.host.gemm_launcher import GemmStrides, bind_gemm_kernel
+from lightning_fp8.formats import float8_of
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.gemm import Gemm, finish_unfused, implement_gemm, reference_gemm
+from lightning_fp8.ops.memory import (
+    OperandKey,
+    PlainKey,
+    TensorKey,
+    aligned_copy,
+    allocator,
+    has_aligned_pairs,
+    is_aligned_operand,
+    is_aligned_result,
+    operand_allocations,
+    operand_key,
+    tensor_key,
+)
+from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_once
+from lightning_fp8.scaled import Layout
+
+Multiply = Callable[..., Tensor]
+"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``; ``out`` is what to add to, or None for a new tensor."""
+
+SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
+"""Pairs of layouts that kernels multiply."""
+
+
+# --- The problem as kernels see it ------------------------------------------------------------------------------------
+
+
+class GemmOperand(NamedTuple):
+    """The memory layout of a K-major operand ``[rows, k]`` and of its scales."""
+
+    layout: Layout
+    data: TensorKey
+    scale_inv: TensorKey
+
+    @classmethod
+    def from_key(cls, layout: Layout, key: OperandKey, device: torch.device) -> GemmOperand:
+        """The operand that :func:`operand_key` describes."""
+        dtype, shape, strides, misalignment, scale_inv_strides, scale_inv_misalignment = key
+        scale_shape = layout.scale_shape(*shape)
+        return cls(
+            layout,
+            TensorKey(dtype, shape, strides, misalignment, device),
+            TensorKey(layout.scale_dtype, scale_shape, scale_inv_strides, scale_inv_misalignment, device),
+        )
+
+    @classmethod
+    def canonical(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> GemmOperand:
+        """An operand as the ops that cast lay it out."""
+        data, scale_inv = operand_allocations(layout, dtype, rows, k)
+        device = torch.device("meta")
+        return cls(
+            layout,
+            TensorKey(dtype, (rows, k), data.strides, 0, device),
+            TensorKey(scale_inv.dtype, scale_inv.shape, scale_inv.strides, 0, device),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.data.rows
+
+    @property
+    def k(self) -> int:
+        return self.data.columns
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether GEMMs can read it where it lies; see :mod:`lightning_fp8.ops.memory`."""
+        return is_aligned_operand(self.layout, self.data, self.scale_inv)
+
+    @property
+    def scale_inv_stride(self) -> int:
+        """Elements from one line of scales to the next, where scales change along K; else 0."""
+        if not self.layout.scales_along_k:
+            return 0
+        return self.scale_inv.strides[1 if self.layout.scale_major == "mn" else 0]
+
+
+def aligned_operand(data: Tensor, scale_inv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The operand where GEMMs can read it: itself, or an aligned copy."""
+    is_aligned = GemmOperand.from_key(layout, operand_key(data, scale_inv), data.device).is_aligned
+    return (data, scale_inv) if is_aligned else aligned_copy(layout, data, scale_inv)
+
+
+class BoundGemm(NamedTuple):
+    """A GEMM of aligned operands on a device.
+
+    Attributes:
+        problem: what a plan is chosen for.
+        gemm: its gemm.
+        stride: of the result's rows, in elements.
+    """
+
+    device: torch.device
+    problem: GemmProblem
+    a: GemmOperand
+    b: GemmOperand
+    gemm: Gemm
+    stride: int
+
+
+def bind_gemm(
+    device: torch.device,
+    a: GemmOperand,
+    b: GemmOperand,
+    gemm: Gemm,
+    bias_key: TensorKey | None = None,
+    out_key: TensorKey | None = None,
+    has_amax: bool = False,
+    kernels: bool = True,
+) -> BoundGemm:
+    """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor.
+
+    Without ``kernels`` it is one for libraries: its architecture has none.
+    """
+    spec = GemmSpec(
+        float8_of(a.data.dtype).name.lower(),
+        float8_of(b.data.dtype).name.lower(),
+        SCALINGS[a.layout, b.layout],
+        DTYPE_NAMES[gemm.out_dtype],
+        bias_dtype=None if bias_key is None else DTYPE_NAMES[bias_key.dtype],
+        accumulate=out_key is not None,
+        promote=not gemm.fast_accum,
+        has_amax=has_amax,
+    )
+    out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
+    problem = GemmProblem(
+        a.rows,
+        b.rows,
+        a.k,
+        spec,
+        launch.architecture_of(device) if kernels else "none",
+        launch.multiprocessors(device),
+        out_aligned=is_aligned_result(out_key),
+        even=has_aligned_pairs(out_key, bias_key, b.scale_inv),
+    )
+    return BoundGemm(device, problem, a, b, gemm, out_key.stride)
+
+
+# --- What multiplies --------------------------------------------------------------------------------------------------
+
+
+def build_gemm(bound: BoundGemm, choice: GemmChoice) -> Multiply:
+    """The function that computes ``bound`` by the kernel or library of ``choice``.
+
+    Raises:
+        KernelError: the kernel cannot be compiled or loaded.
+    """
+    if not isinstance(choice, Library):
+        return _kernel(bound, choice)
+    return ScaledMm(reference_gemm).run if choice is Library.CUBLASLT else reference_gemm
+
+
+def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
+    """One of our kernels, bound to a GEMM and a tile configuration."""
+    problem, a_key, b_key = bound.problem, bound.a, bound.b
+    allocate = allocator(bound.device)
+    result = (problem.m, problem.n), (problem.n, 1), bound.gemm.out_dtype
+    strides = GemmStrides(
+        a_key.data.stride, b_key.data.stride, a_key.scale_inv_stride, b_key.scale_inv_stride, bound.stride
+    )
+    start = bind_gemm_kernel(bound.device, problem, config, strides)
+
+    def run(
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
+        bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if out is None:
+            out = allocate(*result)
+        start(a, scale_a, b, scale_b, bias, amax, out)
+        return out
+
+    return run
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether ``error`` says that ``torch._scaled_mm`` does not multiply such operands, and not that a call failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    refusals = "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE"
+    return "CUDA error" not in str(error) or any(status in str(error) for status in refusals)
+
+
+class ScaledMm:
+    """``torch._scaled_mm``; once it has refused, with one warning, ``fallback`` in its place."""
+
+    def __init__(self, fallback: Multiply) -> None:
+        self._fallback = fallback
+        self._refused = False
+
+    def run(
+        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
+        bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
+        if self._refused:
+            return self._fallback(a, scale_a, b, scale_b, gemm, bias, amax, out)
+        try:
+            result = torch._scaled_mm(
+                a,
+                b.t(),
+                scale_a=scale_a,
+                scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
+                bias=bias,
+                out_dtype=gemm.out_dtype,
+                use_fast_accum=gemm.fast_accum,
+            )
+        except (RuntimeError, ValueError) as error:
+            if not _is_refusal(error):
+                raise
+            self._refused = True
+            warnings.warn(
+                f"torch._scaled_mm refuses {tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}: "
+                f"{error}. Products run exactly in BF16, slower.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._fallback(a, scale_a, b, scale_b, gemm, bias, amax, out)
+        return finish_unfused(result, amax, out)
+
+
+def gemm_on_cuda(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
+    bias: Tensor | None, amax: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply, raise ``amax``, and add to ``out`` if there is one."""
+    if out is not None and not (out.dtype == torch.float32 and out.stride(1) == 1):
+        out += gemm_on_cuda(a, scale_a, b, scale_b, gemm, bias, amax)
+        return out
+    bias = None if bias is None else bias.contiguous()
+    return _plan(
+        a.device, a.is_cuda and current_device(), operand_key(a, scale_a), operand_key(b, scale_b), gemm.flat,
+        None if bias is None else tensor_key(bias), None if out is None else tensor_key(out), amax is not None,
+    )(a, scale_a, b, scale_b, gemm, bias, amax, out)  # fmt: skip
+
+
+def _plan_gemm(
+    device: torch.device,
+    a_key: OperandKey,
+    b_key: OperandKey,
+    flat: tuple[Any, ...],
+    bias_plain_key: PlainKey | None,
+    out_plain_key: PlainKey | None,
+    has_amax: bool,
+    kernels: bool = True,
+) -> Multiply:
+    """Plan what :mod:`cuda_kernels.host.gemm_selection` chooses: one of our kernels, if ``kernels``, or a library."""
+    gemm = Gemm.from_flat(*flat)
+    a = GemmOperand.from_key(gemm.layout_a, a_key, device)
+    b = GemmOperand.from_key(gemm.layout_b, b_key, device)
+    check_not_empty((a.rows, b.rows, a.k))
+    layouts = gemm.layout_a, gemm.layout_b
+    if layouts not in SCALINGS:
+        if kernels:
+            _warn_of_reference(device, layouts)
+        return reference_gemm
+    if not (a.is_aligned and b.is_aligned):
+        return _multiply_aligned_copies
+    bias_key = None if bias_plain_key is None else TensorKey(*bias_plain_key, device)
+    out_key = None if out_plain_key is None else TensorKey(*out_plain_key, device)
+    bound = bind_gemm(device, a, b, gemm, bias_key, out_key, has_amax, kernels)
+    choice = gemm_selection.choose_gemm_on(launch.name_of(device), bound.problem)
+    if choice is Library.REFERENCE and kernels:
+        _warn_of_reference(device, layouts)
+    return build_gemm(bound, choice)
+
+
+_plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+
+
+def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:
+    """Warn once that nothing but the reference multiplies operands of these layouts on a device that runs kernels."""
+    warn_once(
+        device,
+        f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} on {device}, or none of "
+        "these sizes: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
+        "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' everywhere, features and tokens in "
+        f"multiples of {CUBLASLT_MULTIPLE}",
+    )
+
+
+def _multiply_aligned_copies(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, *epilogue: Tensor | None
+) -> Tensor:
+    """Multiply the operands, or aligned copies of them."""
+    a, scale_a = aligned_operand(a, scale_a, gemm.layout_a)
+    b, scale_b = aligned_operand(b, scale_b, gemm.layout_b)
+    return gemm_on_cuda(a, scale_a, b, scale_b, gemm, *epilogue)
+
+
+implement_gemm("cuda", gemm_on_cuda, _plan)

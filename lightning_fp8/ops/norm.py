@@ -1,0 +1,262 @@
+"""LayerNorm and RMSNorm cast to FP8 in one pass, and their gradients: the ops, and their specification in plain torch.
+
+``norm_quantize`` casts as ``quantize`` does, with the same last arguments; the float32 values are cast, not rounded to
+x's dtype before. Kernels are in ``norm_cuda.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lightning_fp8.ops.cast import (
+    CastArgs,
+    Quantized,
+    asked,
+    check_cast,
+    fake_outputs,
+    operands_of,
+    reference_quantize,
+)
+from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous
+from lightning_fp8.ops.op import op, spec
+from lightning_fp8.scaled import Cast
+
+
+@spec("float eps, bool rms, bool zero_centered")
+class Norm(NamedTuple):
+    """The formula of a norm.
+
+    Attributes:
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm; it has no mean.
+        zero_centered: the weight holds gamma - 1.
+    """
+
+    eps: float
+    rms: bool = False
+    zero_centered: bool = False
+
+    @property
+    def flat(self) -> tuple[float, bool, bool]:
+        """The fields as arguments of an op."""
+        # Text makes a constant of a float that may vary from call to call of compiled code.
+        return float(f"{self.eps!r}"), self.rms, self.zero_centered
+
+    @classmethod
+    def from_flat(cls, *flat: Any) -> Norm:
+        """The norm of :attr:`flat`."""
+        return cls(*flat)
+
+    @property
+    def num_statistics(self) -> int:
+        """Statistics of a row: the mean, if there is one, and last 1 / the deviation."""
+        return 1 if self.rms else 2
+
+
+class Normalized(NamedTuple):
+    """A norm's result.
+
+    Attributes:
+        operands: ``y`` as GEMM operands.
+        statistics: float32 ``[2, R]``, (mean, rstd), or for RMSNorm ``[1, R]``, (rstd,); the gradient needs them.
+    """
+
+    operands: Quantized
+    statistics: Tensor
+
+
+class NormOutputs(NamedTuple):
+    """The results of a cast, and the statistics."""
+
+    data: Tensor
+    scale_inv: Tensor
+    data_t: Tensor
+    scale_inv_t: Tensor
+    statistics: Tensor
+
+
+class NormGradients(NamedTuple):
+    """The gradients ``[R, K]``, ``[K]`` and ``[K]``; the last is empty if it was not asked for."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+# --- The public functions ---------------------------------------------------------------------------------------------
+
+
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cast: Cast,
+    *,
+    eps: float,
+    rms: bool = False,
+    zero_centered: bool = False,
+    **cast_args: Unpack[CastArgs],
+) -> Normalized:
+    """LayerNorm or RMSNorm of the rows of ``x [R, K]``, cast to FP8.
+
+    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` (Ba et al., arXiv:1607.06450), for
+    RMSNorm ``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x²) + eps)`` (Zhang and Sennrich, arXiv:1910.07467).
+
+    Args:
+        x: bfloat16, float16 or float32.
+        weight: ``[K]``, one of the three dtypes.
+        bias: ``[K]`` in weight's dtype; RMSNorm has none.
+        cast: format and layout.
+        eps: added to the variance.
+        rms: RMSNorm, not LayerNorm.
+        zero_centered: ``weight`` holds the factor minus 1.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of y.
+
+    Raises:
+        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
+    """
+    rowwise, columnwise = cast_args.get("rowwise", True), cast_args.get("columnwise", False)
+    usage = asked(x, cast, rowwise, columnwise, cast_args.get("scale_is_nonzero", False))
+    results = _norm_quantize(
+        x, weight, bias, Norm(float(eps), rms, zero_centered), usage,
+        cast_args.get("scale"), cast_args.get("amax"), cast_args.get("overflow_counts"),
+    )  # fmt: skip
+    return Normalized(operands_of(results, usage, rowwise, columnwise), results[4])
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    *,
+    rms: bool = False,
+    zero_centered: bool = False,
+    bias_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of :func:`norm_quantize`: of x ``[R, K]``, weight ``[K]`` and, if there is one, bias ``[K]``.
+
+    With ``x^ = (x - mean) rstd`` and ``g = dy * weight``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``, RMSNorm's
+    without ``mean(g)``; sums over rows are float32 and come in the same order every time.
+
+    Args:
+        dy: ``[R, K]``, one of the three dtypes.
+        x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
+        statistics: what it gave.
+        bias_gradient: whether to give the bias's.
+
+    Raises:
+        TypeError, ValueError: x, dy, weight or statistics do not fit together.
+    """
+    norm = Norm(0.0, rms, zero_centered)
+    dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm, bias_gradient)
+    return dx, dweight, dbias if bias_gradient else None
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    """Check that a parameter fits the columns of ``x``."""
+    if parameter.shape != x.shape[1:] or parameter.dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs [{x.shape[1]}]"
+        )
+    if parameter.device != x.device:
+        require(name, parameter, HIGH_PRECISION, parameter.shape, x.device)
+
+
+def _check_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast, *observed: Tensor | None
+) -> None:
+    check_cast(x, cast, *observed)
+    if not 0 <= norm.eps < math.inf:
+        raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
+    _check_parameter("weight", weight, x)
+    if bias is not None:
+        if norm.rms:
+            raise ValueError("RMSNorm has no bias; pass bias=None, or rms=False for LayerNorm")
+        _check_parameter("bias", bias, x)
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
+
+
+def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool) -> None:
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
+    require("dy", dy, HIGH_PRECISION, x.shape, x.device)
+    require("weight", weight, HIGH_PRECISION, x.shape[1:], x.device)
+    require_contiguous("statistics", statistics)
+    require("statistics", statistics, torch.float32, (norm.num_statistics, x.shape[0]), x.device)
+
+
+@op("norm_quantize", check=_check_norm, writes=("amax", "overflow_counts"), twin=True)
+def norm_quantize_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    cast: Cast,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    overflow_counts: Tensor | None = None,
+) -> NormOutputs:
+    statistics = x.new_empty(norm.num_statistics, x.shape[0], dtype=torch.float32)
+    return NormOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), statistics)
+
+
+@op("norm_backward", check=_check_backward)
+def norm_backward_op(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool
+) -> NormGradients:
+    dbias = weight.new_empty(weight.shape if bias_gradient else 0)
+    return NormGradients(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
+
+
+_norm_quantize = norm_quantize_op.call
+_norm_backward = norm_backward_op.call
+
+
+# --- The specification ------------------------------------------------------------------------------------------------
+
+
+def reference_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast, *observed: Tensor | None
+) -> NormOutputs:
+    """See :func:`norm_quantize`."""
+    x = x.float()
+    means = [] if norm.rms else [x.mean(1)]
+    centered = x if norm.rms else x - means[0][:, None]
+    rstd = torch.rsqrt(centered.square().mean(1) + norm.eps)
+    y = centered * rstd[:, None] * _gamma(weight, norm)
+    if bias is not None:
+        y = y + bias.float()
+    return NormOutputs(*reference_quantize(y, cast, *observed), torch.stack((*means, rstd)))
+
+
+def reference_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool
+) -> NormGradients:
+    """See :func:`norm_backward`."""
+    dy, rstd = dy.float(), statistics[-1]
+    normalized = (x.float() if norm.rms else x.float() - statistics[0][:, None]) * rstd[:, None]
+    g = dy * _gamma(weight, norm)
+    dx = g - normalized * (g * normalized).mean(1, keepdim=True)
+    if not norm.rms:
+        dx = dx - g.mean(1, keepdim=True)
+    dweight = (dy * normalized).sum(0).to(weight.dtype)
+    dbias = dy.sum(0).to(weight.dtype) if bias_gradient else weight.new_empty(0)
+    return NormGradients((dx * rstd[:, None]).to(x.dtype), dweight, dbias)
+
+
+def _gamma(weight: Tensor, norm: Norm) -> Tensor:
+    return weight.float() + (1.0 if norm.zero_centered else 0.0)
+
+
+norm_quantize_op.implement("cpu", reference_norm)
+norm_backward_op.implement("cpu", reference_norm_backward)

@@ -1,0 +1,330 @@
+"""Norms on CUDA tensors, and their gradients: planned once for tensors of one key.
+
+There are three ways to normalize and cast, with a class of launches for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.host import launch
+from cuda_kernels.host.launch import Argument
+from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
+from cuda_kernels.norm.bands import BAND, normalize_bands_kernel
+from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
+from cuda_kernels.norm.rows import THREADS, RowLayout, cast_row_layout
+from cuda_kernels.norm.statistics import (
+    NormSpec,
+    normalized_loader,
+    statistics_of_long_rows_kernel,
+    statistics_of_rows_kernel,
+)
+from lightning_fp8.ops.cast_cuda import (
+    CastOutputs,
+    CastVariant,
+    cast_launches,
+    variant_key,
+    variant_of,
+    with_kernel_strides,
+)
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.column_sums import ColumnSums, num_block_sums
+from lightning_fp8.ops.memory import ALIGNMENT, PlainKey, TensorKey, allocator, empty_tensor, tensor_key
+from lightning_fp8.ops.norm import (
+    Norm,
+    NormGradients,
+    NormOutputs,
+    norm_backward_op,
+    norm_quantize_op,
+    reference_norm,
+    reference_norm_backward,
+)
+from lightning_fp8.ops.plans import check_not_empty, current_device, planned
+from lightning_fp8.scaled import Cast
+
+
+class NormLaunches:
+    """The launches that normalize and cast; what its subclasses share."""
+
+    def __init__(self, x_key: TensorKey, norm: Norm) -> None:
+        self._device = x_key.device
+        self._pointer = launch.address_on(x_key.device)
+        self._allocate = allocator(x_key.device)
+        self._stride = x_key.stride
+        self._offset = int(norm.zero_centered)
+        self._statistics = (norm.num_statistics, x_key.rows), (x_key.rows, 1), torch.float32
+
+    def _pointers(
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None
+    ) -> tuple[Argument, ...]:
+        """Pointers to the parameters, the scale and the amax."""
+        pointer = self._pointer
+        return (
+            pointer(weight), 0 if bias is None else pointer(bias), 0 if scale is None else pointer(scale),
+            0 if amax is None else pointer(amax),
+        )  # fmt: skip
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
+        scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+    ) -> NormOutputs:  # fmt: skip
+        """Allocate the results and start the kernels."""
+        raise NotImplementedError
+
+
+class OneReadNorm(NormLaunches):
+    """Statistics and the cast from one read of x, whose rows stay in registers: one scale, no transposed operand.
+
+    Where the scale is not given, or may be 0, a second kernel follows, which returns at once unless it is.
+    """
+
+    def __init__(
+        self, x_key: TensorKey, spec: NormSpec, norm: Norm, row_layout: RowLayout, variant: CastVariant
+    ) -> None:
+        super().__init__(x_key, norm)
+        cast, device = variant.cast, x_key.device
+        fp8 = cast.float8.name.lower()
+        self._outputs = CastOutputs(device, cast, x_key.rows, x_key.columns)
+        kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
+        num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
+        blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
+        stride = self._outputs.strides[0]
+        scalars = x_key.rows, x_key.columns, float(self._offset), norm.eps
+        self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).run
+        self._cast_again: Callable[..., None] | None = None
+        self._block_amaxes = (blocks,), (1,), torch.float32
+        if not variant.scale_is_known:
+            kernel = cast_normalized_kernel(spec, fp8, row_layout)
+            scalars = x_key.rows, x_key.columns, float(self._offset), blocks
+            self._cast_again = launch.Launch(
+                kernel, blocks, (*scalars, *variant.current_scaling.values(), stride), device
+            ).run
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
+        scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+    ) -> NormOutputs:  # fmt: skip
+        pointer = self._pointer
+        cast_again = self._cast_again
+        weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, scale, amax)
+        outputs = data, scale_inv, _, _ = self._outputs.allocate()
+        statistics = self._allocate(*self._statistics)
+        block_amax_ptr: Argument = 0
+        if cast_again is not None:
+            block_amaxes = self._allocate(*self._block_amaxes)
+            block_amax_ptr = pointer(block_amaxes)
+        inputs = pointer(x), self._stride, weight_ptr, bias_ptr, pointer(statistics), scale_ptr, block_amax_ptr
+        results = pointer(data), pointer(scale_inv)
+        self._normalize(*inputs, amax_ptr, *results)
+        if cast_again is not None:
+            cast_again(*inputs, *results)
+        return NormOutputs(*outputs, statistics)
+
+
+class BandNorm(NormLaunches):
+    """The statistics of a band of rows, and then its codes, row by row and transposed, in one launch.
+
+    One scale, which is given and not 0.
+    """
+
+    def __init__(self, x_key: TensorKey, spec: NormSpec, norm: Norm, aligned: bool, variant: CastVariant) -> None:
+        super().__init__(x_key, norm)
+        cast, device = variant.cast, x_key.device
+        self._outputs = CastOutputs(device, cast, x_key.rows, x_key.columns)
+        kernel = normalize_bands_kernel(spec, aligned, cast.float8.name.lower(), cast.rowwise, variant.has_amax)
+        stride, _, stride_t, _ = self._outputs.strides
+        scalars = x_key.rows, x_key.columns, norm.eps, stride, stride_t
+        self._run = launch.Launch(kernel, ceil_div(x_key.rows, BAND), scalars, device).run
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
+        scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+    ) -> NormOutputs:  # fmt: skip
+        pointer = self._pointer
+        weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, scale, amax)
+        outputs = data, scale_inv, data_t, _ = self._outputs.allocate()
+        statistics = self._allocate(*self._statistics)
+        self._run(
+            pointer(x), self._stride, weight_ptr, bias_ptr, pointer(statistics), self._offset,
+            scale_ptr, amax_ptr, pointer(data), pointer(scale_inv), pointer(data_t),
+        )  # fmt: skip
+        return NormOutputs(*outputs, statistics)
+
+
+class TwoReadNorm(NormLaunches):
+    """Statistics, and then any cast, which reads x again."""
+
+    def __init__(
+        self,
+        x_key: TensorKey,
+        spec: NormSpec,
+        norm: Norm,
+        row_layout: RowLayout | None,
+        aligned: bool,
+        variant: CastVariant,
+    ) -> None:
+        super().__init__(x_key, norm)
+        device = x_key.device
+        if row_layout:
+            kernel = statistics_of_rows_kernel(spec.dtype, spec.has_mean, row_layout)
+            blocks = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
+        else:
+            kernel = statistics_of_long_rows_kernel(spec.dtype, spec.has_mean, x_key.is_vectorizable(4))
+            blocks = x_key.rows
+        self._find_statistics = launch.Launch(kernel, blocks, (x_key.rows, x_key.columns, norm.eps), device).run
+        loader = normalized_loader(spec, aligned)
+        self._cast = cast_launches(variant.cast.layout)(device, loader, x_key.rows, x_key.columns, variant).cast
+
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
+        scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+    ) -> NormOutputs:  # fmt: skip
+        pointer = self._pointer
+        stride = self._stride
+        weight_ptr, bias_ptr, _, _ = self._pointers(weight, bias, None, None)
+        statistics = self._allocate(*self._statistics)
+        x_ptr, statistics_ptr = pointer(x), pointer(statistics)
+        self._find_statistics(x_ptr, stride, statistics_ptr)
+        loader_args = x_ptr, stride, weight_ptr, bias_ptr, statistics_ptr, self._offset
+        return NormOutputs(*self._cast(loader_args, scale, amax, overflow_counts), statistics)
+
+
+def norm_on_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
+    scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
+) -> NormOutputs:  # fmt: skip
+    """Normalize and cast."""
+    if not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+    run = _plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype,
+        (weight.data_ptr() | (0 if bias is None else bias.data_ptr())) % ALIGNMENT, bias is not None,
+        norm, variant_key(cast, scale, amax, overflow_counts),
+    )  # fmt: skip
+    return run(x, weight, bias, norm, cast, scale, amax, overflow_counts)  # type: ignore[no-any-return]
+
+
+@planned(fallback=with_kernel_strides(reference_norm, -4))
+def _plan(
+    device: torch.device,
+    x_plain_key: PlainKey,
+    weight_dtype: torch.dtype,
+    parameters_misalignment: int,
+    has_bias: bool,
+    norm: Norm,
+    variant_key: Any,
+) -> Callable[..., Any]:
+    """Plan for x, and for parameters; ``parameters_misalignment``: the bitwise OR of theirs."""
+    x_key = TensorKey(*x_plain_key, device)
+    x_key = x_key._replace(misalignment=x_key.misalignment | parameters_misalignment)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
+    variant = variant_of(variant_key)
+    check_not_empty(x_key.shape)
+    if not x_key.has_contiguous_rows:
+        return lambda x, *args: norm_on_cuda(x.contiguous(), *args)
+    cast = variant.cast
+    spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_dtype], not norm.rms, has_bias)
+    aligned = x_key.is_vectorizable(4) and weight_key.is_vectorizable(4)
+    row_layout = None
+    if x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT):
+        row_layout = cast_row_layout(spec.dtype, x_key.columns)
+    one_scale = cast.layout.has_one_scale and not variant.has_overflow_counts
+    launches: NormLaunches
+    if row_layout and one_scale and cast.rowwise and not cast.columnwise:
+        launches = OneReadNorm(x_key, spec, norm, row_layout, variant)
+    elif one_scale and variant.scale_is_known and cast.columnwise:
+        launches = BandNorm(x_key, spec, norm, aligned, variant)
+    else:
+        launches = TwoReadNorm(x_key, spec, norm, row_layout, aligned, variant)
+    return launches.run
+
+
+def norm_backward_on_cuda(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool
+) -> NormGradients:
+    """The gradients of a norm."""
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
+    run = _backward_plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), weight.dtype,
+        weight.data_ptr() % ALIGNMENT, norm, bias_gradient,
+    )  # fmt: skip
+    return run(dy, x, weight, statistics, norm, bias_gradient)
+
+
+class NormBackwardLaunches:
+    """The launches that compute dx and partial sums over rows, and add those up."""
+
+    def __init__(
+        self, x_key: TensorKey, dy_key: TensorKey, weight_key: TensorKey, norm: Norm, bias_gradient: bool
+    ) -> None:
+        spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_key.dtype], not norm.rms, bias_gradient)
+        device, inputs, dy_dtype = x_key.device, (x_key, dy_key, weight_key), DTYPE_NAMES[dy_key.dtype]
+        row_layout = None
+        if all(key.is_vectorizable(8, 16) for key in inputs):
+            row_layout = backward_row_layout((spec.dtype, dy_dtype), x_key.columns)
+        if row_layout:
+            kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
+        else:
+            kernel = long_norm_backward_kernel(spec, dy_dtype, all(key.is_vectorizable(4) for key in inputs))
+        blocks = num_block_sums(kernel, x_key.rows, device)
+        self._pointer = launch.address_on(device)
+        self._allocate = allocator(device)
+        self._dx = (x_key.rows, x_key.columns), (x_key.columns, 1), x_key.dtype
+        self._dweight = (x_key.columns,), (1,), weight_key.dtype
+        self._strides = x_key.stride, dy_key.stride
+        self._no_bias = None if bias_gradient else empty_tensor(device, weight_key.dtype)
+        scalars = x_key.rows, x_key.columns, float(norm.zero_centered)
+        self._run = launch.Launch(kernel, blocks, scalars, device).run
+        self._sums = ColumnSums(device, blocks, x_key.columns, weight_key.dtype, num_sets=1 + bias_gradient)
+
+    def run(
+        self, dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool
+    ) -> NormGradients:
+        pointer = self._pointer
+        allocate = self._allocate
+        sums = self._sums
+        x_stride, dy_stride = self._strides
+        dx = allocate(*self._dx)
+        dweight = allocate(*self._dweight)
+        dbias = self._no_bias
+        if dbias is None:
+            dbias = allocate(*self._dweight)
+        partials = sums.partials()
+        partials_ptr, stride = pointer(partials), sums.stride
+        self._run(
+            pointer(x), x_stride, pointer(dy), dy_stride, pointer(weight), pointer(statistics), pointer(dx),
+            partials_ptr, stride,
+        )  # fmt: skip
+        sums.reduce(partials_ptr, pointer(dweight), pointer(dbias), stride)
+        return NormGradients(dx, dweight, dbias)
+
+
+@planned(fallback=reference_norm_backward)
+def _backward_plan(
+    device: torch.device,
+    x_plain_key: PlainKey,
+    dy_plain_key: PlainKey,
+    weight_dtype: torch.dtype,
+    weight_misalignment: int,
+    norm: Norm,
+    bias_gradient: bool,
+) -> Callable[..., NormGradients]:
+    x_key, dy_key = TensorKey(*x_plain_key, device), TensorKey(*dy_plain_key, device)
+    misalignment = x_key.misalignment | dy_key.misalignment | weight_misalignment
+    x_key, dy_key = x_key._replace(misalignment=misalignment), dy_key._replace(misalignment=misalignment)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), misalignment, device)
+    check_not_empty(x_key.shape)
+    if not (x_key.has_contiguous_rows and dy_key.has_contiguous_rows):
+        return lambda dy, x, *args: norm_backward_on_cuda(dy.contiguous(), x.contiguous(), *args)
+    return NormBackwardLaunches(x_key, dy_key, weight_key, norm, bias_gradient).run
+
+
+norm_quantize_op.implement("cuda", norm_on_cuda)
+norm_backward_op.implement("cuda", norm_backward_on_cuda)

@@ -1,0 +1,330 @@
+"""Op: an operation of ``torch.ops.lightning_fp8``, made of one typed signature.
+
+The signature belongs to the function that gives the op's results on fake and meta tensors. From it follow the schema,
+the refusal of vmap, and how the package calls the op: past torch's dispatcher where that has nothing to add, since it
+costs the host more than a launch.
+
+A parameter may be a spec, a frozen description such as :class:`lightning_fp8.scaled.Cast`. The schema has its fields
+one by one; implementations and callers have the object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+import torch.autograd.profiler as _profiler
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
+
+NAMESPACE = "lightning_fp8"
+UNOBSERVED = "_unobserved"
+"""Ends the name of the twin of an op: without the optional tensors that the op may write to."""
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
+    torch.device: "Device",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    bool: "bool",
+}
+
+_Class = TypeVar("_Class", bound=type)
+
+_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+_gradients: Callable[[], bool] = torch.is_grad_enabled
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+increment_version: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+_vmap_refusals = torch.library.Library(NAMESPACE, "IMPL")
+
+
+_included_keys: Callable[[], Any] = torch._C._dispatch_tls_local_include_set  # type: ignore[attr-defined]
+
+
+def _dispatch_keys() -> int:
+    """The keys that this thread adds to every dispatch: those of modes, transforms and tracers, beside the usual."""
+    return _included_keys().raw_repr()  # type: ignore[no-any-return]
+
+
+_USUAL_KEYS = frozenset({_dispatch_keys(), torch.inference_mode()(_dispatch_keys)()})
+_PLAIN_TENSORS = frozenset({Tensor, Parameter})
+_PLAIN_TENSORS_OR_NONE = _PLAIN_TENSORS | {type(None)}
+
+
+def is_watched() -> bool:
+    """Whether torch's dispatcher does more with an op than choose it by device.
+
+    Something compiles, or a mode, transform, tracer, profiler or gradient is active.
+    """
+    return (
+        _compiling()
+        or _gradients()
+        or bool(_function_modes())
+        or _included_keys().raw_repr() not in _USUAL_KEYS
+        or _profiler._is_profiler_enabled  # on any thread
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are no subclasses of tensors, and no views of torch.conj, which are negated when they are read."""
+    for each in tensors:  # noqa: SIM110  (a generator is slower)
+        if type(each) not in _PLAIN_TENSORS_OR_NONE or (each is not None and each.is_neg()):
+            return False
+    return True
+
+
+class Op:
+    """An operation, called with all arguments of its signature, in their order.
+
+    Attributes:
+        name: its name in ``torch.ops.lightning_fp8``.
+        overload: the op of that name.
+        implementations: what computes it, by the type of a device: functions of the signature's parameters, which
+            every call looks up here, also the dispatcher's.
+        plans: the plan caches of implementations that have one, by the type of a device.
+        writes: positions of the arguments that it writes to.
+        call: the op as a function of all arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Callable[..., Any],
+        check: Callable[..., None] | None,
+        writes: Sequence[str],
+        twin: bool,
+    ) -> None:
+        self.name = name
+        self.implementations: dict[str, Callable[..., Any]] = {}
+        self.plans: dict[str, Callable[..., Any]] = {}
+        self._signature = signature
+        self._check = check
+        hints = get_type_hints(signature)
+        self._returns = hints.pop("return")
+        self._group = _group_of(self._returns)
+        self._hints = hints
+        self._defaults = tuple(each.default for each in inspect.signature(signature).parameters.values())
+        self.writes = tuple(index for index, name in enumerate(hints) if name in writes)
+        self.overload = self._define(self.name, self.writes, len(hints))
+        self._twin = self._define(self.name + UNOBSERVED, (), self.writes[0]) if twin else None
+        self.call = past_dispatcher(self)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def _define(self, name: str, writes: Sequence[int], num_parameters: int) -> torch._ops.OpOverload:
+        """Define an op of the first parameters, with its fake results and its refusal of vmap."""
+        schema = []
+        for index, (parameter, hint) in enumerate(list(self._hints.items())[:num_parameters]):
+            if hint not in _SCHEMA_TYPES:
+                schema.append(hint.schema)
+                continue
+            written = f"({'abcdefgh'[writes.index(index)]}!)" if index in writes else ""
+            default = self._defaults[index]
+            schema.append(
+                f"{_SCHEMA_TYPES[hint].replace('Tensor', 'Tensor' + written)} {parameter}"
+                + ("" if default is inspect.Parameter.empty else f"={default}")
+            )
+        torch.library.define(f"{NAMESPACE}::{name}", f"({', '.join(schema)}) -> {_results(self._returns)}")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self._of_flat(self._signature))
+        for key in ("FuncTorchBatched", "Batched"):  # the second: torch.autograd.grad(is_grads_batched=True)
+            _vmap_refusals.impl(name, _refuse_vmap, key)
+        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        return overload
+
+    def implement(
+        self, device_type: str, function: Callable[..., Any], plan: Callable[..., Callable[..., Any]] | None = None
+    ) -> None:
+        """Compute the op on devices of ``device_type`` by a function of the signature's parameters.
+
+        Args:
+            plan: gives what the function calls, from keys of its arguments.
+        """
+        self.implementations[device_type] = function
+        if plan is not None:
+            self.plans[device_type] = plan
+
+        def implemented(*args: Any) -> Any:
+            return self.implementations[device_type](*args)
+
+        for name in (self.name, self.name + UNOBSERVED) if self._twin else (self.name,):
+            torch.library.impl(f"{NAMESPACE}::{name}", device_type, self._of_flat(implemented))
+
+    def _of_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What the dispatcher calls: ``function`` of the arguments that it gives one by one, once they are checked."""
+
+        def called(*flat: Any) -> Any:
+            args = self._unflattened(flat)
+            self.check(*args)
+            results = function(*args)
+            return results if self._group is None else (*results[:-1], *results[-1])
+
+        return called
+
+    def check(self, *args: Any) -> None:
+        """Check the arguments."""
+        if self._check is not None:
+            self._check(*args)
+
+    def through_dispatcher(self) -> Callable[..., Any]:
+        """A function that calls the op, or its twin where all that it writes to is None, by way of the dispatcher."""
+        # As functions: Dynamo of torch 2.8 does not trace properties of a NamedTuple.
+        flat_of = {
+            index: hint.flat.fget for index, hint in enumerate(self._hints.values()) if hint not in _SCHEMA_TYPES
+        }
+        overload, twin, writes = self.overload, self._twin, self.writes
+        group = self._group
+        num_results = 0 if group is None else len(get_args(self._returns)) - 1  # beside it
+
+        def call(*args: Any) -> Any:
+            chosen = overload
+            if twin is not None and all(args[index] is None for index in writes):
+                chosen, args = twin, args[: writes[0]]
+            flat: list[Any] = []
+            for index, arg in enumerate(args):
+                if index in flat_of:
+                    flat.extend(flat_of[index](arg))
+                else:
+                    flat.append(arg)
+            results = chosen(*flat)
+            return results if group is None else (*results[:num_results], group(*results[num_results:]))
+
+        return call
+
+    def _unflattened(self, flat: Sequence[Any]) -> list[Any]:
+        """The arguments of what the dispatcher gives, which leaves out defaults at the end."""
+        args: list[Any] = []
+        start = 0
+        for hint, default in zip(self._hints.values(), self._defaults):
+            if hint in _SCHEMA_TYPES:
+                args.append(flat[start] if start < len(flat) else default)
+                start += 1
+            else:
+                stop = start + hint.schema.count(",") + 1
+                args.append(hint.from_flat(*flat[start:stop]))
+                start = stop
+        return args
+
+    def holding(self) -> tuple[int, ...]:
+        """Positions of the specs that hold tensors."""
+        specs = [(index, hint) for index, hint in enumerate(self._hints.values()) if hint not in _SCHEMA_TYPES]
+        return tuple(index for index, hint in specs if "Tensor" in hint.schema)
+
+    def types(self) -> list[frozenset[type]]:
+        """The types of plain arguments, for each parameter."""
+        types = []
+        for hint in self._hints.values():
+            allowed = set(get_args(hint)) or {hint}
+            types.append(frozenset(allowed | {Parameter} if Tensor in allowed else allowed))
+        return types
+
+
+def spec(schema: str) -> Callable[[_Class], _Class]:
+    """Decorate a class of specs, which :func:`op` describes: set its ``schema``. A NamedTuple's body cannot."""
+
+    def decorate(cls: _Class) -> _Class:
+        cls.schema = schema  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def op(
+    name: str, *, check: Callable[..., None] | None = None, writes: Sequence[str] = (), twin: bool = False
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorate the function that gives an op's results on fake and meta tensors: its signature is the op's.
+
+    The parameters are tensors, numbers, dtypes and specs. A class of specs has ``schema``, its fields as a schema has
+    them, ``flat``, their values in this order, and ``from_flat(*values)``. The last result may be a NamedTuple of
+    tensors beside others, ``tuple[Tensor, Kept]``; the dispatcher's op gives them one by one.
+
+    Args:
+        check: takes the same arguments, and raises where they do not fit; each call checks once.
+        writes: the parameters that the op writes to.
+        twin: define the op a second time, ``name`` + :data:`UNOBSERVED`, without these, which are the last ones and
+            optional. Inductor leaves operations on E8M0 alone, also the one that stands for what an op may write to,
+            and then fails: what gives MXFP8's scales has to be an op that writes nothing.
+    """
+    return lambda signature: Op(name, signature, check, writes, twin)
+
+
+def past_dispatcher(op: Op) -> Callable[..., Any]:
+    """A function that calls an op's implementation itself where the dispatcher would only choose it by device.
+
+    That is where it is not :func:`is_watched`, as inside an ``autograd.Function``, and all arguments are plain. The
+    versions of what the op writes advance, as there. A kernel that overrides ours in a ``torch.library.Library`` is not
+    called.
+
+    Args:
+        op: its first argument is a tensor, and all are on that tensor's device.
+    """
+    implementations, check, writes, expected = op.implementations, op._check, op.writes, op.types()
+    holding = op.holding()
+    through_dispatcher = op.through_dispatcher()
+    known: set[tuple[type, ...]] = set()  # types of arguments that were found to be as expected
+
+    def are_as_expected(types: tuple[type, ...]) -> bool:
+        if len(types) == len(expected) and all(given in allowed for given, allowed in zip(types, expected)):
+            known.add(types)
+            return True
+        return False
+
+    def call(*args: Any) -> Any:
+        if (
+            is_watched()
+            or ((types := tuple(map(type, args))) not in known and not are_as_expected(types))
+            or (holding and not all(_holds_plain_tensors(args[index]) for index in holding))
+        ):
+            return through_dispatcher(*args)
+        x = args[0]
+        implementation = implementations["cuda"] if x.is_cuda else implementations["cpu"] if x.is_cpu else None
+        if implementation is None or x.is_neg():  # a view of torch.conj is negated when it is read
+            return through_dispatcher(*args)
+        if check is not None:
+            check(*args)
+        results = implementation(*args)
+        for index in writes:
+            if args[index] is not None:
+                increment_version((args[index],))
+        return results
+
+    return call
+
+
+def _results(hint: Any) -> str:
+    """The results in a schema of a function that returns ``hint``: a tensor, a tuple of tensors, or None."""
+    return "Tensor" if hint is Tensor else f"({', '.join(_result_types(hint))})"
+
+
+def _result_types(hint: Any) -> list[str]:
+    if hint in (Tensor, type(None)):
+        return ["Tensor"] if hint is Tensor else []
+    if hasattr(hint, "_fields"):
+        return [f"Tensor {name}" for name in hint._fields]
+    assert get_origin(hint) is tuple
+    return [each for part in get_args(hint) for each in _result_types(part)]
+
+
+def _group_of(hint: Any) -> type | None:
+    """The NamedTuple that is the last one of several results, if it is one."""
+    *_, last = get_args(hint) or (None,)
+    return last if hasattr(last, "_fields") else None
+
+
+def _holds_plain_tensors(spec: Any) -> bool:
+    return all(type(each) in _PLAIN_TENSORS for each in spec.flat if isinstance(each, Tensor))
+
+
+def _refuse_vmap(*args: object) -> None:
+    """Its own loop is closed to ops that write to an argument."""
+    raise RuntimeError(f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {TRANSFORM_WAYS_OUT}")

@@ -1,0 +1,51 @@
+"""The transpose of FP8 codes on CUDA tensors: one launch; codes without contiguous rows are copied by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.casts.transpose import transpose_kernel
+from cuda_kernels.device.tile import num_tiles
+from cuda_kernels.host import launch
+from lightning_fp8.ops.memory import PlainKey, TensorKey, maker, operand_allocations, tensor_key
+from lightning_fp8.ops.plans import check_not_empty, current_device, planned
+from lightning_fp8.ops.transpose import reference_transpose, transpose_op
+from lightning_fp8.scaled import Layout
+
+
+def transpose_on_cuda(codes: Tensor) -> Tensor:
+    """Transpose in one launch."""
+    return _plan(codes.device, codes.is_cuda and current_device(), tensor_key(codes))(codes)  # type: ignore[no-any-return]
+
+
+@planned(fallback=reference_transpose)
+def _plan(device: torch.device, codes_plain_key: PlainKey) -> Callable[[Tensor], Tensor]:
+    key = TensorKey(*codes_plain_key, device)
+    check_not_empty(key.shape)
+    if not key.has_contiguous_rows:
+        return reference_transpose
+    rows, columns = key.rows, key.columns
+    of_out, _ = operand_allocations(Layout.TENSOR, key.dtype, columns, rows)
+    run = launch.bind(
+        transpose_kernel(4 if key.is_vectorizable(4) else 1),
+        num_tiles(rows, columns),
+        device,
+        ("codes", "stride", "out"),
+        rows=rows,
+        columns=columns,
+        out_stride=of_out.strides[0],
+    )
+    pointer, new, stride = launch.address_on(device), maker(device, of_out), key.stride
+
+    def transpose(codes: Tensor) -> Tensor:
+        out = new()
+        run(pointer(codes), stride, pointer(out))
+        return out
+
+    return transpose
+
+
+transpose_op.implement("cuda", transpose_on_cuda)

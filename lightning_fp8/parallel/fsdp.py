@@ -1,0 +1,627 @@
+"""FSDP2 gathers the weights of FP8 layers in FP8: half of the bytes, and the same numbers to the bit.
+
+``fully_shard`` keeps an ``FSDPParam`` for each parameter. :func:`gather_in_fp8` retypes those of FP8 weights in place:
+parameters, optimizer and ``state_dict`` stay what they are. Inside a region of FP8 such a weight is cast where its
+shard is, its codes are gathered, and its layer sees a :class:`GatheredWeight`. Whatever else reads that, in high
+precision or by another recipe, gets the values that a gather in high precision gives, which is then made.
+
+A scale that depends on all shards of a weight needs the amax of all of them. One all-reduce finds those of all weights,
+at the first gather behind a step of an optimizer that holds one of them. It never depends on what only one rank knows.
+Amaxes of delayed scaling need none: those of the shards are reduced with all others by the update of the scales.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_fp8 import autocast, ops, scaling
+from lightning_fp8.autocast import FP8Context
+from lightning_fp8.delayed.history import Slot, span_of
+from lightning_fp8.delayed.owners import parameter_ids
+from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.modules.conv1d import TransposedLinear
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.record import was_traced
+from lightning_fp8.names import clean_name, gemm_name
+from lightning_fp8.ops import Quantized
+from lightning_fp8.ops.cast import absolute_max, tensor_amax
+from lightning_fp8.parallel.collectives import all_gather
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Layout, Role, ScaledTensor
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    _NAMES: dict[Any, tuple[str, ...]] = {
+        FSDPParam: (
+            "_sharded_local_tensor",
+            "accumulate_unsharded_grad_if_needed",
+            "all_gather_inputs",
+            "free_unsharded_param",
+            "init_unsharded_param",
+            "reset_sharded_param",
+        ),
+        FSDPParamGroup: ("_reshard_after_forward", "_to_sharded", "_use_post_forward_mesh", "wait_for_unshard"),
+    }
+    _missing = [name for cls, names in _NAMES.items() for name in names if not hasattr(cls, name)]
+except ImportError as error:
+    _missing = [str(error)]
+    FSDPParam = object  # type: ignore[assignment, misc]
+
+
+def gather_in_fp8(model: nn.Module) -> None:
+    """Let FSDP2 gather the weights of FP8 layers of ``model`` in FP8 wherever they run in FP8; again changes nothing.
+
+    A model that is not sharded yet stays as it is.
+    """
+    sharded = _sharded_modules(model)
+    if not sharded:
+        return
+    if _missing:
+        _warn_of_other_torch()
+        return
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    modules_by_name = {name: module for module, name in names.items()}
+    found = [(state, group, param) for _, state in sharded for group in _groups(state) for param in group.fsdp_params]
+    weights = next((param.weights for *_, param in found if isinstance(param, GatheredParam)), None) or _Weights()
+    for state, group, param in found:
+        owner, name = param._module_info.module, param._module_info.param_name
+        if isinstance(param, GatheredParam) or not isinstance(owner, LinearLayer) or name not in owner.weight_names:
+            continue
+        parts = names[owner].split(".")
+        around = [modules_by_name.get(".".join(parts[:length])) for length in range(len(parts) + 1)]
+        param.__class__ = GatheredParam
+        param.attach(weights, owner, group, state, [each for each in (model, *around) if each is not None])
+        weights.params.append(param)
+    for module, state in sharded:
+        params = [param for group in _groups(state) for param in group.fsdp_params]
+        if module not in _hooked and any(isinstance(each, GatheredParam) for each in params):
+            _hooked.add(module)
+            module.register_forward_pre_hook(_before_forward, prepend=True)
+
+
+def reasons_for_high_precision(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+    """The names of the linear layers of ``model`` whose weights FSDP2 gathers in high precision, and why."""
+    if _missing:
+        return {}
+    context = FP8Context(recipe)
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    reasons = {}
+    for _, state in _sharded_modules(model):
+        for group in _groups(state):
+            for param in group.fsdp_params:
+                if isinstance(param, GatheredParam) and param.layer.fp8 and (why := param.why_not(context)):
+                    gemm = param.layer.gemms[param.gemm]
+                    reasons[gemm_name(names[param.layer], gemm)] = why
+    return reasons
+
+
+def _sharded_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules that ``fully_shard`` was called for, and the states that it keeps for them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which sharding a model imports
+    modules = [] if fsdp is None else [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)]
+    return [(each, each._get_fsdp_state()) for each in modules]
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.8 there is one
+    return [each for each in [state._fsdp_param_group] if each is not None] if groups is None else groups
+
+
+@cache
+def _warn_of_other_torch() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} has another FSDP2 than lightning_fp8 knows ({', '.join(_missing)}): it gathers the "
+        "weights of FP8 layers in high precision, as those of others",
+        stacklevel=3,
+    )
+
+
+# --- What all weights of a model share --------------------------------------------------------------------------------
+
+
+class _Weights:
+    """The weights of a model that FSDP2 may gather in FP8."""
+
+    def __init__(self) -> None:
+        self.params: list[GatheredParam] = []
+        self.begun: list[Recipe] = []
+
+    def refresh_amaxes(self, asking: GatheredParam, recipe: Recipe) -> None:
+        """Find the amaxes of ``asking`` and of all weights like it that this recipe gathers and that have changed."""
+        layout, group, context = recipe.cast(Role.WEIGHT).layout, asking.process_group, FP8Context(recipe)
+        alike = [each for each in self.params if each.process_group is group and each.is_stale(layout)]
+        stale = [each for each in alike if each is asking or (each.layer.fp8 and not each.why_not(context))]
+        found = [each.amax_of_shard(layout) for each in stale]
+        amaxes = torch.cat([amax.reshape(-1) for amax in found])
+        # A collective's maximum may drop a NaN, and ranks must agree; inf gives the same scale.
+        torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+        for param, amax in zip(stale, amaxes.split([amax.numel() for amax in found])):
+            param.amaxes[layout] = param.generation(), amax
+
+    def begin(self, context: FP8Context) -> None:
+        """Compare a recipe over ranks, and warn of weights that it gathers in high precision, at its first forward.
+
+        Raises:
+            RuntimeError: on all ranks, if they run by different recipes.
+        """
+        if context.recipe in self.begun:
+            return
+        self.begun.append(context.recipe)
+        self._compare(context.recipe)
+        reasons: dict[str, int] = {}
+        for each in self.params:
+            if each.layer.fp8 and each.layer.history is not None and each.layer.history.plugin_recipe is None:
+                reasons[each.why_not(context)] = reasons.get(each.why_not(context), 0) + 1
+        counted = [f"{number} because {why}" for why, number in reasons.items() if why]
+        if counted:
+            warnings.warn(
+                "FSDP2 gathers weights of FP8 layers in high precision under "
+                f"recipe={context.recipe.name!r}: {'; '.join(counted)}",
+                stacklevel=2,
+            )
+
+    def _compare(self, recipe: Recipe) -> None:
+        first = next((each for each in self.params if each.is_divided), None)
+        if first is None:
+            return
+        digest = int.from_bytes(hashlib.sha256(repr(recipe).encode()).digest()[:7], "big")
+        own = torch.tensor([digest], device=first.device)
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(first.process_group))]
+        dist.all_gather(everyones, own, group=first.process_group)
+        if any(each != everyones[0] for each in torch.cat(everyones).tolist()):
+            recipes: list[Any] = [None for _ in everyones]
+            dist.all_gather_object(recipes, repr(recipe), group=first.process_group)
+            ranks = dist.get_process_group_ranks(first.process_group)
+            said = "; ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, recipes))
+            raise RuntimeError(f"ranks that shard a model must run it by the same recipe of FP8, but have {said}")
+
+
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules whose forwards choose how their weights are gathered."""
+
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All weights of this process that may be gathered in FP8."""
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    """Weights that an optimizer has stepped have other amaxes; graphs from before its step are not derived again."""
+    held = set(parameter_ids(optimizer))
+    stepped = {id(each.weights): each.weights for each in list(_attached) if id(each.sharded_param) in held}
+    for weights in stepped.values():
+        for param in weights.params:
+            param.stays_in_high_precision = False
+            param.changes += id(param.sharded_param) in held
+
+
+register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+
+
+@torch.compiler.disable
+def _before_forward(module: Any, *_: Any) -> None:
+    """Choose how the weights are gathered that this forward of a sharded module gathers; FSDP2's own hook is behind."""
+    state = module._get_fsdp_state()
+    for each in (state, *state._states_to_forward_prefetch):
+        for group in _groups(each):
+            params = [param for param in group.fsdp_params if isinstance(param, GatheredParam)]
+            if params:
+                _choose(group, params)
+
+
+def _choose(group: Any, params: list[GatheredParam]) -> None:
+    contexts = [autocast.context_of_forward(param.layer._last_context)[0] for param in params]
+    wanted = [param.recipe_in(context) for param, context in zip(params, contexts)]
+    gathered = not group.is_sharded or group._all_gather_result is not None
+    if gathered and any(param.recipe not in (None, recipe) for param, recipe in zip(params, wanted)):
+        group.wait_for_unshard()
+        group._to_sharded()
+        gathered = False
+    grad = torch.is_grad_enabled()
+    for param, context, recipe in zip(params, contexts, wanted):
+        if not gathered:
+            param.use(recipe)
+        if param.recipe is None:
+            param.stays_in_high_precision |= grad
+        else:
+            param.observes = grad and param.layer.training and context.observe
+            if gathered and param.is_compiled():
+                param.observe()
+
+
+# --- One weight -------------------------------------------------------------------------------------------------------
+
+
+class _Extension:
+    """What FSDP2 finds in place of a shard that is gathered in FP8: no tensor that it might gather by itself."""
+
+    fsdp_pre_all_gather = fsdp_post_all_gather = None
+
+
+_SPECS = "_unsharded_dtensor_spec", "_tp_spec"
+"""What FSDPParam calls the placement of a weight that tensor parallelism has cut; the latter until torch 2.8."""
+
+
+class GatheredParam(FSDPParam):
+    """An ``FSDPParam`` whose all-gather carries FP8 codes while :attr:`recipe` is not None.
+
+    It has two unsharded parameters, autograd leaves: torch's own, and a :class:`GatheredWeight`.
+
+    Attributes:
+        recipe: by which it is gathered.
+        observes: whether the forward that runs observes amaxes.
+        changes: how often the weight was changed without a trace in its version.
+        amaxes: of the whole weight, by layout, behind the version that they are of.
+        stays_in_high_precision: a graph of this step may read the parameter that was gathered in high precision.
+        read_otherwise: something reads it in high precision in a region of FP8, or by another recipe.
+        needs_both: a backward pass recomputes its layer's forward, so that it needs both operands.
+    """
+
+    def attach(self, weights: _Weights, layer: LinearLayer, group: Any, state: Any, around: list[nn.Module]) -> None:
+        """Begin with what the gather in high precision is; ``around``: the modules that the layer is inside of."""
+        self.weights = weights
+        self.layer = layer
+        self.gemm = layer.weight_names.index(self._module_info.param_name) if len(layer.gemms) > 1 else 0
+        self._group = weakref.ref(group)
+        self._state = weakref.ref(state)
+        self._around = [weakref.ref(each) for each in around]
+        self.recipe: Recipe | None = None
+        self.observes = False
+        self.changes = 0
+        self.amaxes: dict[Layout, tuple[Any, Tensor]] = {}
+        self.stays_in_high_precision = self.read_otherwise = self.needs_both = False
+        self._operands_asked = False, False
+        self._scale: Tensor | None = None
+        self._amax_of_shard: Tensor | None = None
+        self._other: tuple[Any, list[Tensor]] = None, []
+        _attached.add(self)
+
+    @property
+    def slot(self) -> Slot:
+        return self.layer.ensure_slots()[self.gemm][Role.WEIGHT]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.mesh_info.shard_process_group  # type: ignore[union-attr]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks share it."""
+        return isinstance(self.mesh_info, FSDPMeshInfo) and self.mesh_info.shard_mesh_size > 1
+
+    # Which weights
+
+    def recipe_in(self, context: FP8Context) -> Recipe | None:
+        """The recipe that a forward in ``context`` gathers by; None for high precision."""
+        if not (context.enabled and self.layer.fp8):
+            return None
+        self.weights.begin(context)
+        return None if self.stays_in_high_precision or self.why_not(context) else context.recipe
+
+    def why_not(self, context: FP8Context) -> str:
+        """The reason why the weight is gathered in high precision in ``context``; an empty string where in FP8.
+
+        It is the same on all ranks.
+        """
+        recipe = context.recipe
+        layout = recipe.cast(Role.WEIGHT).layout
+        if not self.is_divided:
+            return "it is not sharded"
+        if self.fsdp_placement.dim != 0:
+            return f"it is sharded along dimension {self.fsdp_placement.dim}"
+        if self._module_info.shared_modules:
+            return "several modules share it"
+        if isinstance(self.layer, TransposedLinear):
+            return "Conv1D holds it transposed"
+        if len(self.layer.weight_names) > len(self.layer.gemms):
+            return "parameters_split makes one matrix of several parameters"
+        if self.read_otherwise:
+            return "it was read in high precision or by another recipe in a region of FP8"
+        group, state = self._group(), self._state()
+        if group is None or state is None or group._use_post_forward_mesh:
+            return "reshard_after_forward is a number of ranks"
+        size = self._orig_size[0]
+        rows, ranks = self.padded_sharded_param_size[0], self.mesh_info.shard_mesh_size
+        if not layout.has_one_scale and rows * ranks != size:
+            return f"its {size} rows are not the same number on each of {ranks} ranks"
+        block = {Layout.MX_1X32: 32, Layout.BLOCK_128X128: 128}.get(layout, 1)
+        if rows % block:
+            return f"the {rows} rows of a shard are no multiple of {block}"
+        if not layout.transposes:
+            # FSDP2 decides for the root when its first forward begins.
+            keeps = state._is_root is None and state._auto_reshard_after_forward and self._is_in_root()
+            if keeps or not group._reshard_after_forward:
+                return "reshard_after_forward=False keeps it for the backward pass, whose operand is another one"
+            if self.is_compiled():
+                return "compiled code keeps it for the backward pass, whose operand is another one"
+        if isinstance(recipe, DelayedScaling):
+            plugin_recipe = None if self.layer.history is None else self.layer.history.plugin_recipe
+            if not recipe.reduce_amax or not isinstance(plugin_recipe, (DelayedScaling, type(None))):
+                return "each rank has its own scales"
+            if context.group is not None:
+                return "fp8_group says which ranks share their scales"
+        return ""
+
+    def is_compiled(self) -> bool:
+        """Whether the layer is known to run in compiled code, which sees operands alone."""
+        around = [module for each in self._around if (module := each()) is not None]
+        return any(map(_is_compiled, around)) or was_traced(*self.layer.features)
+
+    def _is_in_root(self) -> bool:
+        """Whether the outermost sharded module gathers it."""
+        sharded = [
+            module for each in self._around if (module := each()) is not None and hasattr(module, "_get_fsdp_state")
+        ]
+        outermost: Any = sharded[0] if sharded else None
+        return outermost is not None and outermost._get_fsdp_state() is self._state()
+
+    # What FSDP2 asks for
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        return self._shard if self.recipe is None else _Extension()
+
+    @property
+    def _shard(self) -> Tensor:
+        return self.sharded_param._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:  # type: ignore[override]
+        if self.recipe is None:
+            return super().all_gather_inputs
+        group = self._group()
+        # A forward that runs again inside a backward pass is followed by the gradients, while the weight is gathered.
+        backward = autocast.in_backward()
+        keeps = group is not None and not group._reshard_after_forward
+        self._operands_asked = not backward or self.needs_both or keeps, backward
+        inputs = self._cast(self.recipe, *self._operands_asked)
+        sizes = [each.numel() * self.mesh_info.shard_mesh_size for each in inputs]  # type: ignore[union-attr]
+        if [each.numel() for each in self.all_gather_outputs] != sizes:
+            self.all_gather_outputs = []
+        return inputs
+
+    def init_unsharded_param(self) -> None:
+        if self.recipe is None:
+            super().init_unsharded_param()
+            return
+        operands = self._operands(self.recipe, self.all_gather_outputs, *self._operands_asked)
+        cast = self.recipe.cast(Role.WEIGHT)
+        weight = self._gathered_weight
+        if weight is None:
+            made = GatheredWeight(operands, cast, self._orig_size, self.param_dtype or self.orig_dtype)
+            whole: Tensor = made
+            if self.is_dtensor:  # cut by tensor parallelism
+                spec: Any = next(getattr(self, name) for name in _SPECS if hasattr(self, name))
+                whole = _from_local_no_grad(made, spec)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            weight = self._gathered_weight
+            assert weight is not None
+            weight.source = self
+        weight.operands, weight.cast, weight.recipe = operands, cast, self.recipe
+        if self.is_compiled() and not self._operands_asked[1]:
+            self.observe()
+
+    def free_unsharded_param(self) -> None:
+        super().free_unsharded_param()
+        weight = self._gathered_weight
+        if weight is not None:
+            weight.operands = Quantized(None, None)
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        other = self._other[0]
+        if other is not None and other.grad is not None:
+            grad, other.grad = other.grad, None
+            own = self._unsharded_param.grad
+            self._unsharded_param.grad = grad if own is None else own + grad
+        super().accumulate_unsharded_grad_if_needed()
+
+    def reset_sharded_param(self) -> None:  # the weight was loaded, or moved
+        self.changes += 1
+        super().reset_sharded_param()
+
+    # How it is gathered
+
+    @property
+    def _gathered_weight(self) -> GatheredWeight | None:
+        leaf = self._other[0] if self.recipe is None else self.__dict__.get("_unsharded_param")
+        return getattr(leaf, "_local_tensor", leaf)
+
+    def use(self, recipe: Recipe | None) -> None:
+        """Gather by ``recipe`` from now on; the weight is not gathered now."""
+        if (recipe is None) != (self.recipe is None):
+            kept = self.__dict__.pop("_unsharded_param", None), self.all_gather_outputs
+            leaf, self.all_gather_outputs = self._other
+            if leaf is not None:
+                self._unsharded_param = leaf
+            self._other = kept
+        self.recipe = recipe
+
+    def observe(self) -> None:
+        """Write what the cast of a forward observes to the weight's slot: the amax of this rank's rows."""
+        if self.observes and self._amax_of_shard is not None:
+            torch.maximum(self.slot.amax, self._amax_of_shard, out=self.slot.amax)
+
+    def shard(self) -> Tensor:
+        """What a gather in high precision would carry, without padding."""
+        shard = self._shard.detach().to(self.device, non_blocking=True)
+        if hasattr(self, "param_dtype"):
+            dtype = self.param_dtype
+        else:  # of a block whose first forward is to come
+            group = self._group()
+            dtype = None if group is None else group.mp_policy.param_dtype
+        return shard if dtype is None else shard.to(dtype)
+
+    def generation(self) -> tuple[int, int, int]:
+        """What tells one value of the weight from another, alike on all ranks."""
+        return self.changes, id(self.sharded_param), self.sharded_param._version
+
+    def is_stale(self, layout: Layout) -> bool:
+        """Whether the weight has changed since its amaxes for ``layout`` were found."""
+        return layout not in self.amaxes or self.amaxes[layout][0] != self.generation()
+
+    def amax_of_shard(self, layout: Layout) -> Tensor:
+        """``max |w|`` of this rank's rows, float32: one value, or one for each column."""
+        shard = self.shard()
+        return tensor_amax(shard) if layout.has_one_scale else absolute_max(shard, 0)
+
+    def _scale_of_all(self, recipe: Recipe) -> Tensor:
+        """The scale that the cast of the whole weight has: ``[]``, or of its columns ``[K]``."""
+        cast = recipe.cast(Role.WEIGHT)
+        power_2, epsilon = cast.power_2_scale, cast.amax_epsilon
+        if isinstance(recipe, DelayedScaling):
+            scale = self.slot.scale_for(span_of(recipe))
+            # Ranks have equal scales, but the host of one may know later than that of another.
+            if self.slot.scale_is_nonzero() or float(scale) != 0:
+                return scale
+            power_2, epsilon = False, 0.0
+        if self.is_stale(cast.layout):
+            self.weights.refresh_amaxes(self, recipe)
+        scale = scaling.current_scale(self.amaxes[cast.layout][1], cast.float8.max, power_2, epsilon)
+        return scale.reshape(()) if cast.layout.has_one_scale else scale
+
+    def _cast(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        """This rank's part of the operands, as bytes ``[n]``."""
+        cast, shard = recipe.cast(Role.WEIGHT), self.shard()
+        layout = cast.layout
+        if layout.has_one_scale:
+            self._scale = self._scale_of_all(recipe)
+            amax = None
+            if isinstance(recipe, DelayedScaling) and rowwise:
+                amax = self._amax_of_shard = torch.zeros_like(self._scale)
+            q = ops.quantize(shard, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
+            assert q is not None
+            codes = q.data.contiguous().view(torch.uint8).reshape(-1)
+            missing = self.padded_sharded_param_size.numel() - codes.numel()
+            return [torch.cat([codes, codes.new_zeros(missing)]) if missing else codes]
+        parts: list[Tensor] = []
+        if rowwise or layout.transposes:
+            q = ops.quantize(shard, cast).rowwise
+            assert q is not None
+            parts += [q.data, q.scale_inv]
+        if columnwise and layout is Layout.ROW:
+            self._scale = self._scale_of_all(recipe)
+            parts.append(ops.quantize_columns(shard, self._scale, cast.float8))
+        elif columnwise and not layout.transposes:
+            q = ops.quantize(shard, cast, rowwise=False, columnwise=True).columnwise
+            assert q is not None
+            parts += [q.data.t(), q.scale_inv.t()]
+        return [part.contiguous().view(torch.uint8).reshape(-1) for part in parts]
+
+    def _operands(self, recipe: Recipe, gathered: Sequence[Tensor], rowwise: bool, columnwise: bool) -> Quantized:
+        """The operands of the whole weight, from all ranks' parts."""
+        cast, (rows, columns) = recipe.cast(Role.WEIGHT), self._orig_size
+        layout, dtype = cast.layout, cast.float8.dtype
+
+        def codes(part: Tensor) -> Tensor:
+            return part.view(dtype).view(-1, columns)[:rows]
+
+        if layout.has_one_scale:
+            assert self._scale is not None
+            return Quantized(ScaledTensor(codes(gathered[0]), 1.0 / self._scale, layout), None)
+        parts = iter(gathered)
+        row = column = None
+        if rowwise or layout.transposes:
+            data, scale_inv = codes(next(parts)), next(parts).view(layout.scale_dtype)
+            row = ScaledTensor(data, scale_inv.view(layout.scale_shape(rows, columns)), layout)
+        if columnwise and layout is Layout.ROW:
+            assert self._scale is not None
+            column = ScaledTensor(_transposed_codes(codes(next(parts))), (1.0 / self._scale)[:, None], layout)
+        elif columnwise and not layout.transposes:
+            data, scale_inv = codes(next(parts)), next(parts).view(E8M0_DTYPE).view(-1, columns)
+            column = ScaledTensor(_transposed_codes(data), scale_inv.t().contiguous(), layout)
+        return Quantized(row, column)
+
+    # What nobody expected
+
+    def gather_operands(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> Quantized:
+        """Gather operands now that the last gather did not bring, on all ranks alike."""
+        self.needs_both |= autocast.in_backward()
+        parts = self._cast(recipe, rowwise, columnwise)
+        gathered = self._gather(torch.cat(parts)).view(-1, sum(part.numel() for part in parts))
+        split = gathered.split([part.numel() for part in parts], dim=1)
+        return self._operands(recipe, [part.contiguous().view(-1) for part in split], rowwise, columnwise)
+
+    def gather_in_high_precision(self) -> Tensor:
+        """Gather the weight in high precision now, on all ranks alike, and from the next forward on."""
+        self.read_otherwise = True
+        data = self._sharded_param_data.to(self.device)
+        gathered = self._gather(data if self.param_dtype is None else data.to(self.param_dtype))
+        return gathered[: self._orig_size.numel()].view(self._orig_size)
+
+    def _gather(self, part: Tensor) -> Tensor:
+        gathered = part.new_empty(part.numel() * self.mesh_info.shard_mesh_size)  # type: ignore[union-attr]
+        all_gather(gathered, part, group=self.process_group)
+        return gathered
+
+
+def _transposed_codes(codes: Tensor) -> Tensor:
+    """``[K, R]`` of ``codes [R, K]``: a view on the CPU, a copy on a GPU, whose GEMMs read rows."""
+    return ops.transpose(codes) if codes.is_cuda else codes.t()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+class GatheredWeight(FP8Tensor):
+    """A weight ``[N, K]`` that FSDP2 has gathered in FP8, between its gather and its release.
+
+    Operands that it does not have are gathered when they are asked for. As a tensor in high precision it has the values
+    that a gather in high precision gives.
+
+    Attributes:
+        source: what gathers it; None inside compiled code.
+        recipe: by which it was gathered.
+    """
+
+    is_gathered = True
+    source: GatheredParam | None = None
+    recipe: Recipe | None = None
+
+    def serves(self, recipe: Recipe) -> bool:
+        return self.recipe is None or self.recipe == recipe
+
+    def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
+        whole = None if self.source is None else self.source._gathered_weight
+        if whole is not None and whole is not self and whole.recipe == self.recipe:
+            self.operands = whole.operands  # a view, from before the last gather
+        row, column = self.operands
+        if rowwise and self.source is not None:
+            self.source.observe()
+        transposes = self.cast.layout.transposes
+        needs_row = row is None and (rowwise or transposes)
+        needs_column = columnwise and column is None and not transposes
+        if needs_row or needs_column:
+            if self.source is None:
+                raise RuntimeError(
+                    f"layout {self.cast.layout.code!r} has another operand in the backward pass, which FSDP2 gathers "
+                    "there, and compiled code does not see it: compile the modules themselves, module.compile(), or "
+                    "take recipe='delayed', 'tensorwise' or 'blockwise'"
+                )
+            assert self.recipe is not None
+            more = self.source.gather_operands(self.recipe, needs_row, needs_column)
+            self.operands = Quantized(row or more.rowwise, column or more.columnwise)
+        return super().quantized(rowwise=rowwise, columnwise=columnwise)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return super().dequantize() if self.source is None else self.source.gather_in_high_precision()
+
+    def _same(self, size: torch.Size) -> FP8Tensor:
+        made = GatheredWeight(self.operands, self.cast, size, self.dtype)
+        made.source, made.recipe = self.source, self.recipe
+        return made

@@ -1,0 +1,293 @@
+"""A linear layer that is cut over the ranks of a group: its autograd function, on the tensors of one rank.
+
+| mode | weight | x | y |
+|---|---|---|---|
+| column | ``[N / ranks, K]`` | ``[..., K]``, the same on all ranks | ``[..., N / ranks]`` |
+| column, sequence | | a piece of the sequence, gathered | the whole sequence |
+| row | ``[N, K / ranks]`` | ``[..., K / ranks]`` | ``[..., N]``, summed |
+| row, sequence | | the whole sequence | a piece of the sequence |
+
+Where a layout has one scale for a tensor, FP8 codes are gathered: 1 byte an element. Ranks then share that scale. It is
+delayed scaling's, which is equal on all ranks, or it comes from the amax over the group. Other layouts gather codes and
+scales for the forward pass. Their backward pass needs copies that are scaled along rows and along columns, which take
+as many bytes as BF16, so it gathers in high precision.
+
+Sums travel in the dtype of the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fp8 import ops, scaling
+from lightning_fp8.fp8_tensor import transposed
+from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
+from lightning_fp8.ops import Quantized
+from lightning_fp8.parallel.collectives import Pending, amax_of_all, start_gather, start_scatter_of_sum, start_sum
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Role, ScaledTensor
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a linear layer is cut over ranks.
+
+    Attributes:
+        mode: ``"column"`` cuts the weight's rows, the features of y; ``"row"`` its columns, those of x.
+        group: the ranks.
+        sequence: the dimension of x that is cut outside the layer, sequence parallelism's; None where none is.
+        sums: without ``sequence``, y (row mode) and the gradient of x (column mode) are summed over the ranks; False
+            leaves the sum to the caller, and then the first rank alone adds the bias of row mode.
+    """
+
+    mode: Literal["column", "row"]
+    group: dist.ProcessGroup
+    sequence: int | None = None
+    sums: bool = True
+
+    @property
+    def gathers_input(self) -> bool:
+        """The forward pass gathers x."""
+        return self.mode == "column" and self.sequence is not None
+
+    @property
+    def leaves_sum(self) -> bool:
+        """The ranks' results are not summed here."""
+        return self.sequence is None and not self.sums
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """The backward pass gathers the gradient of y."""
+        return self.mode == "row" and self.sequence is not None
+
+
+def parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    dtype: torch.dtype,
+    parallel: Parallel,
+) -> Tensor:
+    """``x wᵀ + bias`` of a layer that is cut over ranks.
+
+    Args:
+        x: ``[..., K]``, this rank's; an FP8Tensor is one that was gathered before, and ``parallel`` has no sequence.
+        weight: ``[N, K]``, this rank's piece.
+        bias: ``[N]``, this rank's piece in column mode, the whole one in row mode.
+        product: casts the tensors.
+        dtype: of the result.
+
+    Returns:
+        ``[..., N]`` in ``dtype``, as the table of this module says.
+
+    Raises:
+        RuntimeError: on all ranks, if they have different recipes or cut the layer differently.
+    """
+    require_agreement(product.recipe, parallel)
+    y: Tensor = ParallelLinearFunction.apply(x, weight, bias, product, dtype, parallel)
+    return y
+
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[Any]] = WeakKeyDictionary()
+"""What the ranks of a group have found to be the same on all of them."""
+
+
+def require_agreement(recipe: Recipe, parallel: Parallel) -> None:
+    """Compare over ranks, at the first layer of each kind, what their collectives follow from.
+
+    Raises:
+        RuntimeError: on all ranks, if it is not the same; otherwise they would wait for each other.
+    """
+    agreed = _agreed.setdefault(parallel.group, set())
+    key = recipe, parallel.mode, parallel.sequence, parallel.sums
+    if key in agreed:
+        return
+    whole = "whole sequences" if parallel.sequence is None else f"sequences cut along dimension {parallel.sequence}"
+    found: list[Any] = [None] * dist.get_world_size(parallel.group)
+    dist.all_gather_object(found, f"{recipe}, {parallel.mode}, {whole}", group=parallel.group)
+    if len(set(found)) > 1:
+        ranks = dist.get_process_group_ranks(parallel.group)
+        said = "; ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found))
+        raise RuntimeError(f"tensor-parallel ranks must run a layer by the same recipe and plan, but have {said}")
+    agreed.add(key)
+
+
+class ParallelLinearFunction(torch.autograd.Function):
+    """:func:`parallel_linear`.
+
+    Column mode with a sequence keeps this rank's piece of x, and gathers it again for the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        dtype: torch.dtype,
+        parallel: Parallel,
+    ) -> Tensor:
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        shape = list(x.shape[:-1])
+        kept: tuple[Tensor | None, Tensor | None] = None, None
+        if parallel.gathers_input:
+            assert parallel.sequence is not None
+            x8, piece = gathered_forward(x, product, parallel)
+            kept = (x, None) if piece is None else (piece.data, piece.scale_inv)
+            shape[parallel.sequence] *= dist.get_world_size(parallel.group)
+        else:
+            x8 = product.quantize(_rows(x), Role.INPUT, columnwise=needs_wgrad)
+            kept = product.saved(x8)
+        is_row = parallel.mode == "row"
+        y = product.forward(x8, weight, None if is_row else bias, dtype).view(*shape, -1)
+        if is_row:
+            y = _start_reduction(y, parallel)()
+            if bias is not None and not (parallel.leaves_sum and dist.get_rank(parallel.group)):
+                y = y + bias.to(dtype)
+        ctx.save_for_backward(*(kept if needs_wgrad else (None, None)), weight if needs_dgrad else None)
+        ctx.product, ctx.parallel, ctx.x_shape = product, parallel, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives("a tensor-parallel Linear", "a Linear that is not tensor-parallel")
+        needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+        *kept, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        parallel: Parallel = ctx.parallel
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        pending_x = _start_gather_of_kept(kept, product, parallel) if needs_wgrad and parallel.gathers_input else None
+        dx = dw = dbias = pending_bias = None
+        if needs_bias_grad:
+            dbias = bias_gradient(_rows(dy), torch.float32)
+            if parallel.gathers_gradient:  # each rank has a piece of the sequence
+                pending_bias = start_sum(dbias, parallel.group)
+        if needs_dgrad or needs_wgrad:
+            if parallel.gathers_gradient:
+                dy8 = gathered_backward(dy, product, parallel, rowwise=needs_dgrad, columnwise=needs_wgrad)
+            else:
+                dy8 = product.quantized_gradient(_rows(dy), rowwise=needs_dgrad, columnwise=needs_wgrad)
+        pending_dx: Pending | None = None
+        if needs_dgrad:
+            dx = product.input_gradient(dy8, weight, x_dtype)
+            if parallel.mode == "column":
+                pending_dx = _start_reduction_of_input_gradient(dx, ctx.x_shape, parallel)
+        if needs_wgrad:
+            x_t = product.unsaved(*kept) if pending_x is None else pending_x()
+            dw = product.weight_gradient(dy8, x_t, weight_dtype)
+        if pending_dx is not None:
+            dx = pending_dx()
+        if dbias is not None:
+            dbias = (dbias if pending_bias is None else pending_bias()).to(bias_dtype)
+        return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None, None
+
+
+# --- Casts of tensors whose pieces the ranks have ---------------------------------------------------------------------
+
+
+def gathered_forward(
+    x: Tensor, product: Product, parallel: Parallel, amax: Tensor | None = None
+) -> tuple[Quantized, ScaledTensor | None]:
+    """The operand of the whole of the input ``x [..., K]``, of which each rank has a piece.
+
+    Args:
+        amax: float32 ``[]``, raised to that of this rank's piece under delayed scaling; ``None`` is the product's slot.
+
+    Returns:
+        The operand, and codes ``[..., K]`` of this rank's piece, where the layout has one scale.
+    """
+    assert parallel.sequence is not None
+    layout = product.cast(Role.INPUT).layout
+    if layout.has_one_scale:
+        piece = _cast_with_shared_scale(x, Role.INPUT, product, parallel.group, amax)
+        whole = start_gather(piece.data, parallel.group, parallel.sequence)()
+        return Quantized(ScaledTensor(_rows(whole), piece.scale_inv, layout), None), piece
+    local = product.quantize(_rows(x), Role.INPUT).rowwise
+    assert local is not None
+    leading = x.shape[:-1]
+    codes = start_gather(local.data.view(x.shape), parallel.group, parallel.sequence)
+    scales = start_gather(local.scale_inv.contiguous().view(*leading, -1), parallel.group, parallel.sequence)
+    return Quantized(ScaledTensor(_rows(codes()), _rows(scales()), layout), None), None
+
+
+def gathered_backward(
+    dy: Tensor, product: Product, parallel: Parallel, *, rowwise: bool, columnwise: bool
+) -> Quantized:
+    """The operands of the whole of ``dy [..., N]``, of which each rank has a piece."""
+    assert parallel.sequence is not None
+    layout = product.cast(Role.GRAD_OUTPUT).layout
+    if not layout.has_one_scale:
+        whole = start_gather(dy, parallel.group, parallel.sequence)()
+        return product.quantized_gradient(_rows(whole), rowwise=rowwise, columnwise=columnwise)
+    piece = _cast_with_shared_scale(dy, Role.GRAD_OUTPUT, product, parallel.group)
+    codes = start_gather(piece.data, parallel.group, parallel.sequence)()
+    operand = ScaledTensor(_rows(codes), piece.scale_inv, layout)
+    return Quantized(operand if rowwise else None, transposed(operand) if columnwise else None)
+
+
+def _cast_with_shared_scale(
+    x: Tensor, role: Role, product: Product, group: dist.ProcessGroup, amax: Tensor | None = None
+) -> ScaledTensor:
+    """The codes of ``x [..., K]``, in its shape, by a scale that is equal on all ranks of the group."""
+    cast, rows = product.cast(role), _rows(x)
+    args = product.cast_args(role, rowwise=True, columnwise=False)
+    scale = args["scale"]
+    # Ranks branch by the scale's value, which is equal on all: what a host knows of it is not.
+    if not isinstance(product.recipe, DelayedScaling) or not product.recipe.reduce_amax:  # each rank has its own scales
+        scale = scaling.current_scale(amax_of_all(rows, group), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
+    elif not args["scale_is_nonzero"] and not float(scale):  # type: ignore[arg-type]
+        scale = scaling.current_scale(amax_of_all(rows, group), cast.float8.max)
+    amax = args["amax"] if amax is None else amax
+    made = ops.quantize(rows, cast, scale=scale, amax=amax, scale_is_nonzero=True).rowwise
+    assert made is not None
+    return ScaledTensor(made.data.view(x.shape), made.scale_inv, cast.layout)
+
+
+def _start_gather_of_kept(kept: Any, product: Product, parallel: Parallel) -> Callable[[], ScaledTensor]:
+    """The operand of xᵀ of the whole of x, from what each rank has kept of its piece."""
+    assert parallel.sequence is not None
+    data, scale_inv = kept
+    pending = start_gather(data, parallel.group, parallel.sequence)
+
+    def wait() -> ScaledTensor:
+        whole = _rows(pending())
+        if scale_inv is not None:
+            return transposed(product.unsaved(whole, scale_inv))
+        made = product.quantize(whole, Role.INPUT, rowwise=False, columnwise=True, again=True).columnwise
+        assert made is not None
+        return made
+
+    return wait
+
+
+# --- Sums -------------------------------------------------------------------------------------------------------------
+
+
+def _start_reduction(y: Tensor, parallel: Parallel) -> Pending:
+    """The sum of the ranks' ``y``, or this rank's piece of it, or this rank's part."""
+    if parallel.leaves_sum:
+        return lambda: y
+    if parallel.sequence is None:
+        return start_sum(y, parallel.group)
+    return start_scatter_of_sum(y, parallel.group, parallel.sequence)
+
+
+def _start_reduction_of_input_gradient(dx: Tensor, x_shape: torch.Size, parallel: Parallel) -> Pending:
+    shape = list(x_shape)
+    if parallel.sequence is not None:
+        shape[parallel.sequence] *= dist.get_world_size(parallel.group)
+    return _start_reduction(dx.view(shape), parallel)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,0 +1,100 @@
+"""A linear layer whose weight is a DTensor, as ``parallelize_module`` makes it: its cut is read from the placements.
+
+| weight ``[N, K]`` | x | y |
+|---|---|---|
+| ``Shard(0)``: column | ``Replicate()`` | ``Shard(-1)`` |
+| | ``Shard(dim)`` of the sequence, gathered in FP8 | ``Shard(-1)`` |
+| ``Shard(1)``: row | ``Shard(-1)`` | ``Partial()`` |
+| | | ``output_layout``, whose gradient is gathered in FP8 |
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.functions.linear import Product
+from lightning_fp8.parallel.function import Parallel, parallel_linear
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor; told without importing it."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+@torch._dynamo.disable
+def sharded_linear(
+    x: Tensor, weight: Any, bias: Any, product: Product, dtype: torch.dtype, output_layout: Any = None
+) -> Tensor:
+    """``x wᵀ + bias`` as a DTensor of the weight's mesh.
+
+    Args:
+        x: ``[..., K]``, a DTensor or the same tensor on all ranks.
+        weight: DTensor ``[N, K]`` on a mesh of one dimension.
+        bias: DTensor ``[N]``, or None.
+        product: casts the tensors.
+        dtype: of the result.
+        output_layout: of row mode, the placement of y; None leaves its sum to whatever redistributes it.
+
+    Raises:
+        TypeError: a weight that is placed otherwise.
+        ValueError: x on another mesh, features that are cut in another way than the weight's, or a sequence that the
+            ranks do not divide.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1 or not (placements[0].is_shard(0) or placements[0].is_shard(1)):
+        raise TypeError(
+            f"a Linear's weight of placements {tuple(placements)} is not supported in FP8; use Shard(0) or Shard(1) on "
+            "a mesh of one dimension, as ColwiseParallel and RowwiseParallel do, or leave the layer in high precision: "
+            "FP8Precision(skip=[...]) or convert_module(skip=[...])"
+        )
+    if isinstance(x, DTensor) and x.device_mesh != mesh:
+        raise ValueError(
+            f"a Linear's input is on the mesh {x.device_mesh} and its weight on {mesh}; redistribute the input to the "
+            "weight's mesh"
+        )
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    last = x.dim() - 1
+    is_column = placements[0].is_shard(0)
+    sequence = None
+    if is_column:
+        place: Any = x.placements[0]
+        if place.is_shard() and place.dim != last:
+            sequence = place.dim
+        elif not place.is_replicate():
+            x = x.redistribute(placements=[Replicate()])
+        parallel = Parallel("column", mesh.get_group(), sequence, sums=False)
+        # The gradient of a whole x stays a sum of parts: of layers that read one x, it is summed once.
+        local_x = x.to_local(grad_placements=x.placements if sequence is not None else [Partial()])
+        made: Any = Shard(last)
+    else:
+        x = x.redistribute(placements=[Shard(last)])
+        if output_layout is not None and output_layout.is_shard() and output_layout.dim % x.dim() != last:
+            sequence = output_layout.dim % x.dim()
+        sums = output_layout is not None
+        parallel = Parallel("row", mesh.get_group(), sequence, sums=sums)
+        local_x = x.to_local()
+        made = Shard(sequence) if sequence is not None else Replicate() if sums else Partial()
+    if sequence is not None and x.shape[sequence] % mesh.size():
+        raise ValueError(
+            f"a sequence of {x.shape[sequence]} does not divide into {mesh.size()} pieces, one for each rank; pad it "
+            "to a multiple"
+        )
+    local_weight = weight.to_local()
+    if local_x.shape[-1] != local_weight.shape[1]:
+        raise ValueError(
+            f"a Linear's input has {local_x.shape[-1]} features on this rank and its weight {local_weight.shape[1]}; "
+            "cut both in the same way"
+        )
+    local_bias = None if bias is None else bias.to_local() if isinstance(bias, DTensor) else bias
+    y = parallel_linear(local_x, local_weight, local_bias, product, dtype, parallel)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    return DTensor.from_local(
+        y, mesh, [made], run_check=False, shape=shape, stride=torch._prims_common.make_contiguous_strides_for(shape)
+    )

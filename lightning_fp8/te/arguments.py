@@ -1,0 +1,227 @@
+"""Transformer Engine's arguments as data: what each may be here, and what to do instead of the others.
+
+A name means the same in all of its modules. One table has the values that constructors take here, one the arguments
+that are taken at their default alone, with the way out, and one the arguments that Transformer Engine has removed.
+:func:`checked_arguments` checks a constructor by them. The defaults of supported arguments are in our signatures. A
+module checks sizes itself, and how its arguments go together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fp8.arguments import one_of, require_bool, require_number, require_positive
+from lightning_fp8.scaling import FLOAT32_MAX
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class ParallelArguments(TypedDict, total=False):
+    """Transformer Engine's arguments of tensor and sequence parallelism, and of what overlaps with it.
+
+    Others than these are taken at their defaults alone. See docs/distributed_te.md.
+
+    Attributes:
+        parallel_mode: of a linear layer: ``"column"`` cuts its output features over the ranks, ``"row"`` its input
+            features. None does not cut it.
+        set_parallel_mode: of LayerNormMLP, MultiheadAttention and TransformerLayer: the first linear layers are column,
+            the last one row.
+        tp_group: the ranks, a process group; ``set_tensor_parallel_group`` takes it later.
+        tp_size: their number, where ``tp_group`` is not given yet.
+        sequence_parallel: outside of column and row layers the first dimension of tensors is cut, too.
+        return_layernorm_output_gathered: the norm's output is given whole.
+        get_rng_state_tracker: gives the tracker whose state is forked, under ``rng_tracker_name``, while weights are
+            initialized.
+        ub_name, name: labels without effect.
+    """
+
+    sequence_parallel: bool
+    tp_group: Any
+    tp_size: int
+    parallel_mode: str | None
+    set_parallel_mode: bool
+    get_rng_state_tracker: Callable[[], Any] | None
+    rng_tracker_name: str | None
+    return_layernorm_output_gathered: bool
+    ub_bulk_wgrad: bool
+    ub_bulk_dgrad: bool
+    ub_overlap_ag: bool
+    ub_overlap_rs: bool
+    ub_overlap_rs_dgrad: bool
+    ub_name: str | None
+    delay_wgrad_compute: bool
+    symmetric_ar_type: str | None
+    save_original_input: bool
+    name: str | None
+
+
+# --- Supported --------------------------------------------------------------------------------------------------------
+
+
+def _or_none(check: Callable[[str, Any], Any], name: str, value: Any) -> None:
+    if value is not None:
+        check(name, value)
+
+
+def _require_init_method(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}={value!r} must be a function that fills a tensor in place, or None")
+
+
+def _require_group(name: str, value: Any) -> None:
+    if not isinstance(value, dist.ProcessGroup):
+        raise TypeError(f"{name}={value!r} must be a process group of torch.distributed; of a mesh its get_group()")
+
+
+_FORMATS = partial(one_of, known=("sbhd", "bshd", "thd"))
+_EPSILON = partial(require_number, largest=FLOAT32_MAX)
+_PROBABILITY = partial(require_number, largest=1.0)
+_COUNT_OR_NONE = partial(_or_none, require_positive)
+
+_VALUES: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        (
+            *("bias", "return_bias", "fuse_wgrad_accumulation", "return_layernorm_output", "zero_centered_gamma"),
+            *("elementwise_affine", "checkpoint", "input_layernorm", "fuse_qkv_params", "qkv_weight_interleaved"),
+            *("rotary_pos_interleaved", "qk_norm_before_rope", "apply_residual_connection_post_layernorm"),
+            *("output_layernorm", "parallel_attention_mlp", "center_keys"),
+            *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered"),
+        ),
+        require_bool,
+    ),
+    **dict.fromkeys(("bottom_right_diagonal", "enc_dec_bottom_right_diagonal"), partial(_or_none, require_bool)),
+    **dict.fromkeys(("init_method", "output_layer_init_method"), _require_init_method),
+    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate"), _PROBABILITY),
+    **dict.fromkeys(("seq_length", "micro_batch_size", "layer_number"), _COUNT_OR_NONE),
+    **dict.fromkeys(("qkv_format", "attn_input_format"), _FORMATS),
+    "tp_size": require_positive,
+    "tp_group": partial(_or_none, _require_group),
+    "parallel_mode": partial(_or_none, partial(one_of, known=("column", "row"))),
+    "normalization": partial(one_of, known=("LayerNorm", "RMSNorm")),
+    "qk_norm_type": partial(_or_none, partial(one_of, known=("L2Normalization", "RMSNorm", "LayerNorm"))),
+    "attention_type": partial(one_of, known=("self", "cross")),
+    "layer_type": partial(one_of, known=("encoder", "decoder")),
+    "softmax_type": partial(one_of, known=("vanilla", "off-by-one", "learnable")),
+}
+
+# --- Not supported ----------------------------------------------------------------------------------------------------
+
+
+class _Unsupported(NamedTuple):
+    default: Any
+    instead: str
+
+
+_NO_OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
+
+_UNSUPPORTED = {
+    "symmetric_ar_type": _Unsupported(None, "sums are torch.distributed's all_reduce; leave it out"),
+    "ub_bulk_wgrad": _Unsupported(False, _NO_OVERLAP),
+    "ub_bulk_dgrad": _Unsupported(False, _NO_OVERLAP),
+    "ub_overlap_ag": _Unsupported(False, _NO_OVERLAP),
+    "ub_overlap_rs": _Unsupported(False, _NO_OVERLAP),
+    "ub_overlap_rs_dgrad": _Unsupported(False, _NO_OVERLAP),
+    "ub_tp_comm_overlap": _Unsupported(False, _NO_OVERLAP),
+    "delay_wgrad_compute": _Unsupported(False, "backward computes the weight's gradient at once; leave it out"),
+    "save_original_input": _Unsupported(False, "backward keeps the FP8 copy; leave it out"),
+    "activation_params": _Unsupported({}, "no activation takes any; leave it out"),
+    "return_max_logit": _Unsupported(False, "scores are not kept; compute them from a query and all keys yourself"),
+    "num_splits": _Unsupported(1, "leave it at 1"),
+}
+_UNSUPPORTED_IN_FORWARD = {
+    "fp8_output": _Unsupported(False, "the output is in high precision; the next layer casts it"),
+    "fp8_grad": _Unsupported(False, "the gradient of the input is in high precision; leave it out"),
+    "weight": _Unsupported(None, "Transformer Engine has removed it; a layer has its own weight"),
+    "bias": _Unsupported(None, "Transformer Engine has removed it; a layer has its own bias"),
+    "inference_params": _Unsupported(
+        None, "MultiheadAttention keeps keys; pass all of them here, attn_mask_type='causal_bottom_right'"
+    ),
+    "score_mod": _Unsupported(None, "use torch.nn.attention.flex_attention"),
+    "bf16_backward": _Unsupported(False, "run this attention in high precision: a recipe with fp8_dpa=False"),
+    "num_splits": _UNSUPPORTED["num_splits"],
+}
+_REMOVED = {
+    "skip_weight_param_allocation": "a layer has its own weight",
+    "attention_softmax_in_fp32": "softmax is computed in float32",
+    "apply_query_key_layer_scaling": "scores are scaled once, in float32",
+}
+_OF_ONE_MODULE: dict[tuple[str, str], Callable[[str, Any], Any] | None] = {
+    **{("TransformerLayer", name): None for name in ParallelArguments.__annotations__ if name.startswith("ub_")},
+}
+"""Where a name means something else. A TransformerLayer's ``ub_...`` have no effect without ``ub_tp_comm_overlap``."""
+
+
+def _refuse(name: str, value: Any, unsupported: dict[str, _Unsupported]) -> None:
+    default, instead = unsupported[name]
+    if value is None or (type(value) is type(default) and value == default):
+        return
+    shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise NotImplementedError(f"{name}={shown} is not supported: {instead}")
+
+
+def refuse_in_forward(**asked: Any) -> None:
+    """Check arguments of a forward that are taken at their defaults alone.
+
+    Raises:
+        NotImplementedError: another value; the message says what to do instead.
+    """
+    for name, value in asked.items():
+        _refuse(name, value, _UNSUPPORTED_IN_FORWARD)
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check(module: str, name: str, value: Any) -> None:
+    if (module, name) in _OF_ONE_MODULE:
+        if (check := _OF_ONE_MODULE[module, name]) is not None:
+            check(name, value)
+    elif name in _UNSUPPORTED:
+        _refuse(name, value, _UNSUPPORTED)
+    elif name in _VALUES:
+        _VALUES[name](name, value)
+
+
+def checked_arguments(init: Init) -> Init:
+    """Have what an ``__init__`` is called with checked by the tables of this file before it runs.
+
+    Raises (the ``__init__``):
+        ValueError, TypeError: a value that does not fit, or an argument that Transformer Engine does not have, or has
+            removed.
+        NotImplementedError: an argument that is not supported, and not at its default.
+    """
+    module = init.__qualname__.partition(".")[0]
+    parameters = [*inspect.signature(init).parameters.values()][1:]
+    own = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in [*zip(positional, args), *kwargs.items()]:
+            if name in _REMOVED:
+                raise TypeError(f"{module}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
+            if name not in own and name not in ParallelArguments.__annotations__:
+                raise TypeError(f"{module} got an unexpected keyword argument {name!r}")
+            _check(module, name, value)
+        init(self, *args, **kwargs)
+
+    return cast(Init, checked)
+
+
+class PassesContextParallelGroup:
+    """The method of Transformer Engine's modules that gives the attention inside them a context-parallel group."""
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
+    ) -> None:
+        """Give the group to each attention inside, see :class:`lightning_fp8.DotProductAttention`; others ignore it."""
+        for child in self.modules():  # type: ignore[attr-defined]
+            if child is not self and hasattr(child, "set_context_parallel_group"):
+                child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)

@@ -1,0 +1,167 @@
+"""Loading a Transformer Engine checkpoint, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import require_bool, require_mapping, require_module
+from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.modules.fused.normed_layer import NormedLayer
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.names import gemm_name
+from lightning_fp8.scaled import LINEAR_ROLES
+from lightning_fp8.te.keys import has_te_state, is_state, prefix_of
+from lightning_fp8.te.remap import FP8Roles, LoadReport, Remapped, remap
+from lightning_fp8.te.tensor_parallel import whole_shapes
+from lightning_fp8.te.torch_file import CheckpointError
+
+
+def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadReport:
+    """Load parameters and FP8 state that Transformer Engine saved, whichever version, into ``model``.
+
+    Nothing of the file is executed. Either everything is loaded or, with one of the errors below, nothing; an error
+    of a module's own ``set_extra_state`` or hooks may come after other modules are loaded.
+
+    Args:
+        model: a model of ``lightning_fp8`` modules, or converted by ``convert_module``; other models get the
+            parameters alone.
+        state_dict: what a model of Transformer Engine modules gave; the whole of a Lightning checkpoint does as well.
+        strict: every parameter of one side must be on the other.
+
+    Returns:
+        What became of each FP8 state, and which parameters were on one side alone.
+
+    Raises:
+        CheckpointError: a damaged or foreign state, or keys, shapes or values that do not fit; the message names the
+            keys.
+        TypeError: ``model`` is no module, ``state_dict`` no mapping, or ``strict`` no bool.
+    """
+    require_module("load_te_state_dict", model)
+    require_mapping("load_te_state_dict", state_dict)
+    require_bool("strict", strict)
+    nested = state_dict.get("state_dict")
+    remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, fp8_roles_of(model))
+    report = check_fit(model, remapped, strict)
+    model.load_state_dict(remapped.state_dict, strict=strict)
+    if remapped.fp8_state is not None:
+        load_fp8_state_dict(model, remapped.fp8_state)
+    return report
+
+
+def fp8_roles_of(model: nn.Module) -> FP8Roles:
+    """The modules of ``model`` that run in FP8, and their roles."""
+    return {name: module.roles for name, module in fp8_modules(model) if module.fp8}
+
+
+def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
+    """The modules of ``model`` that will run in FP8 once it is converted as ``plan`` says."""
+    linears = {layer.name: layer.fp8 for layer in plan.layers}
+    owners = {gemm_name(name, gemm): name for name, module in fp8_modules(model) for gemm in module.gemms}
+    planned = {owners.get(name, name) for name in linears}
+    return {owners.get(name, name): LINEAR_ROLES for name, fp8 in linears.items() if fp8} | {
+        name: roles for name, roles in fp8_roles_of(model).items() if name not in planned
+    }
+
+
+def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
+    """Raise before torch loads a part: ``nn.Module.load_state_dict`` copies what fits and complains afterwards.
+
+    Returns:
+        The report, with the keys that are on one side alone.
+
+    Raises:
+        CheckpointError: missing or unexpected keys (``strict``), other shapes, or what torch cannot copy.
+    """
+    model_params = model.state_dict()
+    file_params = remapped.state_dict
+    missing = sorted(model_params.keys() - file_params.keys())
+    unexpected = sorted({*file_params.keys() - model_params.keys(), *remapped.beside})
+    wholes = whole_shapes(model)  # of which layers take their pieces
+    problems = [
+        f"{key} {problem}"
+        for key, value in model_params.items()
+        if key in file_params
+        and isinstance(value, Tensor)
+        and not is_state(key)  # a module's own business
+        and (problem := _misfit(file_params[key], value, wholes.get(key)))
+    ]
+    if strict:
+        problems += [f"the file lacks {key}" for key in missing]
+        problems += [
+            f"{key} lies beside the part of the file that is the model's" if key in remapped.beside
+            else f"the model lacks {key}"
+            for key in unexpected
+        ]  # fmt: skip
+    if problems:
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        advice = "; strict=False loads what fits" if strict and (missing or unexpected) else ""
+        raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:20])}{more}{advice}")
+    note = _note_of_norms(model, file_params)
+    return replace(remapped.report, missing_keys=tuple(missing), unexpected_keys=tuple(unexpected), note=note)
+
+
+def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:
+    """Why torch cannot copy the file's value into the model's, or ``""``."""
+    if not isinstance(given, Tensor):
+        return f"is a {type(given).__name__} in the file and a tensor in the model"
+    for what, x, y in (
+        ("on meta, without values,", given.is_meta and not own.is_meta, False),
+        ("quantized", given.is_quantized, own.is_quantized),
+        ("nested", given.is_nested, own.is_nested),
+    ):
+        if x != y:
+            return f"is {what} in the file and {'' if y else 'not '}in the model"
+    if given.layout != own.layout:
+        return f"has layout {given.layout} in the file and {own.layout} in the model"
+    if given.shape != own.shape and given.shape != whole:
+        return f"has shape {tuple(given.shape)} in the file and {tuple(own.shape)} in the model"
+    if (own.is_floating_point() and not given.is_floating_point()) or (given.is_complex() and not own.is_complex()):
+        return f"is {given.dtype} in the file and {own.dtype} in the model"
+    return ""
+
+
+def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
+    """What to say of weights that look like gamma - 1 in norms that take gamma: a file does not say which it holds."""
+    suspects = []
+    for name, module in model.named_modules():
+        if isinstance(module, NormedLayer):
+            leaf, zero_centered = "layer_norm_weight", module.norm.zero_centered
+        else:
+            is_norm = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+            leaf, zero_centered = "weight", getattr(module, "zero_centered_gamma", False) or not is_norm
+        gamma = file_params.get(f"{prefix_of(name)}{leaf}")
+        if not zero_centered and isinstance(gamma, Tensor) and gamma.numel() and float(gamma.float().mean()) < 0.5:
+            suspects.append(f"{prefix_of(name)}{leaf}")
+    if not suspects:
+        return ""
+    more = f" and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+    return (
+        f"nearer to 0 than to 1 on average: {', '.join(suspects[:5])}{more}; if they were saved with "
+        "zero_centered_gamma=True, build the norms with it, too, or add 1"
+    )
+
+
+def load_hook(
+    fp8_roles: Callable[[], FP8Roles], receive: Callable[[dict[str, Any] | None, LoadReport], None]
+) -> Callable[..., None]:
+    """A load-state pre-hook of a whole model, which takes Transformer Engine's states out of what is being loaded.
+
+    Args:
+        fp8_roles: gives the modules that run, or will run, in FP8.
+        receive: called with the FP8 state, or None, and the report.
+    """
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:
+        if prefix or not has_te_state(state_dict):
+            return
+        remapped = remap(state_dict, module, fp8_roles())
+        report = check_fit(module, remapped, strict)
+        state_dict.clear()
+        state_dict.update(remapped.state_dict)
+        receive(remapped.fp8_state, report)
+
+    return hook

@@ -1,0 +1,512 @@
+"""Run by two processes: training under FSDP2 that gathers weights in FP8, beside one that gathers them in BF16.
+
+``python -m tests.distributed.scripts.fsdp FOLDER PART``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fp8 import (
+    DelayedScaling,
+    FP8FabricPrecision,
+    LayerNormLinear,
+    LayerNormMLP,
+    TransformerLayer,
+    convert_module,
+    fp8_autocast,
+    fp8_state_dict,
+    make_recipe,
+)
+from lightning_fp8.convert import conversion
+from lightning_fp8.parallel import fsdp
+from tests.distributed.launch import leave
+from tests.small import fp8_trainer
+
+RECIPES = "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 256, hidden: int = 512) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives and the bytes that each gather sends, as torch.distributed starts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            sent = tree_leaves(args[1 if "gather" in name else 0])
+            self.calls[name] += 1
+            self.sent[name] += sum(each.numel() * each.itemsize for each in sent)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def gathers_in_bf16(chosen: bool) -> Iterator[None]:
+    """Inside, models are converted as if nothing gathered in FP8."""
+    real = conversion._gather_in_fp8
+    if chosen:
+        conversion._gather_in_fp8 = lambda model: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        conversion._gather_in_fp8 = real
+
+
+def sharded(make: Callable[[], nn.Module], in_bf16: bool = False, **options: Any) -> nn.Module:
+    """A model of blocks, each of which is sharded, and itself, converted then as Lightning does."""
+    torch.manual_seed(0)
+    model = make().to(options.pop("dtype", torch.bfloat16))
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    with gathers_in_bf16(in_bf16):
+        convert_module(model, first_last_layers_bf16=False)
+    return model
+
+
+def blocks(**sizes: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[Block(**sizes) for _ in range(2)])
+
+
+def train(model: nn.Module, recipe: str, steps: int = 4, micro_batches: int = 2) -> dict[str, Any]:
+    """Losses, weights, scales, and what a step sends behind the first two."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        with Collectives() as collectives:
+            for micro_batch in range(micro_batches):
+                x = torch.randn(16, 256, generator=generator).bfloat16()
+                model.set_requires_gradient_sync(micro_batch == micro_batches - 1)
+                with fp8_autocast(fp8_recipe=recipe):
+                    y = model(x)
+                loss = F.mse_loss(y.float(), x.float().roll(1, 1))
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    state = fp8_state_dict(model)
+    return {
+        "losses": losses,
+        "weights": {name: value.full_tensor() for name, value in model.state_dict().items()},
+        "scales": state["scale"].tolist() if "scale" in state else [],
+        "calls": dict(collectives.calls),
+        "sent": dict(collectives.sent),
+    }
+
+
+def compared(recipe: str, make: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
+    """FP8 gather beside BF16 gather."""
+    bf16, fp8 = (train(sharded(make, in_bf16, **options), recipe) for in_bf16 in (True, False))
+    return {
+        "losses": fp8["losses"] == bf16["losses"],
+        "falls": fp8["losses"][-1] < fp8["losses"][0],
+        "weights": all(torch.equal(weight, bf16["weights"][name]) for name, weight in fp8["weights"].items()),
+        "scales": fp8["scales"] == bf16["scales"],
+        "bytes": fp8["sent"].get("_allgather_base_", 0) / max(1, bf16["sent"].get("_allgather_base_", 0)),
+        "more_calls": {
+            name: count - bf16["calls"].get(name, 0)
+            for name, count in fp8["calls"].items()
+            if count != bf16["calls"].get(name, 0)
+        },
+    }
+
+
+def part_recipes() -> dict[str, Any]:
+    return {recipe: compared(recipe, blocks()) for recipe in RECIPES}
+
+
+def part_options() -> dict[str, Any]:
+    """Other shards, other policies of FSDP2, and other layers."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    hybrid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    uneven = blocks(hidden=255)
+    cases: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+        "uneven delayed": ("delayed", uneven, {}),
+        "uneven rowwise": ("rowwise", uneven, {}),
+        "no rows on a rank": ("tensorwise", lambda: nn.Sequential(nn.Linear(256, 1), nn.Linear(1, 256)), {}),
+        "kept tensorwise": ("tensorwise", blocks(), {"reshard_after_forward": False}),
+        "kept rowwise": ("rowwise", blocks(), {"reshard_after_forward": False}),
+        "float32 shards": ("rowwise", blocks(), {"mp_policy": mixed, "dtype": torch.float32}),
+        "float32 shards delayed": ("delayed", blocks(), {"mp_policy": mixed, "dtype": torch.float32}),
+        "offload": ("mxfp8", blocks(), {"offload_policy": offload}),
+        "hybrid": ("tensorwise", blocks(), {"mesh": hybrid}),
+        "columns": ("delayed", blocks(), {"shard_placement_fn": lambda each: Shard(each.dim() - 1)}),
+        "own scales": ("own", blocks(), {}),
+        "one rank": ("delayed", blocks(), {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}),
+        **{f"fused {recipe}": (recipe, fused, {}) for recipe in ("delayed", "mxfp8")},
+        "conv1d": ("delayed", conv1d, {}),
+    }
+    report = {}
+    for name, (recipe, make, options) in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given: Any = DelayedScaling(reduce_amax=False) if recipe == "own" else recipe
+            report[name] = compared(given, make, **options)
+        said = [str(each.message) for each in caught if "FSDP2" in str(each.message)]
+        report[name]["said"] = said
+    return report
+
+
+def fused() -> nn.Module:
+    """Blocks of all fused modules, of which the attention's has its matrix in three parameters."""
+    layer = lambda: TransformerLayer(256, 512, 4, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd")  # noqa: E731
+    return nn.Sequential(
+        *[nn.Sequential(_Batched(layer()), LayerNormMLP(256, 512), LayerNormLinear(256, 256)) for _ in range(2)]
+    )
+
+
+class _Batched(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[None])[0]  # type: ignore[no-any-return]
+
+
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Sequential(nn.Sequential(Conv1D(256, 256)), nn.Sequential(nn.Linear(256, 256)))
+
+
+def switching(in_bf16: bool, kept: bool, wraps: bool) -> list[Any]:
+    """Losses of one model in regions of several kinds."""
+    model = sharded(blocks(), in_bf16, **({"reshard_after_forward": False} if kept else {}))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+    generator = torch.Generator().manual_seed(3)
+    results: list[Any] = []
+
+    def forward(recipe: str | None, x: Tensor, recomputes: bool = False) -> Tensor:
+        with fp8_autocast(fp8_recipe=recipe) if recipe else fp8_autocast(enabled=False):
+            if not recomputes:
+                return model(x)  # type: ignore[no-any-return]
+            if wraps:  # the sharded module is inside of what is recomputed
+                for block in model:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return x
+            return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    state: dict[str, Any] = {}
+    for recipe, how in (
+        ("tensorwise", "train"), (None, "train"), ("mxfp8", "train"), ("mxfp8", "evaluate"), (None, "evaluate"),
+        ("mxfp8", "recompute"), ("mxfp8", "recompute"), ("rowwise", "recompute"), ("delayed", "recompute"),
+        ("delayed", "train"), ("delayed", "save"), ("rowwise", "evaluate between"), ("delayed", "both"),
+        ("mxfp8", "both"), ("blockwise", "load"), ("tensorwise", "to"), ("tensorwise", "in place"),
+        ("rowwise", "two recipes"), ("rowwise", "accumulate"), ("delayed", "train"),
+    ):  # fmt: skip
+        x = torch.randn(16, 256, generator=generator).bfloat16().requires_grad_()
+        if how == "save":
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            continue
+        if how == "load":
+            model.load_state_dict(state)
+        if how == "to":
+            model.to(torch.float32).to(torch.bfloat16)
+        if how == "in place":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+        if how == "evaluate":
+            with torch.no_grad():
+                results.append(forward(recipe, x).float().sum().item())
+            continue
+        y = forward(recipe, x, how == "recompute").float()
+        if how == "evaluate between":
+            with torch.no_grad():
+                results.append(forward(None, x).float().sum().item())
+        if how == "both":
+            y = y + forward(None, x).float()
+        if how == "two recipes":
+            y = y + forward("tensorwise", x).float()
+        loss = F.mse_loss(y, x.float().roll(1, 1))
+        if how == "accumulate":
+            model.set_requires_gradient_sync(False)
+            loss.backward()
+            model.set_requires_gradient_sync(True)
+            loss = F.mse_loss(forward(None, x).float(), x.float())
+        loss.backward()
+        results += [loss.item(), x.grad.float().sum().item()]  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, *(value.full_tensor().float().sum().item() for value in model.state_dict().values())]
+
+
+def part_switching() -> dict[str, Any]:
+    report = {}
+    for kept in (False, True):
+        for wraps in (False, True):
+            bf16, fp8 = (switching(in_bf16, kept, wraps) for in_bf16 in (True, False))
+            report[f"kept={kept} wraps={wraps}"] = [
+                index for index, pair in enumerate(zip(bf16, fp8)) if len(set(pair)) > 1
+            ]
+    return report
+
+
+class WithinRegion(nn.Module):
+    """A block that runs a layer outside of FP8, one by another recipe, and reads a weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.other, self.read = (nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with fp8_autocast(enabled=False):
+            x = self.router(x)
+        with fp8_autocast(fp8_recipe="rowwise"):
+            x = self.other(x)
+        return self.read(x) + F.linear(x, self.read.weight)
+
+
+def part_within() -> dict[str, Any]:
+    make = lambda: nn.Sequential(WithinRegion(), WithinRegion())  # noqa: E731
+    return {recipe: compared(recipe, make) for recipe in ("tensorwise", "mxfp8", "delayed")}
+
+
+def part_unlike() -> dict[str, Any]:
+    model = sharded(blocks())
+    recipe = "delayed" if dist.get_rank() == 0 else "mxfp8"
+    try:
+        with fp8_autocast(fp8_recipe=recipe):
+            model(torch.randn(32, 256).bfloat16())
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def part_lonely() -> dict[str, Any]:
+    """One rank ends between two forwards; what the other one finds."""
+    model = sharded(blocks())
+    x = torch.randn(16, 256).bfloat16()
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        model(x)
+    report: dict[str, Any] = {"error": None}
+    if dist.get_rank() == 0:
+        try:
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                model(x)
+        except RuntimeError as error:
+            report = {"error": str(error)}
+    (Path(sys.argv[1]) / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    os._exit(0)
+
+
+def fabric_run(recipe: str, in_bf16: bool) -> dict[str, Any]:
+    """Fabric converts a model before it is sharded."""
+
+    def shard(model: nn.Module, mesh: Any) -> nn.Module:
+        for block in model:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False)
+    strategy = FabricStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
+    fabric.launch()
+    torch.manual_seed(0)
+    with gathers_in_bf16(in_bf16):
+        model = fabric.setup_module(nn.Sequential(*[Block() for _ in range(2)], Block(hidden=258)))
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), 1e-3))
+        generator = torch.Generator().manual_seed(7 + fabric.global_rank)
+        losses = []
+        for _ in range(3):
+            with Collectives() as collectives:
+                x = torch.randn(32, 256, generator=generator)
+                loss = F.mse_loss(model(x).float(), x.roll(1, 1))
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    reasons = {layer.name: layer.reason for layer in plugin.summary.layers}
+    return {"losses": losses, "sent": collectives.sent["_allgather_base_"], "reasons": reasons}
+
+
+def part_fabric() -> dict[str, Any]:
+    bf16, fp8 = (fabric_run("blockwise", in_bf16) for in_bf16 in (True, False))
+    return {
+        "losses": bf16["losses"] == fp8["losses"],
+        "bytes": fp8["sent"] / bf16["sent"],
+        "reasons": fp8["reasons"],
+    }
+
+
+class Sharded(L.LightningModule):
+    """Trained by the Trainer, which converts a model after it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[Block(64, 128) for _ in range(3)])
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        for block in self.net:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]).float(), batch[0].float().roll(1, 1))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def trainer_run(
+    recipe: str, in_bf16: bool, epochs: int, file: Path | None, save: Path | None, in_shards: bool
+) -> dict[str, Any]:
+    L.seed_everything(1)
+    strategy = ModelParallelStrategy(
+        data_parallel_size=dist.get_world_size() if dist.is_initialized() else 2,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=in_shards,
+    )
+    trainer = fp8_trainer(
+        recipe, fp8={"first_last_layers_bf16": False}, strategy=strategy, devices=2, max_epochs=epochs,
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    model = Sharded()
+    data = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    with gathers_in_bf16(in_bf16), Collectives() as collectives:
+        trainer.fit(model, DataLoader(TensorDataset(data), 8), ckpt_path=file)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return {"losses": model.losses, "weights": weights, "sent": collectives.sent["_allgather_base_"]}
+
+
+def part_trainer() -> dict[str, Any]:
+    report = {}
+    for recipe, in_shards in (("tensorwise", True), ("mxfp8", False), ("delayed", True)):
+        file = Path(sys.argv[1]) / f"{recipe}.ckpt"
+        bf16 = trainer_run(recipe, True, 2, None, None, in_shards)
+        straight = trainer_run(recipe, False, 2, None, None, in_shards)
+        half = trainer_run(recipe, False, 1, None, file, in_shards)
+        resumed = trainer_run(recipe, False, 2, file, None, in_shards)
+        report[recipe] = {
+            "losses": straight["losses"] == bf16["losses"],
+            "resumed": half["losses"] + resumed["losses"] == straight["losses"],
+            "weights": all(
+                torch.equal(weight, other["weights"][name])
+                for other in (bf16, resumed)
+                for name, weight in straight["weights"].items()
+            ),
+            "bytes": straight["sent"] / bf16["sent"],
+        }
+    return report
+
+
+def llama_run(recipe: str, in_bf16: bool) -> dict[str, Any]:
+    """Two layers of Hugging Face's Llama, whose norms and MLPs cast for the layers behind them, with FP8 attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).bfloat16()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with gathers_in_bf16(in_bf16):
+        convert_module(model, first_last_layers_bf16=False, fuse=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    given = replace(make_recipe(recipe), fp8_dpa=True)
+    for _ in range(3):
+        with Collectives() as collectives:
+            with fp8_autocast(fp8_recipe=given):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return {"losses": losses, "weights": weights, "sent": collectives.sent["_allgather_base_"]}
+
+
+def part_llama() -> dict[str, Any]:
+    report = {}
+    for recipe in ("delayed", "mxfp8"):
+        bf16, fp8 = (llama_run(recipe, in_bf16) for in_bf16 in (True, False))
+        weights = all(torch.equal(weight, bf16["weights"][name]) for name, weight in fp8["weights"].items())
+        report[recipe] = {
+            "losses": fp8["losses"] == bf16["losses"],
+            "weights": weights,
+            "bytes": fp8["sent"] / bf16["sent"],
+        }
+    return report
+
+
+def part_other_torch() -> dict[str, Any]:
+    """As with a torch whose FSDP2 has other names."""
+    fsdp._missing.append("renamed")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = compared("tensorwise", blocks())
+        compared("tensorwise", blocks())
+    return {**report, "said": [str(each.message) for each in caught if "FSDP2" in str(each.message)]}
+
+
+def part_compiled() -> dict[str, Any]:
+    def make() -> nn.Module:
+        model = blocks()()
+        for block in model:
+            block.compile(backend="aot_eager")
+        return model
+
+    report = {}
+    for recipe in ("delayed", "tensorwise", "mxfp8"):
+        torch._dynamo.reset()
+        report[recipe] = compared(recipe, make)
+    return report
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    if sys.argv[2] not in ("fabric", "trainer"):
+        dist.init_process_group("gloo")
+    report = globals()[f"part_{sys.argv[2]}"]()
+    (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    leave()

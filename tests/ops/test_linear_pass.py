@@ -1,0 +1,165 @@
+"""A linear layer's pass in one call computes what its ops compute one by one, or leaves it to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8.functions import linear
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.gemm import scaled_mm_op
+from lightning_fp8.recipes import RECIPES
+from tests.cuda_kernels.emulated import Emulator, executing
+from tests.emulator.samples import needs_gcc
+from tests.tiers import every_pair, thorough
+
+Results = list[Tensor]
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    with patch.multiple(linear, linear_forward=lambda *args: None, linear_backward=lambda *args: None):
+        yield
+
+
+@contextmanager
+def on_kernels(run: bool = True) -> Iterator[None]:
+    """CPU tensors are a card's: their ops are planned, and run emulated kernels, or find none."""
+    with ExitStack() as stack:
+        for op in (quantize_op, scaled_mm_op):
+            stack.enter_context(patch.dict(op.implementations, cpu=op.implementations["cuda"]))
+            stack.enter_context(patch.dict(op.plans, cpu=op.plans["cuda"]))
+        stack.enter_context(patch("lightning_fp8.ops.cast.gives_a_view", lambda *operand: False))
+        stack.callback(plans.clear_plan_cache)
+        plans.clear_plan_cache()
+        if run:
+            stack.enter_context(executing(Emulator()))
+        yield
+
+
+def two_steps(layer: Linear, x: Tensor, dy: Tensor, recipe: str) -> Results:
+    """Outputs, gradients, scales and amaxes of two steps, after the first of which delayed scaling has scales."""
+    layer, x = copy.deepcopy(layer), x.detach().requires_grad_()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.01)
+    results = []
+    for _ in range(2):
+        with fp8_autocast(fp8_recipe=recipe):
+            y = layer(x)
+        y.backward(dy)
+        results += [y.detach(), *(tensor.grad.clone() for tensor in (x, *layer.parameters()))]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer.history is not None
+    return [*results, layer.history.scale, layer.history.amax_history]
+
+
+def case(rows: int, dtype: torch.dtype, bias: bool, strided: bool = False) -> tuple[Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layer = Linear(48, 32, bias=bias).to(dtype)
+    x = torch.randn(48, rows, dtype=dtype).t() if strided else torch.randn(rows, 48, dtype=dtype)
+    return layer, x, torch.randn(rows, 32, dtype=dtype)
+
+
+def assert_equal_both_ways(recipe: str, arguments: tuple[Linear, Tensor, Tensor], calls: int | None = 4) -> None:
+    made: list[Any] = []
+    with ExitStack() as stack:
+        for name in ("linear_forward", "linear_backward"):
+            stack.enter_context(patch.object(linear, name, _noting(getattr(linear, name), made)))
+        at_once = two_steps(*arguments, recipe)
+    if calls is not None:
+        assert sum(each is not None for each in made) == calls
+    with one_by_one():
+        expected = two_steps(*arguments, recipe)
+    for ours, right in zip(at_once, expected, strict=True):
+        assert torch.equal(ours, right)
+
+
+def _noting(function: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        made.append(function(*args))
+        return made[-1]
+
+    return noted
+
+
+@every_pair
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_specification(recipe: str, rows: int, dtype: torch.dtype, bias: bool) -> None:
+    assert_equal_both_ways(recipe, case(rows, dtype, bias))
+
+
+@needs_gcc
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=thorough)])
+def test_kernels(recipe: str, strided: bool) -> None:
+    with on_kernels():
+        assert_equal_both_ways(recipe, case(40, torch.bfloat16, True, strided))
+
+
+@pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_card_without_kernels(recipe: str) -> None:
+    with on_kernels(run=False):
+        assert_equal_both_ways(recipe, case(40, torch.bfloat16, True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_are_left_to_the_ops(recipe: str) -> None:
+    assert_equal_both_ways(recipe, case(0, torch.bfloat16, True), calls=0)
+
+
+@pytest.mark.parametrize(
+    ("bias", "error"),
+    [
+        (torch.zeros(31), r"bias has shape \[31\]"),
+        (torch.zeros(32, dtype=torch.float64), "bias is torch.float64"),
+        (torch.zeros(32, device="meta"), "bias is on meta"),
+    ],
+    ids=["shape", "dtype", "device"],
+)
+def test_a_bias_that_an_op_refuses_is_left_to_it(bias: Tensor, error: str) -> None:
+    layer = Linear(48, 32)
+    layer.bias = nn.Parameter(bias)
+    with fp8_autocast(), pytest.raises((TypeError, ValueError), match=error):
+        layer(torch.randn(8, 48))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda t: t.to("meta") if not t.dim() else t, "scale_inv of b is on meta"),
+        (lambda t: t.view(torch.int32) if not t.dim() else t, "scale_inv of b is torch.int32"),
+        (lambda t: t.reshape(1) if not t.dim() else t, r"scale_inv of b has shape \[1\]"),
+        (lambda t: t.to("meta") if t.shape == (32, 48) else t, "is on meta"),
+        (lambda t: t[:, :4] if t.dtype == torch.float8_e4m3fn else t, "contractions differ"),
+    ],
+)
+def test_kept_tensors_that_hooks_have_changed_are_left_to_the_ops(
+    change: Callable[[Tensor], Tensor], error: str
+) -> None:
+    layer, x = Linear(48, 32), torch.randn(8, 48, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, change), fp8_autocast(fp8_recipe="tensorwise"):
+        y = layer(x)
+    with pytest.raises((TypeError, ValueError), match=error):
+        y.sum().backward()
+
+
+def test_a_profiler_sees_the_ops() -> None:
+    layer, x = Linear(48, 32), torch.randn(8, 48, requires_grad=True)
+    with torch.profiler.profile() as profile, fp8_autocast():
+        layer(x).sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert "lightning_fp8::quantize" in names
+    assert "lightning_fp8::scaled_mm" in names

@@ -1,0 +1,220 @@
+"""How the default run is chosen, and what it covers of the tests that this run has collected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_kernels.kernel import Kernel
+from lightning_fp8.recipes import RECIPES
+from tests import tiers
+from tests.cuda_kernels.cases.all_cases import kernels_of_case
+from tests.cuda_kernels.emulated import builders
+
+ROOT = Path(__file__).parents[1]
+PRODUCTS_OF = ("attention", "modules", "ops", "recipes", "transformer")
+AXES = {"recipe", "layout", "dtype", "float8", "qkv_format", "activation", "make", "kind", "module"}
+"""Rooms in which the default run meets every value of these parameters, in one test or another."""
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> tiers.Collected:
+    return request.config.stash[tiers.COLLECTED]
+
+
+def room(item: pytest.Item) -> str:
+    return item.nodeid.split("/")[1]
+
+
+def values(items: Iterable[pytest.Item]) -> set[tuple[str, str]]:
+    """Of all parameters, by their text; of what has its address there, without it."""
+    calls = (item.callspec.params.items() for item in items if hasattr(item, "callspec"))
+    return {(name, repr(value).partition(" at 0x")[0]) for params in calls for name, value in params}
+
+
+# --- The choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "costs", "chosen"),
+    [
+        ([{1}, {2}, {1, 2}], None, [2]),
+        ([{1}, {1}, {2}], None, [0, 2]),
+        ([{1, 2}, {2, 3}, {3, 4}, {4, 5}], None, [0, 2, 3]),
+        ([{1}, {2}, {1, 2}], [1, 1, 3], [0, 1]),
+        ([set(), set()], None, []),
+    ],
+)
+def test_few_rows_hold_all(rows: list[set[int]], costs: list[float] | None, chosen: list[int]) -> None:
+    assert tiers.cover(rows, costs) == chosen
+
+
+EXAMPLE = """
+import pytest
+from tests.tiers import covering, every_pair, every_value, thorough
+
+AXES = [pytest.mark.parametrize(name, values) for name, values in (("a", [1, 2, 3]), ("b", "xy"), ("c", [False, True]))]
+
+@every_value
+@AXES[0]
+@AXES[1]
+@AXES[2]
+def test_values(a, b, c): pass
+
+@every_pair
+@AXES[0]
+@AXES[1]
+@AXES[2]
+def test_pairs(a, b, c): pass
+
+@pytest.mark.parametrize("case", covering(["ax", "ay", "bx"], set))
+def test_cases(case): pass
+
+@pytest.mark.parametrize(("name", "number"), covering([("a", 1), ("a", 2), ("b", 1)], lambda row: row[0]))
+def test_tuples(name, number): pass
+
+@thorough
+def test_thorough(): pass
+
+def test_slow():
+    import time
+    end = time.process_time() + 0.3
+    while time.process_time() < end: pass
+"""
+OTHER = """
+import pytest
+from tests.tiers import every_value, thorough
+
+@every_value
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2])
+def test_other(a, b): pass
+
+@thorough
+def test_more(): pass
+"""
+PLUGIN = """
+from tests import tiers
+tiers.SECONDS_OF_A_TEST = 0.2
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the tests of EXAMPLE, with other limits."""
+    (tmp_path / "test_example.py").write_text(EXAMPLE)
+    (tmp_path / "limits.py").write_text(PLUGIN)
+    path = f"{tmp_path}:{ROOT}"
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        plugins = ("-p", "limits", "-p", "tests.conftest", "-p", "no:cacheprovider")
+        command = [sys.executable, "-m", "pytest", "-v", "-c", "/dev/null", *plugins, "--rootdir", ".", *options]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_the_default_run(run: Callable[..., Any]) -> None:
+    done = run("--budget")
+    passed = [line.split()[0].partition("::")[2] for line in done.stdout.splitlines() if " PASSED" in line]
+    of = {name: [each for each in passed if each.startswith(name)] for name in ("test_values", "test_pairs")}
+    assert {word for each in of["test_values"] for word in each[12:-1].split("-")} == {*"123xy", "False", "True"}
+    assert len(of["test_values"]) == 3
+    assert 6 <= len(of["test_pairs"]) <= 8
+    assert passed[len(of["test_values"]) + len(of["test_pairs"]) :] == [
+        "test_cases[ay]", "test_cases[bx]", "test_tuples[a-1]", "test_tuples[b-1]", "test_slow",
+    ]  # fmt: skip
+    assert f"{12 + 12 + 3 + 3 + 2 - len(passed)} tests are left to pytest --thorough" in done.stdout
+    assert "s; 0.2 s allowed: test_example.py::test_slow" in done.stdout
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+@tiers.thorough
+def test_the_thorough_run_and_what_is_named(run: Callable[..., Any]) -> None:
+    done = run("--thorough")
+    assert done.returncode == pytest.ExitCode.OK, "only --budget fails a slow run"
+    assert "32 passed" in done.stdout
+    assert "left to" not in done.stdout
+
+
+@tiers.thorough
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        (("test_example.py::test_thorough",), 1),
+        pytest.param(
+            ("./test_example.py::test_values[False-x-1]", "test_example.py::test_cases"), 4, marks=tiers.thorough
+        ),
+        # of the other file 2 of 5, as by default
+        (("test_example.py::test_thorough", "test_other.py"), 3),
+        (("-m", "thorough"), 4),
+        (("-m", "not thorough", "test_other.py"), 2),
+    ],
+)
+def test_what_is_asked_for(options: tuple[str, ...], passed: int, run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text(OTHER)
+    assert f"{passed} passed" in run(*options).stdout
+
+
+# --- What it covers ---------------------------------------------------------------------------------------------------
+
+
+def test_every_value_of_every_parameter_is_met(found: tiers.Collected) -> None:
+    """Where rows of a product are left out: every value, or every pair of values."""
+    kept = tiers.by_function(found.default)
+    for name, rows in found.functions().items():
+        rows = [row for row in rows if not row.get_closest_marker("thorough")]
+        if rows and rows[0].get_closest_marker("every_value"):
+            assert values(rows) == values(kept[name]), name
+        if rows and rows[0].get_closest_marker("every_pair"):
+            assert {pair for row in rows for pair in tiers.pairs(row)} == {
+                pair for row in kept[name] for pair in tiers.pairs(row)
+            }, name
+
+
+def test_every_file_has_tests_in_the_default_run(found: tiers.Collected) -> None:
+    """So each module, callback, command and strategy has."""
+    assert {item.path for item in found.tests} == {item.path for item in found.default}
+
+
+@pytest.mark.parametrize("of", PRODUCTS_OF)
+def test_a_rooms_parameters_have_every_value(of: str, found: tiers.Collected) -> None:
+    missing = values(item for item in found.tests if room(item) == of)
+    missing -= values(item for item in found.default if room(item) == of)
+    assert not {(name, value) for name, value in missing if name in AXES}
+
+
+def test_every_recipe_trains_every_module(found: tiers.Collected) -> None:
+    of_modules = [item for item in found.default if room(item) == "modules"]
+    if of_modules:
+        assert {("recipe", repr(name)) for name in RECIPES} <= values(of_modules)
+
+
+def test_every_kernel_is_compiled_and_run(found: tiers.Collected) -> None:
+    compiled = [
+        item.callspec.params
+        for item in found.default
+        if item.nodeid.startswith("tests/machine_code/test_comp") and hasattr(item, "callspec")
+    ]
+    launched = [item.callspec.params.get("case") for item in found.default if item.name.startswith("test_case[")]
+    if not compiled or not launched or len({room(item) for item in found.default}) < 15:
+        pytest.skip("the whole suite covers them")
+    gate = [params for params in compiled if "kernel" in params]
+    assert {params["arch"] for params in gate} == {"90a", "89", "100", "120"}
+    assert {"gemm", "mma_gemm"} <= {params["kernel"].function.__name__ for params in gate}
+    kernels = [kernel for case in launched for kernel in kernels_of_case(case)]
+    assert {kernel.function.__name__ for kernel in kernels} == builders()
+    assert {folder_of(params["kernel"]) for params in gate} == {folder_of(kernel) for kernel in kernels}
+
+
+def folder_of(kernel: Kernel) -> str:
+    """The package of a kernel's source."""
+    return kernel.function.__module__.rpartition(".")[0]
