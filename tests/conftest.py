@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, one cor
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import tiers
 from tests.distributed import launch
@@ -101,12 +103,24 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def _reproducible() -> None:
-    """No test knows what others drew, or were warned of."""
+def _reproducible() -> Iterator[None]:
+    """No test depends on what others drew, were warned of, or left of torch.distributed."""
     from lightning_fp8.attention.modules.arguments import forget_what_was_told
 
     torch.manual_seed(0)
     forget_what_was_told()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("This test leaves a process group behind; the fixture one_rank ends its own")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Optimizer
 
@@ -116,18 +114,10 @@ def test_an_optimizer_in_the_closure_of_another_one_updates_its_own_layers() -> 
     assert [history.updates for history in histories] == [1, 2]
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_sharded_layers_keep_their_optimizer_when_another_model_is_made(group: None) -> None:
+def test_sharded_layers_keep_their_optimizer_when_another_model_is_made(one_rank: DeviceMesh) -> None:
     model = converted(Block(), Block())
-    mesh = init_device_mesh("cpu", (1,))
     for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=one_rank)
     optimizer = SGD(model.parameters(), 1e-9)
     train(model, optimizer, 3)
     other = Linear(8, 8)  # has a history of its own

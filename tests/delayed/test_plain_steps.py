@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -282,16 +282,12 @@ def test_a_copy_that_is_only_evaluated_scales_from_itself() -> None:
     torch.testing.assert_close(history(twin).scale, largest / history(twin).amax_history.amax(0))
 
 
-def test_a_model_that_ran_in_a_group_copies_and_pickles(tmp_path: Path) -> None:
+def test_a_model_that_ran_in_a_group_copies_and_pickles(one_rank: DeviceMesh) -> None:
     model = nn.Sequential(Linear(16, 16))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with fp8_autocast(fp8_group=dist.new_group([0])):
-            model(torch.randn(4, 16))
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(twin[0].weight, model[0].weight)
-    finally:
-        dist.destroy_process_group()
+    with fp8_autocast(fp8_group=dist.new_group([0])):
+        model(torch.randn(4, 16))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin[0].weight, model[0].weight)
 
 
 @pytest.mark.parametrize("kind", ["eval mode", "evaluated between", "never stepped", "frozen"])

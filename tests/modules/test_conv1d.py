@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_fp8 import (
@@ -146,25 +144,20 @@ def test_copies_and_pickles() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_fully_sharded_it_trains_alike(leaves: bool, tmp_path: Path) -> None:
+def test_fully_sharded_it_trains_alike(leaves: bool, one_rank: DeviceMesh) -> None:
     """FSDP2 frees the gathered weight, whose view backward reads, after each forward."""
     model, x = conv1ds(32, 48, 32), torch.randn(6, 32)
     twin = copy.deepcopy(model)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in twin if leaves else ():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(twin, mesh=mesh)
-        for module in (model, twin):
-            converted(module)
-            with fp8_autocast(fp8_recipe="blockwise"):
-                module(x).square().mean().backward()
-        for layer, sharded in zip(model, twin):
-            assert isinstance(sharded, TransposedLinear)
-            assert torch.equal(layer.weight.grad, sharded.weight.grad.full_tensor())
-    finally:
-        dist.destroy_process_group()
+    for layer in twin if leaves else ():
+        fully_shard(layer, mesh=one_rank)
+    fully_shard(twin, mesh=one_rank)
+    for module in (model, twin):
+        converted(module)
+        with fp8_autocast(fp8_recipe="blockwise"):
+            module(x).square().mean().backward()
+    for layer, sharded in zip(model, twin):
+        assert isinstance(sharded, TransposedLinear)
+        assert torch.equal(layer.weight.grad, sharded.weight.grad.full_tensor())
 
 
 def test_errors_say_what_would_fit() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lightning_fp8.modules.weight_cache
@@ -113,15 +112,8 @@ class Root(nn.Module):
         return 1.0 * self.linear(x, is_first_microbatch=first)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_fully_sharded_weights(options: dict[str, bool], one_rank: Any, casts: list[int]) -> None:
+def test_fully_sharded_weights(options: dict[str, bool], one_rank: DeviceMesh, casts: list[int]) -> None:
     linear, x = Linear(16, 8), torch.randn(4, 16)
     model = fully_shard(Root(linear), mesh=one_rank)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -297,5 +298,8 @@ def test_ddp_of_tensor_parallel_pieces_is_refused() -> None:
     layer.cuts = {"weight": Cut(0)}
     with pytest.warns(UserWarning, match="holds the pieces of rank 0 alone"):
         FP8Precision().convert_module(model)
-    with pytest.raises(MisconfigurationException, match="DDP would give all ranks the pieces of rank 0"):
-        fp8_trainer(strategy="ddp", devices=1).fit(model, regression_data())
+    try:
+        with pytest.raises(MisconfigurationException, match="DDP would give all ranks the pieces of rank 0"):
+            fp8_trainer(strategy="ddp", devices=1).fit(model, regression_data())
+    finally:
+        dist.destroy_process_group()  # the Trainer leaves it until the process ends

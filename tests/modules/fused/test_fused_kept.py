@@ -7,9 +7,8 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -111,21 +110,17 @@ def test_a_block_compiles_as_it_runs(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_fully_sharded_modules(recompute: bool) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        block, x = randomized(Block()), input_of(20, 32)
-        block.mlp.checkpoint = recompute
-        sharded = copy.deepcopy(block)
-        for module in (sharded.qkv, sharded.mlp, sharded):
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        for _ in range(2):
-            found, seen = run(sharded, x), amaxes(sharded)
-            whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in found]
-            assert all_equal(whole, run(block, x))
-            assert seen == amaxes(block)
-    finally:
-        dist.destroy_process_group()
+def test_fully_sharded_modules(recompute: bool, one_rank: DeviceMesh) -> None:
+    block, x = randomized(Block()), input_of(20, 32)
+    block.mlp.checkpoint = recompute
+    sharded = copy.deepcopy(block)
+    for module in (sharded.qkv, sharded.mlp, sharded):
+        fully_shard(module, mesh=one_rank)
+    for _ in range(2):
+        found, seen = run(sharded, x), amaxes(sharded)
+        whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in found]
+        assert all_equal(whole, run(block, x))
+        assert seen == amaxes(block)
 
 
 @MODULES

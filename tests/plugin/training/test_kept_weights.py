@@ -7,10 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -141,16 +140,12 @@ def test_averages_put_in_place_for_validation_are_seen() -> None:
     assert torch.equal(*losses)
 
 
-def test_sharded_weights_are_kept_on_demand_only() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
-        for chosen, period in ((None, None), (True, 0), (False, None)):
-            kept = KeptWeights(chosen)
-            kept.micro_batch_begins(model, 4)
-            assert kept.period == period
-    finally:
-        dist.destroy_process_group()
+def test_sharded_weights_are_kept_on_demand_only(one_rank: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=one_rank)
+    for chosen, period in ((None, None), (True, 0), (False, None)):
+        kept = KeptWeights(chosen)
+        kept.micro_batch_begins(model, 4)
+        assert kept.period == period
 
 
 def test_a_wrong_choice_is_refused() -> None:
