@@ -153,9 +153,10 @@ class FP8FabricPrecision(FabricPrecision):
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history
         if layers := pieces_of(module):
             rank_zero_warn(
-                f"{layers}: a checkpoint of Lightning holds the pieces of rank 0 alone. Put the whole model into it, "
-                "in on_save_checkpoint: checkpoint['state_dict'] = gather_tensor_parallel(self), of "
-                "lightning_fp8.te.tensor_parallel"
+                f"{layers}: Lightning's checkpoints hold the pieces of rank 0 alone, of weights and of optimizer states, "
+                "and training cannot resume from them. Save gather_tensor_parallel(model), of "
+                "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or cut the model by "
+                "parallelize_module under ModelParallelStrategy"
             )
         history = apply_conversion(module, self.plan)
         self._models.add(module)
