@@ -153,8 +153,8 @@ class FP8FabricPrecision(FabricPrecision):
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history
         if layers := pieces_of(module):
             rank_zero_warn(
-                f"{layers}: Lightning's checkpoints hold the pieces of rank 0 alone, of weights and of optimizer states, "
-                "and training cannot resume from them. Save gather_tensor_parallel(model), of "
+                f"{layers}: Lightning's checkpoints hold the pieces of rank 0 alone, of weights and of optimizer "
+                "states, and training cannot resume from them. Save gather_tensor_parallel(model), of "
                 "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or cut the model by "
                 "parallelize_module under ModelParallelStrategy"
             )

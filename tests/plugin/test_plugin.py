@@ -296,7 +296,7 @@ def test_ddp_of_tensor_parallel_pieces_is_refused() -> None:
     model = Regression()
     layer = model.net[0] = lightning_fp8.Linear(16, 8)
     layer.cuts = {"weight": Cut(0)}
-    with pytest.warns(UserWarning, match="holds the pieces of rank 0 alone"):
+    with pytest.warns(UserWarning, match="hold the pieces of rank 0 alone"):
         FP8Precision().convert_module(model)
     try:
         with pytest.raises(MisconfigurationException, match="DDP would give all ranks the pieces of rank 0"):
