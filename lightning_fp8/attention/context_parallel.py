@@ -33,6 +33,7 @@ from lightning_fp8.attention.ops import (
     attention_forward_of_codes,
     rows_of_mean,
 )
+from lightning_fp8.parallel.agreement import require_same
 from lightning_fp8.parallel.collectives import all_gather, reduce_scatter
 
 COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -93,20 +94,15 @@ class ContextParallel:
         """Compare what ranks are called with, once: later calls would wait for each other where they differ.
 
         Raises:
-            ValueError: they differ; the message names both.
+            RuntimeError: on all ranks, if they differ; the message names both.
         """
         if self._agreed:
             return
-        everywhere: list[Any] = [None] * self.size
-        dist.all_gather_object(everywhere, here, self.require_group())
-        for rank, there in enumerate(everywhere):
-            if there != everywhere[0]:
-                name = next(name for name in here if there[name] != everywhere[0][name])
-                raise ValueError(
-                    f"ranks of cp_group call attention differently: {name} is {everywhere[0][name]} on its rank 0 and "
-                    f"{there[name]} on its rank {rank}; split each batch by get_batch_on_this_cp_rank, and run the "
-                    "same program on all ranks"
-                )
+        what = (
+            "ranks of cp_group must call attention alike (split each batch by get_batch_on_this_cp_rank, and run the "
+            "same program on all ranks)"
+        )
+        require_same(what, ", ".join(f"{name}={value}" for name, value in here.items()), self.require_group())
         self._agreed = True
 
     def positions(self, x: Tensor, rows: int) -> Tensor:

@@ -286,11 +286,21 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     history.add_module(model)  # an optimizer of adapters or embeddings alone updates frozen layers, too
-    if is_sharded(model):
-        _gather_in_fp8(model)
-    else:  # Fabric shards models after it has converted them
-        autocast.waiting.append(partial(_call_with, weakref.ref(model), _gather_in_fp8))
+    _on_ranks(model)
+    if not is_sharded(model):  # Fabric shards models after it has converted them
+        autocast.waiting.append(partial(_call_with, weakref.ref(model), _on_ranks))
     return history
+
+
+def _on_ranks(model: nn.Module) -> None:
+    """Compare over ranks a model that is cut or sharded, and let FSDP2 gather its weights in FP8."""
+    if "torch.distributed.tensor" in sys.modules:
+        from lightning_fp8.parallel.agreement import require_same_plans  # only now: it imports torch.distributed
+
+        layers = [(name, each) for name, each in model.named_modules() if isinstance(each, LinearLayer) and each.fp8]
+        in_fp8 = {clean_name(f"{name}.{own}" if name else own) for name, each in layers for own in each.weight_names}
+        require_same_plans(model, in_fp8)
+    _gather_in_fp8(model)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -12,7 +12,6 @@ Amaxes of delayed scaling need none: those of the shards are reduced with all ot
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import warnings
@@ -38,6 +37,7 @@ from lightning_fp8.modules.record import was_traced
 from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import absolute_max, tensor_amax
+from lightning_fp8.parallel.agreement import require_same
 from lightning_fp8.parallel.collectives import all_gather
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Layout, Role, ScaledTensor
@@ -164,7 +164,9 @@ class _Weights:
         if context.recipe in self.begun:
             return
         self.begun.append(context.recipe)
-        self._compare(context.recipe)
+        if (first := next((each for each in self.params if each.is_divided), None)) is not None:
+            what = "ranks that shard a model must run it by the same recipe of FP8"
+            require_same(what, repr(context.recipe), first.process_group)
         reasons: dict[str, int] = {}
         for each in self.params:
             if each.layer.fp8 and each.layer.history is not None and each.layer.history.plugin_recipe is None:
@@ -176,21 +178,6 @@ class _Weights:
                 f"recipe={context.recipe.name!r}: {'; '.join(counted)}",
                 stacklevel=2,
             )
-
-    def _compare(self, recipe: Recipe) -> None:
-        first = next((each for each in self.params if each.is_divided), None)
-        if first is None:
-            return
-        digest = int.from_bytes(hashlib.sha256(repr(recipe).encode()).digest()[:7], "big")
-        own = torch.tensor([digest], device=first.device)
-        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(first.process_group))]
-        dist.all_gather(everyones, own, group=first.process_group)
-        if any(each != everyones[0] for each in torch.cat(everyones).tolist()):
-            recipes: list[Any] = [None for _ in everyones]
-            dist.all_gather_object(recipes, repr(recipe), group=first.process_group)
-            ranks = dist.get_process_group_ranks(first.process_group)
-            said = "; ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, recipes))
-            raise RuntimeError(f"ranks that shard a model must run it by the same recipe of FP8, but have {said}")
 
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -30,6 +30,7 @@ from lightning_fp8 import ops, scaling
 from lightning_fp8.fp8_tensor import transposed
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.ops import Quantized
+from lightning_fp8.parallel.agreement import require_same
 from lightning_fp8.parallel.collectives import Pending, amax_of_all, start_gather, start_scatter_of_sum, start_sum
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role, ScaledTensor
@@ -91,7 +92,7 @@ def parallel_linear(
     Raises:
         RuntimeError: on all ranks, if they have different recipes or cut the layer differently.
     """
-    require_agreement(product.recipe, parallel)
+    require_agreement(product.recipe, parallel, weight)
     y: Tensor = ParallelLinearFunction.apply(x, weight, bias, product, dtype, parallel)
     return y
 
@@ -100,23 +101,24 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[Any]] = WeakKeyDictionary()
 """What the ranks of a group have found to be the same on all of them."""
 
 
-def require_agreement(recipe: Recipe, parallel: Parallel) -> None:
+def require_agreement(recipe: Recipe, parallel: Parallel, weight: Tensor | None = None) -> None:
     """Compare over ranks, at the first layer of each kind, what their collectives follow from.
+
+    Args:
+        weight: ``[N, K]``, this rank's piece, of which all ranks have the same shape; None where x alone is gathered.
 
     Raises:
         RuntimeError: on all ranks, if it is not the same; otherwise they would wait for each other.
     """
     agreed = _agreed.setdefault(parallel.group, set())
-    key = recipe, parallel.mode, parallel.sequence, parallel.sums
+    shape = None if weight is None else tuple(weight.shape)
+    key = recipe, parallel.mode, parallel.sequence, parallel.sums, shape
     if key in agreed:
         return
     whole = "whole sequences" if parallel.sequence is None else f"sequences cut along dimension {parallel.sequence}"
-    found: list[Any] = [None] * dist.get_world_size(parallel.group)
-    dist.all_gather_object(found, f"{recipe}, {parallel.mode}, {whole}", group=parallel.group)
-    if len(set(found)) > 1:
-        ranks = dist.get_process_group_ranks(parallel.group)
-        said = "; ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found))
-        raise RuntimeError(f"tensor-parallel ranks must run a layer by the same recipe and plan, but have {said}")
+    piece = "" if shape is None else f", a piece of the weight of {shape}"
+    what = "tensor-parallel ranks must run a layer by the same recipe and plan"
+    require_same(what, f"{recipe}, {parallel.mode}, {whole}{piece}", parallel.group)
     agreed.add(key)
 
 

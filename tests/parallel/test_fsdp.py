@@ -134,8 +134,3 @@ def test_ranks_of_unlike_recipes_are_an_error_that_names_both(tmp_path: Path) ->
     for report in run("unlike", tmp_path):
         assert "rank 0: DelayedScaling(" in report["error"]
         assert "rank 1: MXFP8BlockScaling(" in report["error"]
-
-
-def test_a_rank_that_ends_is_an_error_on_the_other(tmp_path: Path) -> None:
-    first, _ = run("lonely", tmp_path)
-    assert first["error"]

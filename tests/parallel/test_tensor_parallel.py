@@ -92,22 +92,6 @@ def test_compiled_blocks_compute_the_same(case: tuple[str, ...], reports_of: Any
         assert first["once compiled"][part] == first["once ours"][part]
 
 
-@pytest.mark.parametrize(
-    ("unlike", "parts"), [("recipes", ("Delayed", "Rowwise")), ("plans", ("dimension 1", "whole"))]
-)
-def test_ranks_that_are_unlike_say_both(unlike: str, parts: tuple[str, str], tmp_path: Path) -> None:
-    for said in run_on_two_ranks("unlike_plans", str(tmp_path), unlike, folder=tmp_path):
-        assert "rank 0: " in said
-        first, second = said.split("rank 1: ")
-        assert parts[0] in first
-        assert parts[1] in second
-
-
-def test_ranks_that_gather_codes_share_their_scales(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_on_two_ranks("unlike_plans", str(tmp_path), "scales", folder=tmp_path)):
-        assert f"fp8_group has the ranks [{rank}], without [{1 - rank}]" in said
-
-
 def test_inputs_that_a_cast_must_not_be_kept_for(tmp_path: Path) -> None:
     """Errors against float32 are FP8's, and float32's own for an input that is not gathered in FP8."""
     for found in run_on_two_ranks("dtensor_inputs", str(tmp_path), folder=tmp_path):

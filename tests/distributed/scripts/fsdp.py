@@ -315,23 +315,6 @@ def part_unlike() -> dict[str, Any]:
     return {"error": None}
 
 
-def part_lonely() -> dict[str, Any]:
-    """One rank ends between two forwards; what the other one finds."""
-    model = sharded(blocks())
-    x = torch.randn(16, 256).bfloat16()
-    with fp8_autocast(fp8_recipe="tensorwise"):
-        model(x)
-    report: dict[str, Any] = {"error": None}
-    if dist.get_rank() == 0:
-        try:
-            with fp8_autocast(fp8_recipe="tensorwise"):
-                model(x)
-        except RuntimeError as error:
-            report = {"error": str(error)}
-    (Path(sys.argv[1]) / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
-    os._exit(0)
-
-
 def fabric_run(recipe: str, in_bf16: bool) -> dict[str, Any]:
     """Fabric converts a model before it is sharded."""
 

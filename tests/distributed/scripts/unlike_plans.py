@@ -1,6 +1,6 @@
-"""Run by two processes: ranks that cut a model differently, or run it by different recipes, and what each says.
+"""Run by two processes: ranks that cut, shard, convert or run a model differently, and what each says.
 
-``python -m tests.distributed.scripts.unlike_plans FOLDER recipes|plans|scales``
+``python -m tests.distributed.scripts.unlike_plans FOLDER``
 """
 
 from __future__ import annotations
@@ -8,28 +8,96 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
-from lightning_fp8 import convert_module, fp8_autocast
+from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.parallel import styles
 from tests.distributed.launch import leave
 from tests.distributed.scripts.tensor_parallel import SHAPE, WIDTH, blocks, cut
 
 
-def error(unlike: str) -> str:
-    second = bool(dist.get_rank())
-    kind = "plain" if unlike == "plans" and second else "once"
-    recipe = "rowwise" if unlike == "recipes" and second else "delayed"
-    model = convert_module(cut(blocks(), kind, styles, init_device_mesh("cpu", (2,))), first_last_layers_bf16=False)
+def is_second() -> bool:
+    return bool(dist.get_rank())
+
+
+def converted(model: nn.Module, **options: Any) -> nn.Module:
+    return convert_module(model, first_last_layers_bf16=False, **options)
+
+
+def train(model: nn.Module, x: torch.Tensor, **region: Any) -> None:
+    with fp8_autocast(**{"fp8_recipe": "delayed", **region}):
+        model(x)
+
+
+def inputs(is_cut: bool = True) -> torch.Tensor:
     x = torch.randn(*SHAPE, WIDTH).bfloat16()
+    return x.chunk(2, 1)[dist.get_rank()].contiguous() if is_cut else x
+
+
+def recipes(mesh: DeviceMesh) -> None:
+    train(converted(cut(blocks(), "once", styles, mesh)), inputs(), fp8_recipe=["delayed", "rowwise"][is_second()])
+
+
+def plans(mesh: DeviceMesh) -> None:
+    train(converted(cut(blocks(), "plain" if is_second() else "once", styles, mesh)), inputs(not is_second()))
+
+
+def plans_after(mesh: DeviceMesh) -> None:
+    """Cut once they are converted."""
+    model = converted(blocks())
+    train(cut(model, "plain" if is_second() else "once", styles, mesh), inputs(not is_second()))
+
+
+def scales(mesh: DeviceMesh) -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    train(converted(cut(blocks(), "once", styles, mesh)), inputs(), fp8_group=alone)
+
+
+def converted_layers(mesh: DeviceMesh) -> None:
+    converted(cut(blocks(), "once", styles, mesh), skip=["*.mlp.up"] if is_second() else [])
+
+
+def widths(mesh: DeviceMesh) -> None:
+    layer = Linear(WIDTH, [128, 256][is_second()], parallel_mode="column", tp_group=mesh.get_group())
+    train(layer, torch.randn(16, WIDTH))
+
+
+def shards(mesh: DeviceMesh) -> None:
+    model = blocks()
+    for block in model:
+        fully_shard(block if is_second() else block.mlp, mesh=mesh)
+    converted(fully_shard(model, mesh=mesh))
+
+
+def dimensions(mesh: DeviceMesh) -> None:
+    """Converted before it is sharded, as in Fabric."""
+    model = converted(blocks())
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda each: Shard(each.dim() - 1 if is_second() else 0))
+    train(model, inputs(False))
+
+
+def sharded_layers(mesh: DeviceMesh) -> None:
+    converted(fully_shard(blocks(), mesh=mesh), skip=["*"] if is_second() else [])
+
+
+CASES: dict[str, Callable[[DeviceMesh], None]] = {
+    each.__name__: each
+    for each in (recipes, plans, plans_after, scales, converted_layers, widths, shards, dimensions, sharded_layers)
+}
+
+
+def error(case: str) -> str:
     try:
-        with fp8_autocast(fp8_recipe=recipe, fp8_group=alone if unlike == "scales" else None):
-            model(x if kind == "plain" else x.chunk(2, 1)[dist.get_rank()].contiguous())
+        CASES[case](init_device_mesh("cpu", (2,)))
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
@@ -37,5 +105,6 @@ def error(unlike: str) -> str:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(error(sys.argv[2])))
+    found = {case: error(case) for case in CASES}
+    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     leave()

@@ -1,0 +1,103 @@
+"""What ranks must have in common, compared before their collectives follow from it.
+
+Where one rank has another recipe, another plan or other shards than the rest, their collectives do not meet: some
+backends wait for ever then, others mix up the bytes of different tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_fp8.names import clean_name
+
+
+def require_same(what: str, here: str, group: dist.ProcessGroup) -> None:
+    """Compare ``here`` over the ranks of ``group``, on all of them.
+
+    Raises:
+        RuntimeError: on all ranks, if it differs: ``what``, and each value with its ranks.
+    """
+    found = _of_all(here, group)
+    if len(set(found)) > 1:
+        raise RuntimeError(f"{what}, but have {_said(found, group)}")
+
+
+def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
+    """Compare over its ranks how a model is cut and sharded, and which of its weights run in FP8.
+
+    Parameters that are no DTensors, which ranks may hold as they like, are not compared. Without DTensors this does
+    nothing; with them it is a collective of all ranks of their meshes.
+
+    Args:
+        in_fp8: the names of those weights, without what wrappers put into them.
+
+    Raises:
+        RuntimeError: on all ranks of a group that differ; the first difference, and each side's ranks.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")  # which whatever makes DTensors imports
+    if tensors is None or not dist.is_initialized():
+        return
+    groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
+    sharded: list[str] = []
+    for prefix, module in model.named_modules():
+        within = f"{clean_name(prefix)}." if prefix else ""
+        if hasattr(module, "_get_fsdp_state"):
+            sharded.append(within)
+        shards = max((each for each in sharded if within.startswith(each)), key=len, default=None)
+        for own, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, tensors.DTensor):
+                continue
+            said = f"{within}{own} {tuple(parameter.shape)}, {parameter.dtype}, {parameter.placements}"
+            said += "" if shards is None else f", gathered with {shards[:-1] or 'the model'}"
+            said += ", in FP8" if f"{within}{own}" in in_fp8 else ", in high precision"
+            for group in _groups(parameter):
+                groups.setdefault(group.group_name, (group, []))[1].append(said)
+    for group, lines in groups.values():
+        digests = _of_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+        if len(set(digests)) > 1:
+            _raise_difference(_of_all(lines, group), group)
+
+
+def _groups(parameter: Any) -> list[dist.ProcessGroup]:
+    """Those that share it, of more than one rank."""
+    mesh = parameter.device_mesh
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+
+def _raise_difference(of_ranks: Sequence[Sequence[str]], group: dist.ProcessGroup) -> None:
+    first = next(
+        index
+        for index in range(max(map(len, of_ranks)))
+        if len({tuple(lines[index : index + 1]) for lines in of_ranks}) > 1
+    )
+    found = [lines[first] if first < len(lines) else "no more parameters" for lines in of_ranks]
+    raise RuntimeError(
+        "ranks must cut, shard and convert a model in the same way, but the first parameter that differs is "
+        f"{_said(found, group)}"
+    )
+
+
+def _of_all(here: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank has; a group that only plays ranks, torch's ``"fake"``, has this one's."""
+    if dist.get_backend(group) == "fake":
+        return [here]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, here, group=group)
+    return found
+
+
+def _said(found: Sequence[str], group: dist.ProcessGroup) -> str:
+    """Each value of ``found`` once, behind the ranks that have it."""
+    ranks = dist.get_process_group_ranks(group)
+    by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, found):
+        by_value.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(having) > 1)} {', '.join(map(str, having))}: {value}" for value, having in by_value.items()
+    )
