@@ -33,6 +33,7 @@ class FP8Tensor(Tensor):
 
     Attributes:
         cast: how the values are cast.
+        recipe: whose layers take the operands as they are; None for all whose casts have the same format and blocks.
         observed: float32 ``[]``, the largest magnitude before the cast, where a layer that takes the operands has to
             observe it; None where none has to.
         takers: the slots of the layers that have taken the operands; views share it.
@@ -44,6 +45,7 @@ class FP8Tensor(Tensor):
     is_gathered: ClassVar[bool] = False
     """Whether its operands are those of a gather, and are freed with it."""
     cast: Cast
+    recipe: Recipe | None = None
     observed: Tensor | None
     takers: list[Any]
     high_precision_init_val: Tensor | None = None
@@ -91,22 +93,13 @@ class FP8Tensor(Tensor):
         self._row_data, self._row_scale_inv = (None, None) if row is None else (row.data, row.scale_inv)
         self._column_data, self._column_scale_inv = (None, None) if column is None else (column.data, column.scale_inv)
 
-    def serves(self, recipe: Recipe) -> bool:
-        """Whether layers of ``recipe`` take the operands as they are."""
-        return True
-
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The operands that are asked for; one that is not kept is the other one's transpose, or cast from the values.
 
         Casting the values again rounds a second time. It happens where the blocks of the layout differ in the
         transposed tensor.
         """
-        row, column = self.operands
-        if columnwise and column is None:
-            column = self._other_of(row)
-        if rowwise and row is None:
-            row = self._other_of(column)
-        return Quantized(row if rowwise else None, column if columnwise else None)
+        return kept_operands(self, rowwise, columnwise)
 
     def is_cast_of(self, values: Tensor) -> bool:
         """Whether storing ``values`` would change nothing; waits for the device."""
@@ -133,15 +126,6 @@ class FP8Tensor(Tensor):
     def clear_high_precision_init_val(self) -> None:
         """Free what :meth:`get_high_precision_init_val` returns."""
         self.high_precision_init_val = None
-
-    def _other_of(self, operand: ScaledTensor | None) -> ScaledTensor:
-        assert operand is not None
-        if self.cast.layout.transposes:
-            return transposed(operand)
-        values = operand.dequantize(self.dtype)
-        other = ops.quantize(values, self.cast, rowwise=False, columnwise=True).columnwise
-        assert other is not None
-        return other
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, in :attr:`dtype`."""
@@ -178,14 +162,14 @@ class FP8Tensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name in _PARTS if getattr(self, name) is not None], (self.cast, self.dtype)
 
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
         cast, dtype = kept
         row, column = (
             ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
-        return FP8Tensor(Quantized(row, column), cast, size, dtype)
+        return cls(Quantized(row, column), cast, size, dtype)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -277,6 +261,36 @@ def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
     No method: Dynamo takes those of tensors for operations, and their arguments for tensors.
     """
     return tensor.cast.layout is cast.layout and tensor.cast.float8 is cast.float8
+
+
+def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
+    """:meth:`FP8Tensor.quantized` of what ``x`` holds. No method, either: compiled code has the operands as inputs.
+
+    Raises:
+        RuntimeError: one that FSDP2 would have to gather.
+    """
+    row, column = x.operands
+    if columnwise and column is None:
+        column = _other_operand(x, row)
+    if rowwise and row is None:
+        row = _other_operand(x, column)
+    return Quantized(row if rowwise else None, column if columnwise else None)
+
+
+def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
+    assert operand is not None
+    if x.cast.layout.transposes:
+        return transposed(operand)
+    if x.is_gathered:
+        raise RuntimeError(
+            f"layout {x.cast.layout.code!r} has another operand in the backward pass, which FSDP2 gathers there, and "
+            "compiled code does not see it: compile the modules themselves, module.compile(), or take "
+            "recipe='delayed', 'tensorwise' or 'blockwise'"
+        )
+    values = operand.dequantize(x.dtype)
+    other = ops.quantize(values, x.cast, rowwise=False, columnwise=True).columnwise
+    assert other is not None
+    return other
 
 
 def transposed(operand: ScaledTensor) -> ScaledTensor:

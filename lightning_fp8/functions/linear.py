@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
-from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for
+from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 from lightning_fp8.functions.deferred import DeferredGradient
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
@@ -90,7 +90,10 @@ class Product:
         the recipe's format and blocks is cast already; the values of another one are cast.
         """
         if isinstance(x, FP8Tensor):
-            if is_cast_for(x, self._casts[role]) and x.serves(self.recipe):
+            serves = x.recipe is None or x.recipe == self.recipe
+            if is_cast_for(x, self._casts[role]) and serves:
+                if torch.compiler.is_compiling():
+                    return kept_operands(x, rowwise, columnwise)
                 _, amax, _ = self._scale_and_amax(role, again)
                 if amax is not None and x.observed is not None:
                     torch.maximum(amax, x.observed, out=amax)

@@ -139,7 +139,9 @@ class LinearLayer(WeightCachingModule):
         return context
 
     def running_context(self) -> FP8Context:
-        """The context that a forward of this layer would run under now, outside compiled code."""
+        """The context that a forward of this layer would run under now."""
+        if torch.compiler.is_compiling():
+            return autocast.current_context()
         return autocast.context_of_forward(self._last_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:

@@ -578,10 +578,6 @@ class GatheredWeight(FP8Tensor):
 
     is_gathered = True
     source: GatheredParam | None = None
-    recipe: Recipe | None = None
-
-    def serves(self, recipe: Recipe) -> bool:
-        return self.recipe is None or self.recipe == recipe
 
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         whole = None if self.source is None else self.source._gathered_weight
@@ -593,13 +589,7 @@ class GatheredWeight(FP8Tensor):
         transposes = self.cast.layout.transposes
         needs_row = row is None and (rowwise or transposes)
         needs_column = columnwise and column is None and not transposes
-        if needs_row or needs_column:
-            if self.source is None:
-                raise RuntimeError(
-                    f"layout {self.cast.layout.code!r} has another operand in the backward pass, which FSDP2 gathers "
-                    "there, and compiled code does not see it: compile the modules themselves, module.compile(), or "
-                    "take recipe='delayed', 'tensorwise' or 'blockwise'"
-                )
+        if (needs_row or needs_column) and self.source is not None:
             assert self.recipe is not None
             more = self.source.gather_operands(self.recipe, needs_row, needs_column)
             self.operands = Quantized(row or more.rowwise, column or more.columnwise)

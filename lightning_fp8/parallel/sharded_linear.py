@@ -25,7 +25,7 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
-@torch._dynamo.disable
+@torch.compiler.disable(reason="a linear layer in FP8 that is cut over ranks")
 def sharded_linear(
     x: Tensor, weight: Any, bias: Any, product: Product, dtype: torch.dtype, output_layout: Any = None
 ) -> Tensor:

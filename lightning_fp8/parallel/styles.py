@@ -95,19 +95,27 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
             and desired_layout.is_replicate()
             and (reader := _first_reader(self._module, input.shape[-1])) is not None
         ):
-            if self._last is not None and not any(each is self._last[0] for each in self._last[1]):
-                self._is_read_otherwise = True  # its scale is of another tensor
-                self._last = None
-                warnings.warn(
-                    f"PrepareModuleInput of {type(self._module).__name__}: no layer of it takes the input as it comes, "
-                    "so that it is gathered in high precision",
-                    stacklevel=2,
-                )
-            gathered = None if self._is_read_otherwise else _gathered(input, reader, mesh, input_layout)
+            gathered = self._gathered(input, reader, mesh, input_layout)
             if gathered is not None:
-                self._last = reader.ensure_slots()[0], gathered._local_tensor.takers
-                return gathered.to_local() if self.use_local_output else gathered
+                return gathered
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+    @torch.compiler.disable(reason="collectives of FP8 codes")
+    def _gathered(self, x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> Any:
+        """The whole of ``x`` in FP8; None where it is to be gathered in high precision."""
+        if self._last is not None and not any(each is self._last[0] for each in self._last[1]):
+            self._is_read_otherwise = True  # its scale is of another tensor
+            self._last = None
+            warnings.warn(
+                f"PrepareModuleInput of {type(self._module).__name__}: no layer of it takes the input as it comes, "
+                "so that it is gathered in high precision",
+                stacklevel=2,
+            )
+        gathered = None if self._is_read_otherwise else _gathered(x, reader, mesh, layout)
+        if gathered is None:
+            return None
+        self._last = reader.ensure_slots()[0], gathered._local_tensor.takers
+        return gathered.to_local() if self.use_local_output else gathered
 
 
 Float8ColwiseParallel = ColwiseParallel
@@ -145,8 +153,6 @@ def _gathered(x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> 
         if tuple(x.placements) != (layout,):
             return None
         local = x.to_local()
-    if torch.compiler.is_compiling():
-        return None
     parallel = Parallel("column", mesh.get_group(), layout.dim % local.dim())
     require_shared_scales(context.group, parallel.group)
     require_agreement(context.recipe, parallel)  # before ranks part by their recipes

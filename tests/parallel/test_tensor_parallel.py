@@ -85,11 +85,21 @@ def test_what_travels_with_sequence_parallelism(case: tuple[str, ...], reports_o
         assert travelled["each ours"] == 4 * 2 * 1 + 2 * 1 + 2 * 2 + 4 * 2
 
 
-@cases
-def test_compiled_blocks_compute_the_same(case: tuple[str, ...], reports_of: Any) -> None:
-    first, _ = reports_of(case)
-    for part in ("losses", "scales", "bytes"):
-        assert first["once compiled"][part] == first["once ours"][part]
+@thorough
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("delayed", "once"), ("delayed", "each"), ("delayed", "plain"), ("mxfp8", "once")]
+)
+def test_compiled_blocks_compute_the_same(recipe: str, kind: str, tmp_path: Path) -> None:
+    """Each layer that is cut, and each gather of its input, runs outside of the graphs, and nothing else does."""
+    for report in run_on_two_ranks("tensor_parallel", str(tmp_path), recipe, "compiled", kind, folder=tmp_path):
+        compiled, eager = report["compiled"], report["eager"]
+        assert compiled["losses"] == eager["losses"]
+        assert compiled["scales"] == eager["scales"]
+        outside = LAYERS + (2 * BLOCKS if kind == "once" else 0)
+        assert BLOCKS < compiled["graphs"] <= outside + BLOCKS
+        for reason in compiled["breaks"]:
+            assert "torch.compiler.disable" in reason
+            assert "sharded_linear" in reason or "PrepareModuleInput._gathered" in reason
 
 
 def test_inputs_that_a_cast_must_not_be_kept_for(tmp_path: Path) -> None:

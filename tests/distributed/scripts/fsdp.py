@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -106,13 +107,14 @@ def blocks(**sizes: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*[Block(**sizes) for _ in range(2)])
 
 
-def train(model: nn.Module, recipe: str, steps: int = 4, micro_batches: int = 2) -> dict[str, Any]:
-    """Losses, weights, scales, and what a step sends behind the first two."""
+def train(model: nn.Module, recipe: str, steps: int = 4, micro_batches: int = 2, counts: bool = True) -> dict[str, Any]:
+    """Losses, weights, scales, and what a step sends behind the first two, if it ``counts`` them."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     losses = []
     for _ in range(steps):
-        with Collectives() as collectives:
+        collectives = Collectives()
+        with collectives if counts else nullcontext():
             for micro_batch in range(micro_batches):
                 x = torch.randn(16, 256, generator=generator).bfloat16()
                 model.set_requires_gradient_sync(micro_batch == micro_batches - 1)
@@ -471,18 +473,61 @@ def part_other_torch() -> dict[str, Any]:
     return {**report, "said": [str(each.message) for each in caught if "FSDP2" in str(each.message)]}
 
 
-def part_compiled() -> dict[str, Any]:
-    def make() -> nn.Module:
-        model = blocks()()
-        for block in model:
-            block.compile(backend="aot_eager")
-        return model
+def compiled_run(recipe: str) -> dict[str, Any]:
+    """Training of a model of blocks that are compiled, with their graphs, and why these end where a block goes on.
 
+    Nothing counts collectives: Dynamo does not compile where a dispatch mode is active.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    model = sharded(attention_blocks)
+    for block in model:
+        block.compile(backend=backend)
+    found = train(model, recipe, counts=False)
+    params = [each for _, state in fsdp._sharded_modules(model) for group in fsdp._groups(state)
+              for each in group.fsdp_params]  # fmt: skip
+    return {
+        **found,
+        "graphs": len(graphs),
+        "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
+        "gathered in fp8": sum(isinstance(each, fsdp.GatheredParam) and each.recipe is not None for each in params),
+    }
+
+
+def part_compiled() -> dict[str, Any]:
+    """Compiled blocks whose weights are gathered in FP8, beside blocks in eager mode whose weights are in BF16."""
     report = {}
-    for recipe in ("delayed", "tensorwise", "mxfp8"):
-        torch._dynamo.reset()
-        report[recipe] = compared(recipe, make)
+    for recipe in RECIPES:
+        eager, compiled = train(sharded(attention_blocks, True), recipe, counts=False), compiled_run(recipe)
+        report[recipe] = {
+            **{part: compiled[part] for part in ("graphs", "breaks", "gathered in fp8")},
+            "losses": compiled["losses"] == eager["losses"],
+            "weights": all(torch.equal(weight, eager["weights"][key]) for key, weight in compiled["weights"].items()),
+            "scales": compiled["scales"] == eager["scales"],
+        }
     return report
+
+
+def attention_blocks() -> nn.Module:
+    return nn.Sequential(*[AttentionBlock() for _ in range(2)])
+
+
+class AttentionBlock(nn.Module):
+    """A norm, attention, and linear layers around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.RMSNorm(256), nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, 64)).transpose(0, 1) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

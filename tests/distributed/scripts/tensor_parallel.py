@@ -1,6 +1,6 @@
 """Run by two processes: blocks that ``parallelize_module`` cuts, beside one process and float32.
 
-``python -m tests.distributed.scripts.tensor_parallel FOLDER RECIPE KIND...``
+``python -m tests.distributed.scripts.tensor_parallel FOLDER RECIPE [compiled] KIND...``
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
@@ -96,8 +98,11 @@ def cut(model: nn.Sequential, kind: str, made_by: Any, mesh: DeviceMesh) -> nn.S
     return model
 
 
-def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None) -> dict[str, Any]:
-    """Losses, the last step's gradients, the scales, and the bytes that this rank gave to collectives."""
+def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None, counts: bool = True) -> dict[str, Any]:
+    """Losses, the last step's gradients, the scales, and the bytes that this rank gave to collectives.
+
+    ``counts``: the bytes; Dynamo does not compile where a dispatch mode is active.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, collectives = [], Collectives()
@@ -109,11 +114,12 @@ def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None) -> di
         own_x = x.chunk(ranks, 1)[rank].contiguous() if is_cut else x
         own_target = target.chunk(ranks, 1)[rank] if is_cut else target
         collectives = Collectives()
-        with collectives, fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group):
+        counting = collectives if counts else nullcontext()
+        with counting, fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group):
             y = model(own_x)
         y = y.to_local() if isinstance(y, DTensor) else y
         loss = (y.float() - own_target).square().sum() / target.numel()
-        with collectives:
+        with counting:
             loss.backward()
         if is_cut:
             loss = loss.detach().clone()
@@ -130,9 +136,35 @@ def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None) -> di
     }  # fmt: skip
 
 
+def compiled(model: nn.Sequential, recipe: str, kind: str) -> dict[str, Any]:
+    """What :func:`train` finds with compiled blocks, with their graphs, and why these end where a block goes on."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    for block in model:
+        block.compile(backend=backend)
+    made = train(model, recipe, kind, counts=False)
+    del made["gradients"]
+    return {**made, "graphs": len(graphs), "breaks": list(torch._dynamo.utils.counters["graph_break"])}
+
+
 def _whole(gradient: Any) -> Tensor:
     gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return gradient.float()  # type: ignore[no-any-return]
+
+
+def of_compiled(recipe: str, kind: str) -> dict[str, Any]:
+    """Of blocks that are compiled, and of blocks that are not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    one, other = (cut(convert_module(blocks(), first_last_layers_bf16=False), kind, styles, mesh) for _ in range(2))  # type: ignore[arg-type]
+    eager = train(one, recipe, kind)
+    del eager["gradients"]
+    return {"eager": eager, "compiled": compiled(other, recipe, kind)}
 
 
 def reports(recipe: str, kinds: list[str]) -> dict[str, Any]:
@@ -164,14 +196,12 @@ def reports(recipe: str, kinds: list[str]) -> dict[str, Any]:
                     model = converted(cut(blocks(bias), kind, made_by, mesh))
                 report(f"{kind} {styles_of}{'' if bias else ' without biases'}", model, recipe, kind)
         report(f"{kind} bf16", cut(blocks(), kind, torch_styles, mesh), None, kind)
-    compiled = cut(converted(blocks()), "once", styles, mesh)
-    for block in compiled:
-        block.compile(backend="aot_eager")
-    report("once compiled", compiled, recipe, "once")
     return found
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(reports(sys.argv[2], sys.argv[3:])))
+    recipe, *kinds = sys.argv[2:]
+    made = of_compiled(recipe, kinds[1]) if kinds[0] == "compiled" else reports(recipe, kinds)
+    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(made))
     leave()
