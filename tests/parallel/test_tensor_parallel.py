@@ -20,7 +20,9 @@ MH = SHAPE[0] * SHAPE[1] * WIDTH
 
 KINDS = "once", "each", "plain"
 cases = pytest.mark.parametrize(
-    "case", [("delayed", "once"), *(pytest.param((name, *KINDS), marks=thorough) for name in RECIPES)], ids="-".join
+    "case",
+    [("delayed", "once", "plain"), *(pytest.param((name, *KINDS), marks=thorough) for name in RECIPES)],
+    ids="-".join,
 )
 
 
@@ -66,6 +68,21 @@ def test_both_styles_give_the_same(case: tuple[str, ...], reports_of: Any) -> No
         by_torch, by_ours = (first[f"{kind} {styles} without biases"] for styles in ("torch", "ours"))
         assert by_torch["losses"] == by_ours["losses"]
         assert by_torch["scales"] == by_ours["scales"]
+
+
+@cases
+def test_transformer_engines_arguments_give_the_same(case: tuple[str, ...], reports_of: Any) -> None:
+    """To the bit where ranks have whole sequences; else tokens come in another order, and sums round otherwise."""
+    for report in reports_of(case):
+        for kind in set(case[1:]) - {"once"}:
+            arguments, styles = report[f"{kind} arguments"], report[f"{kind} ours without biases"]
+            assert arguments["records"] == [STEPS] * LAYERS
+            if kind == "plain":
+                assert arguments["losses"] == styles["losses"]
+                assert arguments["scales"] == styles["scales"]
+            else:
+                assert arguments["losses"] == pytest.approx(styles["losses"], rel=1e-3)
+                assert arguments["scales"] == pytest.approx(styles["scales"], rel=0.05)
 
 
 @cases

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from lightning_fp8 import convert_module, fp8_autocast
+from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.parallel import styles
 from tests.distributed.launch import leave
@@ -38,9 +39,15 @@ class Attention(nn.Module):
         # A bias of keys has no effect: the gradient is 0 but for rounding.
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias and name != "k") for name in "qkvo")
 
+    is_sequence_first = False
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)) for each in (self.q, self.k, self.v))
+        if self.is_sequence_first:
+            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.out((o.transpose(0, 1) if self.is_sequence_first else o).flatten(2))
 
 
 class MLP(nn.Module):
@@ -70,6 +77,28 @@ class Block(nn.Module):
 def blocks(bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Block(bias), Block(bias)).bfloat16()
+
+
+def with_arguments(kind: str, group: Any) -> nn.Sequential:
+    """:func:`blocks` without biases, cut by Transformer Engine's arguments. Sequences come first where they are cut."""
+    sequence = kind == "each"
+    parallel: dict[str, Any] = {"tp_group": group, "sequence_parallel": sequence}
+    model = blocks(bias=False)
+    for block in model:
+        for parent, name in ((block.attention, "q"), (block.attention, "k"), (block.attention, "v"),
+                             (block.attention, "out"), (block.mlp, "up"), (block.mlp, "down")):  # fmt: skip
+            layer = getattr(parent, name)
+            mode = "row" if name in ("out", "down") else "column"
+            cut_layer = Linear(
+                layer.in_features, layer.out_features, bias=False, parallel_mode=mode, params_dtype=torch.bfloat16,
+                **parallel,
+            )  # fmt: skip
+            cut_layer.load_state_dict(layer.state_dict())
+            setattr(parent, name, cut_layer)
+        block.attention.is_sequence_first = sequence
+        for parameter in (*block.norm1.parameters(), *block.norm2.parameters()) if sequence else ():
+            parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad, group=group))
+    return model
 
 
 def plan(kind: str, made_by: Any) -> dict[str, Any]:
@@ -111,14 +140,17 @@ def train(model: nn.Sequential, recipe: Any, kind: str, group: Any = None, count
         x, target = (torch.randn(*SHAPE, WIDTH, generator=generator) for _ in range(2))
         x = x.to(next(model.parameters()).dtype)
         is_cut = kind in ("each", "once")
-        own_x = x.chunk(ranks, 1)[rank].contiguous() if is_cut else x
-        own_target = target.chunk(ranks, 1)[rank] if is_cut else target
+        if is_cut:
+            x, target = (each.chunk(ranks, 1)[rank].contiguous() for each in (x, target))
+        if is_sequence_first := model[0].attention.is_sequence_first:
+            x = x.transpose(0, 1).contiguous()
         collectives = Collectives()
         counting = collectives if counts else nullcontext()
         with counting, fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, fp8_group=group):
-            y = model(own_x)
+            y = model(x)
         y = y.to_local() if isinstance(y, DTensor) else y
-        loss = (y.float() - own_target).square().sum() / target.numel()
+        y = y.transpose(0, 1) if is_sequence_first else y
+        loss = (y.float() - target).square().sum() / (math.prod(SHAPE) * WIDTH)
         with counting:
             loss.backward()
         if is_cut:
@@ -196,6 +228,8 @@ def reports(recipe: str, kinds: list[str]) -> dict[str, Any]:
                     model = converted(cut(blocks(bias), kind, made_by, mesh))
                 report(f"{kind} {styles_of}{'' if bias else ' without biases'}", model, recipe, kind)
         report(f"{kind} bf16", cut(blocks(), kind, torch_styles, mesh), None, kind)
+        if kind != "once":  # each layer gathers for itself
+            report(f"{kind} arguments", with_arguments(kind, mesh.get_group()), recipe, kind)
     return found
 
 
