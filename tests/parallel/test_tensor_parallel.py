@@ -19,11 +19,8 @@ MH = SHAPE[0] * SHAPE[1] * WIDTH
 """Elements of one activation, tokens × width."""
 
 KINDS = "once", "each", "plain"
-cases = pytest.mark.parametrize(
-    "case",
-    [("delayed", "once", "plain"), *(pytest.param((name, *KINDS), marks=thorough) for name in RECIPES)],
-    ids="-".join,
-)
+EVERY = [pytest.param((name, *KINDS), marks=thorough) for name in RECIPES]
+cases = pytest.mark.parametrize("case", [("delayed", "once", "plain"), *EVERY], ids="-".join)
 
 
 @pytest.fixture(scope="module")
