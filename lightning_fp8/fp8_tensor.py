@@ -260,7 +260,7 @@ def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
 
     No method: Dynamo takes those of tensors for operations, and their arguments for tensors.
     """
-    return tensor.cast.layout is cast.layout and tensor.cast.float8 is cast.float8
+    return tensor.cast.layout is cast.layout and tensor.cast.float8.dtype is cast.float8.dtype
 
 
 def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:

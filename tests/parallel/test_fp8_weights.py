@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from lightning_fp8 import (
     Float8CurrentScaling,
@@ -354,19 +355,49 @@ def test_adapters_are_merged_into_the_weight() -> None:
     assert torch.equal(layer.weight.dequantize(), rounded(before + 1))
 
 
-@pytest.mark.parametrize("recipe", [POWER_2, "rowwise"], ids=str)
-def test_compiled_layers_give_the_same(recipe: Any) -> None:
+RECIPES_OF_WEIGHTS = [POWER_2, "tensorwise", "delayed", "rowwise"]
+
+
+def passed(model: Any, recipe: Any) -> list[Tensor]:
+    """The output and all gradients."""
+    model.zero_grad()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    with fp8_autocast(fp8_recipe=recipe):
+        y = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return [y, x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def two_layers() -> nn.Sequential:
     with fp8_model_init():
-        model = nn.Sequential(Linear(64, 128, dtype=torch.bfloat16), nn.GELU(), Linear(128, 64, dtype=torch.bfloat16))
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    results = []
-    for module in (model, compiled):
-        x = torch.randn(32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(6)).requires_grad_()
-        with fp8_autocast(fp8_recipe=recipe):
-            y = module(x)
-        y.sum().backward()
-        results.append([y, x.grad, *(parameter.grad for parameter in module.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*results))
+        return nn.Sequential(Linear(64, 128, dtype=torch.bfloat16), nn.GELU(), Linear(128, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", RECIPES_OF_WEIGHTS, ids=str)
+def test_compiled_layers_give_the_same_in_one_graph(recipe: Any) -> None:
+    model = two_layers()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = passed(model, recipe)
+    assert all(map(torch.equal, expected, passed(torch.compile(model, backend=backend), recipe)))
+    assert len(graphs) == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES_OF_WEIGHTS, ids=str)
+def test_copies_give_the_same(recipe: Any, tmp_path: Path) -> None:
+    model = two_layers()
+    torch.save(model, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert all(map(torch.equal, passed(model, recipe), passed(twin, recipe)))
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
