@@ -10,7 +10,6 @@ that one stores results while the other multiplies.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import numpy as np
@@ -32,7 +31,6 @@ from cuda_kernels.device.sm90 import (
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
-    mbarrier_wait_or_trap,
     prefetch_tensormap,
     shfl_sync_0,
     tma_load,
@@ -58,9 +56,6 @@ from cuda_kernels.gemm.promotion import (
 from cuda_kernels.gemm.raster import tile_coord
 from cuda_kernels.gemm.spec import TILE_K, WGMMA_ARCHITECTURES, GemmConfig, GemmSpec, Scaling, smem_offsets, stage_bytes
 from cuda_kernels.kernel import Kernel, typed
-
-TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
-"""Environment variable: with 1, a barrier that nobody completes traps in place of a hang."""
 
 _WARPGROUP_WARPS = 4
 _PRODUCERS_REGISTERS = 56
@@ -109,8 +104,6 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     consumer_release = make_consumer_release(empty_offset, cluster, along_k)
     in_clusters = in_clusters_of(cluster)
     two_waves = waves == 2
-    traps = os.environ.get(TRAP_VARIABLE) == "1"
-    wait = mbarrier_wait_or_trap if traps else mbarrier_wait
 
     @device
     def work_coord(work_tile, m_tiles, n_tiles, rank):
@@ -173,7 +166,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 full = smem + full_offset + 8 * stage_idx
                 a = smem + stage_idx * a_bytes
                 b = smem + b_offset + stage_idx * b_bytes
-                wait(smem + empty_offset + 8 * stage_idx, phase ^ 1)
+                mbarrier_wait(smem + empty_offset + 8 * stage_idx, phase ^ 1)
                 mbarrier_arrive_expect_tx(full, tx_bytes)
                 if multicast_a:
                     start = rank * a_slice_rows
@@ -214,7 +207,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             wg_row = 0
             work_tile = work_tile + wg_idx * quotient(cuda.gridDim.x, i32(cluster))
         elif wg_idx == 1 and work_tile < work_tiles:
-            wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
+            mbarrier_wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
         row_in_tile = wg_row + warp * 16 + (lane >> 2)
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
@@ -235,7 +228,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                 next_tile_col = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             if pingpong:  # the first warpgroup may take the first tile at once
-                wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
+                mbarrier_wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
                 order_round += 1
             previous_stage = stage_idx
             for window_start in range(i32(0), k_iters, i32(scale_window)):
@@ -247,7 +240,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                         0 if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
-                    wait(smem + full_offset + 8 * stage_idx, phase)
+                    mbarrier_wait(smem + full_offset + 8 * stage_idx, phase)
                     desc_a = smem_descriptor(smem + stage_idx * a_bytes + wg_row * TILE_K)
                     desc_b = smem_descriptor(smem + b_offset + stage_idx * b_bytes)
                     if promote:
@@ -331,7 +324,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             cluster_sync()  # another block may still write to this one's shared memory
 
     return Kernel(
-        f"gemm({spec}, {config}{' trap' * traps})",
+        f"gemm({spec}, {config})",
         gemm,
         {
             **typed(tensor_map, "map_a map_b map_out map_scale_inv_a map_scale_inv_b"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from cuda_kernels.gemm import wgmma
-from cuda_kernels.host import compile_cache, gemm_selection
+from cuda_kernels.host import gemm_selection
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
@@ -29,10 +27,8 @@ from tests.cuda_kernels.cases.gemm_cases import (
     scaled_mm_observed,
 )
 from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2, Case
-from tests.cuda_kernels.emulated import Emulator, needs_compilers, ptx_of
-from tests.cuda_kernels.emulated import kernels_of as kernels_started_by
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.op_sides import kernels_of, reference_of
-from tests.ptx_on_cpu import EmulatorError
 from tests.tiers import covering, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
@@ -182,27 +178,6 @@ def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> N
         gemm = Gemm(a.layout, b.layout, torch.float32)
         scaled_mm_accumulate(out, far.view(E4M3), a.scale_inv, b.data, b.scale_inv, gemm)
     assert torch.equal(out, a.dequantize() @ b.dequantize().t() + 1)
-
-
-def test_a_barrier_that_nobody_completes_is_an_error(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the variable says so, in a kernel of another name, which computes the same where all goes well."""
-    wait = re.compile(r"mbarrier\.try_wait[^;]*;")
-    case = next(case for case in CASES if case.name.startswith("product-tensor-16x16x16-1/1/64/1"))
-    (kernel,) = kernels_started_by(case.run)
-    assert "trap;" not in ptx_of(kernel)
-    monkeypatch.setenv(wgmma.TRAP_VARIABLE, "1")
-    wgmma.gemm_kernel.cache_clear()
-    try:
-        case.run("cpu")
-        (trapping,) = emulator.launched
-        assert trapping.name == f"{kernel.name[:-1]} trap)"
-        assert compile_cache.cache_key(trapping, "cubin", "90a") != compile_cache.cache_key(kernel, "cubin", "90a")
-        assert len(wait.findall(ptx_of(trapping))) == ptx_of(trapping).count("trap;") > 1
-        emulator.rewrite = lambda kernel, ptx: wait.sub("setp.ne.u32 p, 0, 0;", ptx)
-        with pytest.raises(EmulatorError, match="trap"):
-            case.run("cpu")
-    finally:
-        wgmma.gemm_kernel.cache_clear()
 
 
 def test_operands_that_lie_anywhere(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
