@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
 import platform
 import re
@@ -247,14 +248,15 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
         return
     yield launch("cast", "cast")
     if not on_fp8:
-        yield launch("product", "product")
-        yield launch("attention", "attention")
+        for what in ("product", *KERNELS):
+            yield launch(what, what)
         return
     yield launch("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
-    # Both compile kernels, which `lightning-fp8 kernels build` does not build for the doctor.
+    # These compile kernels, which `lightning-fp8 kernels build` does not build for the doctor.
     if "numba-cuda" in versions and all(finding.verdict == "ok" for finding in compilation):
         yield launch("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")
-        yield launch("attention", "attention")
+        for what in KERNELS:
+            yield launch(what, what)
 
 
 def _driver(seconds: float) -> tuple[Finding, bool]:
@@ -418,9 +420,12 @@ def product() -> str:
     Raises:
         ArithmeticError: a value is further off than rounding to bfloat16 and 11 bits of accumulator explain.
     """
+    return _product_of(*(quantized(values(*shape).to(device()))[0] for shape in OPERANDS[1:]))
+
+
+def _product_of(a: ScaledTensor, b: ScaledTensor) -> str:
     from lightning_fp8 import ops
 
-    a, b = (quantized(values(*shape).to(device()))[0] for shape in OPERANDS[1:])
     left, right = (operand.dequantize().cpu().double() for operand in (a, b))
     wanted = left @ right.t()
     allowed = wanted.abs() * 2**-8 + (left.abs() @ right.abs().t()) * 2**-10
@@ -430,27 +435,125 @@ def product() -> str:
     return f"{list(a.data.shape)} x {list(b.data.shape)}ᵀ in E4M3 equals float64 within rounding, on {_name()}"
 
 
-def attention() -> str:
-    """Attention's forward pass, compared with float64.
+def block_product() -> str:
+    """A product of operands in blocks, 1 × 128 by 128 × 128, compared with float64.
 
     Raises:
-        ArithmeticError: a row is further off than FP8 explains.
+        ArithmeticError: a value is further off than :func:`product` allows.
+    """
+    from lightning_fp8 import ops
+    from lightning_fp8.formats import E4M3
+    from lightning_fp8.scaled import Cast, Layout
+
+    a, b = (
+        ops.quantize(values(*shape).to(device()), Cast(E4M3, layout)).rowwise
+        for shape, layout in zip(OPERANDS[1:], (Layout.BLOCK_1X128, Layout.BLOCK_128X128))
+    )
+    assert a is not None
+    assert b is not None
+    return _product_of(a, b)
+
+
+def scales() -> str:
+    """The update of delayed scales, compared with its formula.
+
+    Raises:
+        ArithmeticError: a scale, or an amax in the history, is another one.
+    """
+    import torch
+
+    from lightning_fp8 import ops
+
+    tensors, length = 70, 16
+    largest = torch.full((tensors,), 448.0)
+    generator = torch.Generator().manual_seed(0)
+    amax, history = (torch.rand(*shape, generator=generator) + 0.1 for shape in ((tensors,), (length, tensors)))
+    history[0] = 0.0  # the place of the next amax
+    found, scale = history.to(device(), copy=True), torch.ones(tensors).to(device())
+    ops.update_scales(amax.to(device(), copy=True), found, scale, largest.to(device()), 0.0, "max")
+    wanted = torch.cat([history[:1], history[2:], amax[None]])
+    wrong_scales = scale.cpu() != largest / torch.maximum(amax, history.amax(0))
+    wrong = int(wrong_scales.sum()) + int((found.cpu() != wanted).sum())
+    if wrong:
+        raise ArithmeticError(f"{wrong} of {tensors} scales and {history.numel()} amaxes are not those of the formula")
+    return f"{tensors} scales of histories of {length} steps, all right, on {_name()}"
+
+
+def norm() -> str:
+    """LayerNorm's cast, and its gradients, compared with torch's layer_norm in float64.
+
+    Raises:
+        ArithmeticError: a row, or a gradient, is further off than FP8 (of y) or bfloat16 (of gradients) explains.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from lightning_fp8 import ops
+    from lightning_fp8.formats import E4M3
+    from lightning_fp8.scaled import Cast, Layout
+
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(200, 1024, generator=generator).bfloat16() for _ in range(2))
+    weight, bias = (torch.randn(1024, generator=generator).bfloat16() for _ in range(2))
+    exact = [each.double().requires_grad_() for each in (x, weight, bias)]
+    wanted = F.layer_norm(exact[0], (1024,), exact[1], exact[2], 1e-5)
+    wanted.backward(dy.double())
+    x, weight, bias, dy = (each.to(device()) for each in (x, weight, bias, dy))
+    made = ops.norm_quantize(x, weight, bias, Cast(E4M3, Layout.TENSOR), eps=1e-5)
+    assert made.operands.rowwise is not None
+    _require_close("y", made.operands.rowwise.dequantize(), wanted.detach(), 0.05)
+    found = ops.norm_backward(dy, x, weight, made.statistics, bias_gradient=True)
+    for name, gradient, of in zip(("x", "weight", "bias"), found, exact):
+        assert gradient is not None
+        assert of.grad is not None
+        _require_close(f"the gradient of {name}", gradient, of.grad, 0.01)
+    return f"LayerNorm of {list(x.shape)} and its gradients equal float64 within rounding, on {_name()}"
+
+
+def attention() -> str:
+    """Causal attention and its gradients, compared with float64.
+
+    Raises:
+        ArithmeticError: a result is further off than FP8 explains.
     """
     import torch
 
     from lightning_fp8.attention.function import fp8_attention, why_not_fp8
+    from lightning_fp8.attention.ops import Band
 
     generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, 256, 2, 128, generator=generator).bfloat16().to(device()) for _ in range(3)]
-    if reason := why_not_fp8(*qkv):
+    *qkv, do = (torch.randn(1, 256, 2, 128, generator=generator).bfloat16() for _ in range(4))
+    exact = [x.double().requires_grad_() for x in qkv]
+    q, k, v = (x.transpose(1, 2) for x in exact)
+    scores = (q @ k.mT / 128**0.5).masked_fill(torch.ones(256, 256, dtype=torch.bool).triu(1), -torch.inf)
+    wanted = (scores.softmax(-1) @ v).transpose(1, 2)
+    wanted.backward(do.double())
+    on_device = [x.to(device()).requires_grad_() for x in qkv]
+    if reason := why_not_fp8(*on_device):
         return f"runs in high precision: {reason}"
-    o = fp8_attention(*qkv).cpu().double()
-    q, k, v = (x.cpu().double().transpose(1, 2) for x in qkv)
-    exact = ((q @ k.mT / 128**0.5).softmax(-1) @ v).transpose(1, 2)
-    off = ((o - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
-    if not off <= 0.2:  # also where it is NaN
-        raise ArithmeticError(f"a row is {off:.0%} off the float64 result, and FP8 explains 20%")
-    return f"{list(o.shape)} equals float64 within FP8's rounding, on {_name()}"
+    o = fp8_attention(*on_device, band=Band(right=0))
+    o.backward(do.to(device()))
+    _require_close("o", o.detach(), wanted.detach(), 0.2, rows=1)
+    for name, found, of in zip("qkv", on_device, exact):
+        assert found.grad is not None
+        assert of.grad is not None
+        _require_close(f"the gradient of {name}", found.grad, of.grad, 0.15)
+    return f"{list(o.shape)} and its gradients equal float64 within FP8's rounding, on {_name()}"
+
+
+def _require_close(what: str, found: Tensor, wanted: Tensor, allowed: float, rows: int = 32) -> None:
+    """Compare so many rows at a time.
+
+    Raises:
+        ArithmeticError: some rows are further off than ``allowed``, or a value is NaN.
+    """
+    found, wanted = (x.cpu().double().reshape(-1, x.shape[-1]) for x in (found, wanted))
+    pairs = zip(found.split(rows), wanted.split(rows))
+    off = max(((one - other).norm() / other.norm()).nan_to_num(nan=math.inf).item() for one, other in pairs)
+    if not off <= allowed:
+        raise ArithmeticError(
+            f"{what} is {off:.1%} off the float64 result somewhere, and rounding explains {allowed:.0%}"
+        )
 
 
 def quantized(x: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
@@ -497,7 +600,9 @@ def refuse_fallbacks() -> None:
         warnings.filterwarnings("error", fallbacks, RuntimeWarning)
 
 
-PROBES = {"torch": torch_facts, "compile": compilation, "cast": cast, "product": product, "attention": attention}
+KERNELS = {"product of blocks": block_product, "scales": scales, "norm": norm, "attention": attention}
+"""What has kernels of its own, besides casts and products."""
+PROBES = {"torch": torch_facts, "compile": compilation, "cast": cast, "product": product, **KERNELS}
 """Each returns a line that says what ran, or raises why it does not."""
 
 
@@ -505,7 +610,7 @@ def run_probe(name: str, seconds: str) -> None:
     """Print what ran, or leave with why it failed. Just before the limit, the stack is dumped: where it hangs."""
     faulthandler.dump_traceback_later(0.9 * float(seconds))
     try:
-        if name in ("cast", "product", "attention"):
+        if name not in ("torch", "compile"):
             refuse_fallbacks()
         print(f"\n{_MARK}{PROBES[name]()}")
     except Exception as error:

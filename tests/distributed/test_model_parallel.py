@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_on_two_ranks
-from tests.tiers import every_value
+from tests.tiers import thorough
 
 
 def run(part: str, folder: Path) -> list[Any]:
     return run_on_two_ranks("model_parallel", str(folder), part, folder=folder)
 
 
-@every_value
+@thorough
 @pytest.mark.parametrize("sharded", ["blocks", "linears"])
 @pytest.mark.parametrize("file", ["full", "sharded"])
 def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ class Machine(NamedTuple):
         return self.answers.get(name, healthy)
 
 
+KERNELS = ["product of blocks", "scales", "norm", "attention"]
+
 CPU = Machine(gpus=(), cuda=None, problem=NO_CUDA, smi=None)
 
 
@@ -200,8 +202,8 @@ def test_a_healthy_machine_has_nothing_to_do(findings_of: Any, capsys: pytest.Ca
     assert values["driver"] == "NVIDIA H200, 580.159.03, 143771 MiB"
     assert values["GPU 0"] == "NVIDIA H200, compute capability 9.0, 141 GiB"
     assert set(VERSIONS) < values.keys()
-    launches = ["compile", "cast", "product, cuBLASLt", "product, kernel", "attention"]
-    assert [finding.what for finding in found][-5:] == launches
+    launches = ["compile", "cast", "product, cuBLASLt", "product, kernel", *KERNELS]
+    assert [finding.what for finding in found][-len(launches) :] == launches
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -246,7 +248,7 @@ def test_a_machine_without_a_gpu_is_healthy(findings_of: Any) -> None:
     values = {finding.what: finding.value for finding in found}
     assert values["GPU"].startswith(f"none ({NO_CUDA})")
     assert "numba-cuda is not installed" in values["compile"]
-    assert [finding.what for finding in found][-3:] == ["cast", "product", "attention"]
+    assert [finding.what for finding in found][-6:] == ["cast", "product", *KERNELS]
 
 
 def test_each_launch_has_its_environment(findings_of: Any) -> None:
@@ -254,7 +256,7 @@ def test_each_launch_has_its_environment(findings_of: Any) -> None:
     compiled = findings_of.asked.pop(1)
     assert findings_of.asked == [
         ("torch", {}), ("cast", {}), ("product", {"LIGHTNING_FP8_GEMM": "cublaslt"}),
-        ("product", {"LIGHTNING_FP8_GEMM": "numba"}), ("attention", {}),
+        ("product", {"LIGHTNING_FP8_GEMM": "numba"}), *((name, {}) for name in KERNELS),
     ]  # fmt: skip
     assert (compiled[0], compiled[1].keys()) == ("compile", {"LIGHTNING_FP8_CACHE", "LIGHTNING_FP8_KERNELS"})
     assert compiled[1]["LIGHTNING_FP8_KERNELS"] == "", "what was compiled elsewhere proves no compiler"
@@ -378,7 +380,9 @@ def test_the_report_of_this_machine_imports_nothing_itself() -> None:
     assert f"{torch.__version__}, built " in done.stdout
     assert "[320, 200] in bfloat16 to E4M3 and its transpose, all 128,000 values right" in done.stdout
     assert "in E4M3 equals float64 within rounding" in done.stdout
-    assert "[1, 256, 2, 128] equals float64 within FP8's rounding" in done.stdout
+    assert "70 scales of histories of 16 steps, all right" in done.stdout
+    assert "LayerNorm of [200, 1024] and its gradients equal float64 within rounding" in done.stdout
+    assert "[1, 256, 2, 128] and its gradients equal float64 within FP8's rounding" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -542,14 +546,69 @@ def test_one_wrong_value_of_a_product_is_seen(wrong: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda o: o.index_put_((torch.tensor(0), torch.tensor(200)), o[0, 200] * 1.3), lambda o: o * torch.nan]
+    "wrong", [lambda o: o * torch.ones(256, 1, 1).index_fill(0, torch.tensor(200), 1.3), lambda o: o * torch.nan]
 )
 def test_one_wrong_row_of_attention_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = function.fp8_attention
-    assert "equals float64 within FP8's rounding" in doctor.attention()
-    monkeypatch.setattr(function, "fp8_attention", lambda *qkv: wrong(right(*qkv)))
-    with pytest.raises(ArithmeticError, match="a row is .* off the float64 result"):
+    assert "equal float64 within FP8's rounding" in doctor.attention()
+    monkeypatch.setattr(function, "fp8_attention", lambda *qkv, **options: wrong(right(*qkv, **options)))
+    with pytest.raises(ArithmeticError, match="^o is .* off the float64 result"):
         doctor.attention()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_wrong_tile_of_a_gradient_of_attention_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = function.fp8_attention
+
+    def wrong(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        def scaled(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            gradient[:, 128:192] *= 1.5
+            return gradient
+
+        qkv["qkv".index(name)].register_hook(scaled)
+        return right(*qkv, **options)
+
+    monkeypatch.setattr(function, "fp8_attention", wrong)
+    with pytest.raises(ArithmeticError, match=f"^the gradient of {name} is .* off the float64 result"):
+        doctor.attention()
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_wrong_gradient_of_a_norm_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.norm_backward
+    assert "equal float64 within rounding" in doctor.norm()
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        gradients = [each.clone() for each in right(*args, **options) if each is not None]
+        gradients[index].view(-1)[:64] *= 1.5
+        return gradients
+
+    monkeypatch.setattr(ops, "norm_backward", wrong)
+    with pytest.raises(ArithmeticError, match="^the gradient of (x|weight|bias) is"):
+        doctor.norm()
+
+
+@pytest.mark.parametrize("position", [2, 1])
+def test_one_wrong_scale_or_amax_is_seen(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.update_scales
+    assert "all right" in doctor.scales()
+
+    def wrong(*args: Any) -> None:
+        right(*args)
+        args[position].view(-1)[-1] *= 1.01
+
+    monkeypatch.setattr(ops, "update_scales", wrong)
+    with pytest.raises(ArithmeticError, match="^1 of 70 scales and 1120 amaxes"):
+        doctor.scales()
+
+
+def test_one_wrong_value_of_a_product_of_blocks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.scaled_mm
+    assert "equals float64 within rounding" in doctor.block_product()
+    monkeypatch.setattr(ops, "scaled_mm", lambda a, b: right(a, b).index_fill_(0, torch.tensor(3), 1.0))
+    with pytest.raises(ArithmeticError, match="times as far from the float64 product"):
+        doctor.block_product()
 
 
 def test_attention_without_a_kernel_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
