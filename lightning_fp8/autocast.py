@@ -70,8 +70,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-waiting: list[Callable[[], None]] = []
-"""Called once, where the next region begins that is enabled: what waits until a model is sharded puts itself here."""
+waiting: list[Callable[[], bool]] = []
+"""Called where a region begins that is enabled, until they return True: what waits until a model is sharded puts itself
+here. A region may begin on one rank alone, so they are no collectives."""
 
 before_attention: list[Callable[[], bool]] = []
 """Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here, and
@@ -113,9 +114,8 @@ def _current_backward() -> int:
 @contextmanager
 def fp8_context(context: FP8Context) -> Iterator[None]:
     """Make ``context`` the current one inside."""
-    if context.enabled and not torch.compiler.is_compiling():
-        while waiting:
-            waiting.pop(0)()
+    if waiting and context.enabled and not torch.compiler.is_compiling():
+        _call_waiting()
     previous, backward = _thread.context, _thread.backward
     active = context.enabled or context.calibrating
     _thread.context = context
@@ -128,6 +128,12 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
         forget_inputs()
         _thread.context, _thread.backward = previous, backward
         _thread.active_regions -= active
+
+
+@torch.compiler.disable(reason="once for a model")
+def _call_waiting() -> None:
+    done = [each for each in list(waiting) if each()]
+    waiting[:] = [each for each in waiting if each not in done]
 
 
 class fp8_autocast(ContextDecorator):

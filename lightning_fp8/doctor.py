@@ -463,9 +463,10 @@ def scales() -> str:
     import torch
 
     from lightning_fp8 import ops
+    from lightning_fp8.formats import E4M3
 
     tensors, length = 70, 16
-    largest = torch.full((tensors,), 448.0)
+    largest = torch.full((tensors,), E4M3.max)
     generator = torch.Generator().manual_seed(0)
     amax, history = (torch.rand(*shape, generator=generator) + 0.1 for shape in ((tensors,), (length, tensors)))
     history[0] = 0.0  # the place of the next amax

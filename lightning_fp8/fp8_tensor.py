@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -269,12 +270,29 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
     Raises:
         RuntimeError: one that FSDP2 would have to gather.
     """
+    if x.is_gathered and torch.compiler.is_compiling():
+        _note_traced(*x.shape)
     row, column = x.operands
     if columnwise and column is None:
         column = _other_operand(x, row)
     if rowwise and row is None:
         row = _other_operand(x, column)
     return Quantized(row if rowwise else None, column if columnwise else None)
+
+
+_traced: set[tuple[int, ...]] = set()
+"""Shapes of gathered weights that compiled code takes. A model that is sharded is compiled on all its ranks alike."""
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(*shape: int) -> bool:
+    _traced.add(shape)
+    return True
+
+
+def was_traced_gathered(shape: Sequence[int]) -> bool:
+    """Whether compiled code takes the operands of gathered weights ``[N, K]`` of this shape."""
+    return tuple(shape) in _traced
 
 
 def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:

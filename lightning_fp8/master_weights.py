@@ -45,8 +45,8 @@ def with_master_weights(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if any(isinstance(parameter, FP8Tensor) for parameter in optimizer.state):
         raise RuntimeError(
-            "the optimizer has stepped FP8 weights, and its state is of these; call with_master_weights(optimizer) "
-            "before its first step"
+            "the optimizer has state of FP8 weights: it has stepped them, or has state from the start, as Adagrad, "
+            "which is not supported; call with_master_weights(optimizer) before its first step"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(isinstance(parameter, Tensor) and id(parameter) not in held for parameter in optimizer.state):

@@ -219,6 +219,7 @@ ROOMS = {
         "modules",
         "parallel.agreement",
         "parallel.fsdp",
+        "parallel.sharded_linear",
         "primary_weights",
     },
     "te.tensor_parallel": {"modules", "parallel.collectives", "parallel.pieces", "te"},
@@ -235,7 +236,7 @@ ROOMS = {
         "ops",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "te", "te.model"},
-    "doctor": {"attention.function", "ops"},
+    "doctor": {"attention.function", "attention.ops", "ops"},
     "cli": {"autocast", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
 }
 """The rooms of lightning_fp8 upwards, and what each may import of those below it.

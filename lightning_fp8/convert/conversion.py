@@ -33,9 +33,10 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.state import fp8_modules, fp8_state_dict
+from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
+from lightning_fp8.parallel.sharded_linear import is_sharded as is_dtensor
 from lightning_fp8.primary_weights import keep_model_in_fp8
 from lightning_fp8.recipes import Recipe
 
@@ -286,21 +287,41 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     history.add_module(model)  # an optimizer of adapters or embeddings alone updates frozen layers, too
-    _on_ranks(model)
-    if not is_sharded(model):  # Fabric shards models after it has converted them
-        autocast.waiting.append(partial(_call_with, weakref.ref(model), _on_ranks))
-    return history
-
-
-def _on_ranks(model: nn.Module) -> None:
-    """Compare over ranks a model that is cut or sharded, and let FSDP2 gather its weights in FP8."""
     if "torch.distributed.tensor" in sys.modules:
         from lightning_fp8.parallel.agreement import require_same_plans  # only now: it imports torch.distributed
 
-        layers = [(name, each) for name, each in model.named_modules() if isinstance(each, LinearLayer) and each.fp8]
-        in_fp8 = {clean_name(f"{name}.{own}" if name else own) for name, each in layers for own in each.weight_names}
-        require_same_plans(model, in_fp8)
+        require_same_plans(model, names_of_fp8_weights(model))
     _gather_in_fp8(model)
+    when_sharded(model, _gather_in_fp8)
+    return history
+
+
+def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
+    """Call ``action`` once a model that is not sharded yet is, as Fabric does after it has converted it.
+
+    One weight is looked at where a region of FP8 begins: the first one that is no DTensor.
+    """
+    model = getattr(model, "_orig_mod", model)  # a compiled module, which its caller may drop
+    plain = [
+        (each, each.weight_names[0])
+        for each in model.modules()
+        if isinstance(each, LinearLayer) and each.fp8 and not is_dtensor(getattr(each, each.weight_names[0]))
+    ]
+    if plain:
+        autocast.waiting.append(partial(_act_if_sharded, weakref.ref(model), weakref.ref(plain[0][0]), action))
+
+
+def _act_if_sharded(
+    model: weakref.ref[nn.Module], layer: weakref.ref[LinearLayer], action: Callable[[nn.Module], None]
+) -> bool:
+    """Whether there is nothing left to wait for."""
+    living, looked_at = model(), layer()
+    if living is None or looked_at is None:
+        return True
+    if not is_dtensor(getattr(looked_at, looked_at.weight_names[0])):
+        return False
+    action(living)
+    return True
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -330,11 +351,6 @@ def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -
         for layer in summary.layers
     )
     return replace(summary, layers=layers)
-
-
-def _call_with(model: weakref.ref[nn.Module], function: Callable[[nn.Module], None]) -> None:
-    if (living := model()) is not None:
-        function(living)
 
 
 def _share_history(model: nn.Module) -> AmaxHistory:

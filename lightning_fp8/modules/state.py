@@ -20,6 +20,7 @@ from lightning_fp8.delayed.history import (
 )
 from lightning_fp8.delayed.update import update_slots
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.scaled import Role
@@ -29,6 +30,12 @@ from lightning_fp8.scaling import FLOAT32_MAX
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:
     """The FP8 modules of ``model`` under their clean names, each once."""
     return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FP8Module)]
+
+
+def names_of_fp8_weights(model: nn.Module) -> set[str]:
+    """The clean names of the parameters that FP8 layers of ``model`` multiply by."""
+    layers = [(name, each) for name, each in fp8_modules(model) if isinstance(each, LinearLayer) and each.fp8]
+    return {f"{name}.{own}" if name else own for name, each in layers for own in each.weight_names}
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Any]:

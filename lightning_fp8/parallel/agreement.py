@@ -44,17 +44,18 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
     if tensors is None or not dist.is_initialized():
         return
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
-    sharded: list[str] = []
+    sharded: dict[str, str] = {}
     for prefix, module in model.named_modules():
         within = f"{clean_name(prefix)}." if prefix else ""
         if hasattr(module, "_get_fsdp_state"):
-            sharded.append(within)
+            sharded[within] = _policies(module)
         shards = max((each for each in sharded if within.startswith(each)), key=len, default=None)
         for own, parameter in module.named_parameters(recurse=False):
             if not isinstance(parameter, tensors.DTensor):
                 continue
             said = f"{within}{own} {tuple(parameter.shape)}, {parameter.dtype}, {parameter.placements}"
-            said += "" if shards is None else f", gathered with {shards[:-1] or 'the model'}"
+            said += "" if parameter.requires_grad else ", frozen"
+            said += "" if shards is None else f", gathered with {shards[:-1] or 'the model'} ({sharded[shards]})"
             said += ", in FP8" if f"{within}{own}" in in_fp8 else ", in high precision"
             for group in _groups(parameter):
                 groups.setdefault(group.group_name, (group, []))[1].append(said)
@@ -64,9 +65,19 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
             _raise_difference(_of_all(lines, group), group)
 
 
+def _policies(module: Any) -> str:
+    """How FSDP2 gathers the parameters of a module that it shards, as far as this version says it."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    kept = [not getattr(each, "_reshard_after_forward", True) for each in groups if each is not None]
+    return f"kept={any(kept)}, {getattr(state, '_mp_policy', '')}"
+
+
 def _groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """Those that share it, of more than one rank."""
+    """Those of more than one rank that share it; none if this rank is not on its mesh."""
     mesh = parameter.device_mesh
+    if mesh.get_coordinate() is None:
+        return []
     return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 

@@ -30,14 +30,14 @@ from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.fp8_tensor import FP8Tensor, was_traced_gathered
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import was_traced
+from lightning_fp8.modules.state import names_of_fp8_weights
 from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import absolute_max, tensor_amax
-from lightning_fp8.parallel.agreement import require_same
+from lightning_fp8.parallel.agreement import require_same, require_same_plans
 from lightning_fp8.parallel.collectives import all_gather
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Layout, Role, ScaledTensor
@@ -78,7 +78,10 @@ def gather_in_fp8(model: nn.Module) -> None:
     names = {module: clean_name(name) for name, module in model.named_modules()}
     modules_by_name = {name: module for module, name in names.items()}
     found = [(state, group, param) for _, state in sharded for group in _groups(state) for param in group.fsdp_params]
-    weights = next((param.weights for *_, param in found if isinstance(param, GatheredParam)), None) or _Weights()
+    weights = next((param.weights for *_, param in found if isinstance(param, GatheredParam)), None) or _Weights(model)
+    _weights_of[sharded[0][0]] = weights
+    for *_, param in found:
+        weights.add_groups(param.mesh_info)
     for state, group, param in found:
         owner, name = param._module_info.module, param._module_info.param_name
         if isinstance(param, GatheredParam) or not isinstance(owner, LinearLayer) or name not in owner.weight_names:
@@ -89,8 +92,8 @@ def gather_in_fp8(model: nn.Module) -> None:
         param.attach(weights, owner, group, state, [each for each in (model, *around) if each is not None])
         weights.params.append(param)
     for module, state in sharded:
-        params = [param for group in _groups(state) for param in group.fsdp_params]
-        if module not in _hooked and any(isinstance(each, GatheredParam) for each in params):
+        gathers = any(isinstance(param, GatheredParam) for group in _groups(state) for param in group.fsdp_params)
+        if module not in _hooked and (gathers or module in _weights_of):
             _hooked.add(module)
             module.register_forward_pre_hook(_before_forward, prepend=True)
 
@@ -138,9 +141,18 @@ def _warn_of_other_torch() -> None:
 class _Weights:
     """The weights of a model that FSDP2 may gather in FP8."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.params: list[GatheredParam] = []
-        self.begun: list[Recipe] = []
+        self.begun: list[Recipe | None] = []
+        self.groups: list[dist.ProcessGroup] = []
+        self._model = weakref.ref(model)
+
+    def add_groups(self, mesh_info: Any) -> None:
+        """Note the ranks that share parameters: those of their shards, and those of their replicas."""
+        sizes = getattr(mesh_info, "shard_mesh_size", 1), getattr(mesh_info, "replicate_mesh_size", 1)
+        names = "shard_process_group", "replicate_process_group"
+        groups = [getattr(mesh_info, name) for name, size in zip(names, sizes) if size > 1]
+        self.groups += [each for each in groups if each not in self.groups]
 
     def refresh_amaxes(self, asking: GatheredParam, recipe: Recipe) -> None:
         """Find the amaxes of ``asking`` and of all weights like it that this recipe gathers and that have changed."""
@@ -158,15 +170,23 @@ class _Weights:
     def begin(self, context: FP8Context) -> None:
         """Compare a recipe over ranks, and warn of weights that it gathers in high precision, at its first forward.
 
+        Before the first of all, compare how ranks shard and convert the model.
+
         Raises:
-            RuntimeError: on all ranks, if they run by different recipes.
+            RuntimeError: on all ranks, if they differ.
         """
-        if context.recipe in self.begun:
+        recipe = context.recipe if context.enabled else None
+        if recipe in self.begun:
             return
-        self.begun.append(context.recipe)
-        if (first := next((each for each in self.params if each.is_divided), None)) is not None:
+        model = self._model()
+        if not self.begun and model is not None:
+            require_same_plans(model, names_of_fp8_weights(model))
+        self.begun.append(recipe)
+        for group in self.groups:
             what = "ranks that shard a model must run it by the same recipe of FP8"
-            require_same(what, repr(context.recipe), first.process_group)
+            require_same(what, "high precision" if recipe is None else repr(recipe), group)
+        if recipe is None:
+            return
         reasons: dict[str, int] = {}
         for each in self.params:
             if each.layer.fp8 and each.layer.history is not None and each.layer.history.plugin_recipe is None:
@@ -179,6 +199,9 @@ class _Weights:
                 stacklevel=2,
             )
 
+
+_weights_of: weakref.WeakKeyDictionary[nn.Module, _Weights] = weakref.WeakKeyDictionary()
+"""Of the outermost sharded module of each model."""
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose forwards choose how their weights are gathered."""
@@ -203,6 +226,8 @@ register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 @torch.compiler.disable
 def _before_forward(module: Any, *_: Any) -> None:
     """Choose how the weights are gathered that this forward of a sharded module gathers; FSDP2's own hook is behind."""
+    if (weights := _weights_of.get(module)) is not None:
+        weights.begin(autocast.current_context())
     state = module._get_fsdp_state()
     for each in (state, *state._states_to_forward_prefetch):
         for group in _groups(each):
@@ -340,14 +365,14 @@ class GatheredParam(FSDPParam):
             plugin_recipe = None if self.layer.history is None else self.layer.history.plugin_recipe
             if not recipe.reduce_amax or not isinstance(plugin_recipe, (DelayedScaling, type(None))):
                 return "each rank has its own scales"
-            if context.group is not None:
-                return "fp8_group says which ranks share their scales"
+            if context.group is not None and not _contains(context.group, self.process_group):
+                return "fp8_group has not all ranks that share it"
         return ""
 
     def is_compiled(self) -> bool:
         """Whether the layer is known to run in compiled code, which sees operands alone."""
         around = [module for each in self._around if (module := each()) is not None]
-        return any(map(_is_compiled, around)) or was_traced(*self.layer.features)
+        return any(map(_is_compiled, around)) or was_traced_gathered(self._orig_size)
 
     def _is_in_root(self) -> bool:
         """Whether the outermost sharded module gathers it."""
@@ -559,6 +584,10 @@ class GatheredParam(FSDPParam):
 def _transposed_codes(codes: Tensor) -> Tensor:
     """``[K, R]`` of ``codes [R, K]``: a view on the CPU, a copy on a GPU, whose GEMMs read rows."""
     return ops.transpose(codes) if codes.is_cuda else codes.t()
+
+
+def _contains(group: dist.ProcessGroup, ranks_of: dist.ProcessGroup) -> bool:
+    return {*dist.get_process_group_ranks(ranks_of)} <= {*dist.get_process_group_ranks(group)}
 
 
 def _is_compiled(module: nn.Module) -> bool:

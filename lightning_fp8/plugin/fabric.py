@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.attention.models.attach import attach, detach
-from lightning_fp8.autocast import FP8Context, fp8_context, in_backward, waiting
+from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
     apply_conversion,
@@ -31,6 +31,7 @@ from lightning_fp8.convert.conversion import (
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
+    when_sharded,
     with_gathers,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
@@ -165,8 +166,7 @@ class FP8FabricPrecision(FabricPrecision):
         history.plugin_recipe = self.recipe
         if is_sharded(module):
             self.plan = with_gathers(self.plan, module, self.recipe)
-        else:  # yet: Fabric shards models after it has converted them
-            waiting.append(partial(_report_gathers, weakref.ref(self), weakref.ref(module), history))
+        when_sharded(module, partial(_report_gathers, weakref.ref(self), history))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         if self._register_history(history):
@@ -382,11 +382,8 @@ class FP8FabricPrecision(FabricPrecision):
                 load_state(history, states[name], self.recipe, saved)
 
 
-def _report_gathers(
-    plugin: weakref.ref[FP8FabricPrecision], module: weakref.ref[nn.Module], history: AmaxHistory
-) -> None:
-    living, model = plugin(), module()
-    if living is not None and model is not None:
+def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], history: AmaxHistory, model: nn.Module) -> None:
+    if (living := plugin()) is not None:
         living.report_gathers(model, history)
 
 

@@ -20,11 +20,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     [
         ("recipes", "DelayedScaling(", "Float8RowwiseScaling("),
         ("plans", "0.norm1.weight (64,)", "0.attention.q.weight (64, 64)"),
-        ("plans_after", "0.norm1.weight (64,)", "0.attention.q.weight (64, 64)"),
+        ("plans_after", "column, sequences cut along dimension 1", "column, whole sequences"),
         ("converted_layers", "0.mlp.up.weight (128, 64), torch.bfloat16, (Shard(dim=0),), in FP8", "in high precision"),
         ("widths", "a piece of the weight of (64, 64)", "a piece of the weight of (128, 64)"),
-        ("shards", "gathered with the model, in high precision", "gathered with 0, in high precision"),
+        ("shards", "gathered with the model (kept=", "gathered with 0 (kept="),
         ("dimensions", "0.attention.q.weight (64, 64), torch.bfloat16, (Shard(dim=0),)", "(Shard(dim=1),)"),
+        ("frozen", "in FP8", "(Shard(dim=0),), frozen, gathered with the model"),
+        ("precisions", "param_dtype=torch.bfloat16", "param_dtype=torch.float16"),
+        ("kept", "(kept=False, ", "(kept=True, "),
+        ("regions", "DelayedScaling(", "high precision"),
         ("sharded_layers", "0.attention.q.weight (64, 64), torch.bfloat16, (Shard(dim=0),)", "in high precision"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
@@ -89,10 +89,32 @@ def sharded_layers(mesh: DeviceMesh) -> None:
     converted(fully_shard(blocks(), mesh=mesh), skip=["*"] if is_second() else [])
 
 
+def frozen(mesh: DeviceMesh) -> None:
+    model = blocks()
+    model[0].mlp.up.requires_grad_(not is_second())
+    converted(fully_shard(model, mesh=mesh))
+
+
+def precisions(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=[torch.bfloat16, torch.float16][is_second()])
+    converted(fully_shard(blocks(), mesh=mesh, mp_policy=policy))
+
+
+def kept(mesh: DeviceMesh) -> None:
+    converted(fully_shard(blocks(), mesh=mesh, reshard_after_forward=not is_second()))
+
+
+def regions(mesh: DeviceMesh) -> None:
+    train(converted(fully_shard(blocks(), mesh=mesh)), inputs(False), enabled=not is_second())
+
+
 CASES: dict[str, Callable[[DeviceMesh], None]] = {
     each.__name__: each
-    for each in (recipes, plans, plans_after, scales, converted_layers, widths, shards, dimensions, sharded_layers)
-}
+    for each in (
+        recipes, plans, plans_after, scales, converted_layers, widths, shards, dimensions, sharded_layers, frozen,
+        precisions, kept, regions,
+    )
+}  # fmt: skip
 
 
 def error(case: str) -> str:
