@@ -12,7 +12,7 @@ what :func:`multiply` does where a GEMM is not so:
 - Scales of 1x128 by 128x128 and by 1x128, on Hopper from CUDA 12.9 on: E4M3, without the fast accumulator, results in
   bfloat16 or float32. cuBLASLt reads lines of M scales of A that begin at multiples of 16 bytes, and lines of
   ``K / 128`` rounded up to 4 scales of 128x128 (PyTorch's pull request 166752: otherwise wrong without a word): M is
-  padded to a multiple of 4 and K to one of 512, or of 128.
+  padded to a multiple of 4 and K to one of 512, or of 128; to two blocks at least: one is taken for a row's scale.
 - Never two operands in E5M2.
 """
 
@@ -34,6 +34,7 @@ _ROWS_MULTIPLE = 4
 """Float32 scales in 16 bytes."""
 _BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
 """What K is padded to, by B's blocks: whole blocks, in lines of whole 16 bytes of scales where these are K-major."""
+_LEAST_K = 2 * 128
 
 
 def multiplies_blocks(device: torch.device) -> bool:
@@ -80,7 +81,8 @@ def ways_to_fit(
     """The calls that compute a GEMM of ``sizes`` m, n and k, the fastest first."""
     m, n, k = sizes
     if layouts[0].scales_along_k:
-        m, n, k = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE), _round_up(k, _BLOCK_K[layouts[1]])
+        m, n = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE)
+        k = max(_round_up(k, _BLOCK_K[layouts[1]]), _LEAST_K)
         exact = torch.float32 if has_bias or out_dtype == torch.float16 else out_dtype
         return [Fit(*layouts, m, n, k, exact, takes_bias=False, scales_afterwards=False, fast_accum=False)]
     n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, SIZE_MULTIPLE)
@@ -118,7 +120,9 @@ def multiply(
             use_fast_accum=fit.fast_accum,
         )
 
-    result = _retried(call)[:m, :n]
+    result = _retried(call)
+    if (fit.m, fit.n) != (m, n):
+        result = result[:m, :n]
     if fit.scales_afterwards:
         result = result.mul_(scale_a).mul_(scale_b.t())
     if bias is not None and added is None:
