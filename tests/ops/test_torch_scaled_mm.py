@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import launch
 from cuda_kernels.host.gemm_configs import Library
-from lightning_fp8.ops import torch_scaled_mm
+from cuda_kernels.kernel import KernelError
+from lightning_fp8.ops import gemm_cuda, plans, torch_scaled_mm
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import GemmOperand, Multiply, bind_gemm, build_gemm
 from lightning_fp8.ops.memory import TensorKey, operand_key
@@ -108,6 +110,40 @@ def test_the_next_way_serves_after_a_refusal(scaling: str, monkeypatch: pytest.M
     said = [str(each.message).partition(": ")[2] for each in caught]
     in_bf16 = "not here. Products run exactly in BF16, slower."
     assert said == ["not here. Its float32 results are scaled afterwards, slower."] * (scaling == "row") + [in_bf16]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_kernel_multiplies_refused_blocks(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference would multiply them in float32. No kernel is made before: most never refuse."""
+    made: list[str] = []
+
+    def kernel(bound: gemm_cuda.BoundGemm, config: GemmConfig) -> Multiply:
+        made.append(type(config).__name__)
+        if not compiles:
+            raise KernelError("no compiler")
+        return lambda *args: torch.full((32, 48), 7, dtype=BF16)
+
+    def refuses(*args: object, **named: object) -> None:
+        assert not made
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    monkeypatch.setattr(launch, "architecture_of", lambda device: "90a")
+    monkeypatch.setattr(gemm_cuda, "_kernel", kernel)
+    plans.clear_plan_cache()
+    a, b = (operand(numbers(rows, 256, rows, True), E4M3, each, True) for rows, each in zip((32, 48), PAIRS["block"]))
+    operands = *aligned(a), *aligned(b), Gemm(*PAIRS["block"], BF16, True)
+    run = library_gemm(operands[:2], operands[2:4], operands[4], None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = [run(*operands, None, None, None) for _ in range(2)]
+    exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
+    right = torch.full_like(exact, 7) if compiles else exact
+    assert all(torch.equal(each, right) for each in results)
+    assert made == ["GemmConfig"]
+    said = [str(each.message) for each in caught]
+    assert "not here. A kernel of this package multiplies instead." in said[0]
+    assert ["no compiler" in each for each in said[1:]] == [True] * (not compiles)
 
 
 @pytest.mark.parametrize(
