@@ -15,12 +15,12 @@ from cuda_kernels.device.language import device
 from cuda_kernels.device.ptx import (
     atomic_max,
     bits,
+    cached_4_if,
     divide,
     from_bits,
     high_half,
     larger_magnitudes,
     load_2_if,
-    load_4_if,
     load_8_if,
     load_16_if,
     load_relaxed,
@@ -111,7 +111,7 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
         return _vector_loader_in_bounds(dtype, 4)
 
     item = ITEM_BYTES[dtype]
-    load_one = load_2_if if item == 2 else load_4_if
+    load_one = load_2_if if item == 2 else cached_4_if
 
     @device
     def load_each(address, column, columns, in_bounds):

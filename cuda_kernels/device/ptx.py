@@ -42,8 +42,8 @@ load_2_if = asm(
     u32, i64, i32,
 )  # fmt: skip
 load_4_if, load_8_if, load_16_if = (_load_if(_STREAMED, num_registers) for num_registers in (1, 2, 4))
-cached_8_if, cached_16_if = (_load_if(_CACHED, num_registers) for num_registers in (2, 4))
-"""The same of what other rows read again."""
+cached_4_if, cached_8_if, cached_16_if = (_load_if(_CACHED, num_registers) for num_registers in (1, 2, 4))
+"""The same of what is read again: other rows do, or neighbouring loads share the sector of 32 bytes."""
 
 store_1 = asm("st.global.b8 [$0], $1;", void, i64, u32)
 store_2 = asm("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", void, i64, u32)

@@ -20,7 +20,6 @@ from cuda_kernels.gemm.spec import (
     GemmConfig,
     GemmSpec,
     MmaConfig,
-    Scaling,
     num_epi_tiles,
     smem_offsets,
 )
@@ -54,6 +53,7 @@ class GemmProblem:
         multiprocessors: of the GPU.
         out_aligned: TMA can store the result where it lies; operands always are aligned.
         even: two neighbouring elements of the result can be written at once, and of what has its columns, read.
+        library_blocks: ``torch._scaled_mm`` multiplies operands whose scales change along K on this GPU.
     """
 
     m: int
@@ -64,10 +64,7 @@ class GemmProblem:
     multiprocessors: int
     out_aligned: bool
     even: bool
-
-
-CUBLASLT_MULTIPLE = 16
-"""What N and K are multiples of in a GEMM that ``torch._scaled_mm`` takes; our kernels take any sizes."""
+    library_blocks: bool = False
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
@@ -88,18 +85,16 @@ def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
 
 
 def cublaslt_takes(problem: GemmProblem) -> bool:
-    """Whether ``torch._scaled_mm`` computes the problem on every GPU with FP8.
+    """Whether ``torch._scaled_mm`` computes the problem on this GPU, if it has FP8.
 
-    It wants n and k in multiples of :data:`CUBLASLT_MULTIPLE`; scales of rows only for E4M3 and results in bfloat16.
+    Of any size and dtype, with any bias: whoever calls it pads, rounds or scales what does not fit
+    (``lightning_fp8/ops/torch_scaled_mm.py``, which names the sources). It takes no two operands in E5M2; where scales
+    change along K, E4M3 alone, on GPUs with ``problem.library_blocks``.
     """
-    spec = problem.spec
-    if problem.n % CUBLASLT_MULTIPLE or problem.k % CUBLASLT_MULTIPLE or spec.a_dtype == spec.b_dtype == "e5m2":
-        return False
-    if spec.bias_dtype is not None and (spec.bias_dtype != spec.out_dtype or spec.out_dtype == "float32"):
-        return False
-    if spec.scaling is Scaling.ROW:
-        return spec.a_dtype == spec.b_dtype == "e4m3" and spec.out_dtype == "bfloat16"
-    return spec.scaling is Scaling.TENSOR
+    formats = problem.spec.a_dtype, problem.spec.b_dtype
+    if problem.spec.scaling.along_k:
+        return problem.library_blocks and formats == ("e4m3", "e4m3")
+    return formats != ("e5m2", "e5m2")
 
 
 # --- Hopper -----------------------------------------------------------------------------------------------------------

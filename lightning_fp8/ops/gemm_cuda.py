@@ -1,14 +1,15 @@
 """FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
 
-What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies: one of our kernels, or ``torch._scaled_mm``. The
-reference computes what ``torch._scaled_mm`` then refuses, and what nothing else takes, slower and with a warning.
+What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies: one of our kernels, or ``torch._scaled_mm``, which
+:mod:`lightning_fp8.ops.torch_scaled_mm` calls. What that then refuses, and what nothing else takes, is computed slower
+and with a warning.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,16 @@ from torch import Tensor
 
 from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import gemm_selection, launch
-from cuda_kernels.host.gemm_configs import CUBLASLT_MULTIPLE, GemmChoice, GemmProblem, KernelConfig, Library
+from cuda_kernels.host.gemm_configs import (
+    GemmChoice,
+    GemmProblem,
+    KernelConfig,
+    Library,
+    fastest_by_estimate,
+    legal_configs,
+)
 from cuda_kernels.host.gemm_launcher import GemmStrides, bind_gemm_kernel
+from cuda_kernels.kernel import KernelError
 from lightning_fp8.formats import float8_of
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.gemm import Gemm, finish_unfused, implement_gemm, reference_gemm
@@ -34,7 +43,8 @@ from lightning_fp8.ops.memory import (
     operand_key,
     tensor_key,
 )
-from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_once
+from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_of_fallback, warn_once
+from lightning_fp8.ops.torch_scaled_mm import Fit, is_refusal, multiplies_blocks, multiply, ways_to_fit
 from lightning_fp8.scaled import Layout
 
 Multiply = Callable[..., Tensor]
@@ -154,6 +164,7 @@ def bind_gemm(
         launch.multiprocessors(device),
         out_aligned=is_aligned_result(out_key),
         even=has_aligned_pairs(out_key, bias_key, b.scale_inv),
+        library_blocks=multiplies_blocks(device),
     )
     return BoundGemm(device, problem, a, b, gemm, out_key.stride)
 
@@ -169,7 +180,42 @@ def build_gemm(bound: BoundGemm, choice: GemmChoice) -> Multiply:
     """
     if not isinstance(choice, Library):
         return _kernel(bound, choice)
-    return ScaledMm(reference_gemm).run if choice is Library.CUBLASLT else reference_gemm
+    return _library(bound) if choice is Library.CUBLASLT else reference_gemm
+
+
+def _library(bound: BoundGemm) -> Multiply:
+    """``torch._scaled_mm`` in the ways that fit, one after the other where it refuses, and what serves then.
+
+    That is the reference, which multiplies in BF16; of scales along K, which it multiplies in float32, a kernel.
+    """
+    problem, gemm = bound.problem, bound.gemm
+    run: Multiply = reference_gemm
+    said = "Products run exactly in BF16, slower"
+    if problem.spec.scaling.along_k and legal_configs(problem):
+        run, said = _kernel_when_called(bound), "A kernel of this package multiplies instead"
+    ways = ways_to_fit(
+        (gemm.layout_a, gemm.layout_b), (problem.m, problem.n, problem.k), bound.b.data.dtype, gemm.out_dtype,
+        problem.spec.bias_dtype is not None, gemm.fast_accum,
+    )  # fmt: skip
+    for fit in reversed(ways):
+        run, said = ScaledMm(fit, run, said).run, "Its float32 results are scaled afterwards, slower"
+    return run
+
+
+def _kernel_when_called(bound: BoundGemm) -> Multiply:
+    """The kernel of least estimated time, compiled by the first call; the reference where it cannot be made."""
+
+    @cache
+    def built() -> Multiply:
+        choice = fastest_by_estimate(bound.problem)
+        assert not isinstance(choice, Library)
+        try:
+            return _kernel(bound, choice)
+        except KernelError as error:
+            warn_of_fallback(bound.device, error)
+            return reference_gemm
+
+    return lambda *args: built()(*args)
 
 
 def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
@@ -194,49 +240,37 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     return run
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether ``error`` says that ``torch._scaled_mm`` does not multiply such operands, and not that a call failed."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    refusals = "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE"
-    return "CUDA error" not in str(error) or any(status in str(error) for status in refusals)
-
-
 class ScaledMm:
-    """``torch._scaled_mm``; once it has refused, with one warning, ``fallback`` in its place."""
+    """``torch._scaled_mm``; once it has refused, with one warning, ``instead`` in its place.
 
-    def __init__(self, fallback: Multiply) -> None:
-        self._fallback = fallback
+    Attributes:
+        run: the GEMM.
+    """
+
+    def __init__(self, fit: Fit, instead: Multiply, said: str) -> None:
+        self._fit, self._instead, self._said = fit, instead, said
         self._refused = False
 
     def run(
         self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
         bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Call ``torch._scaled_mm``, or ``fallback`` after a refusal."""
+        """Call ``torch._scaled_mm``, or ``instead`` after a refusal."""
         if self._refused:
-            return self._fallback(a, scale_a, b, scale_b, gemm, bias, amax, out)
+            return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
         try:
-            result = torch._scaled_mm(
-                a,
-                b.t(),
-                scale_a=scale_a,
-                scale_b=scale_b.t() if scale_b.dim() == 2 else scale_b,
-                bias=bias,
-                out_dtype=gemm.out_dtype,
-                use_fast_accum=gemm.fast_accum,
-            )
+            result = multiply(self._fit, a, scale_a, b, scale_b, bias, gemm.out_dtype)
         except (RuntimeError, ValueError) as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             self._refused = True
             warnings.warn(
                 f"torch._scaled_mm refuses {tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}: "
-                f"{error}. Products run exactly in BF16, slower.",
+                f"{error}. {self._said}.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return self._fallback(a, scale_a, b, scale_b, gemm, bias, amax, out)
+            return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
         return finish_unfused(result, amax, out)
 
 
@@ -294,9 +328,8 @@ def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> 
     warn_once(
         device,
         f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} on {device}, or none of "
-        "these sizes: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
-        "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' everywhere, features and tokens in "
-        f"multiples of {CUBLASLT_MULTIPLE}",
+        "these formats: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
+        "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' and 'rowwise' everywhere",
     )
 
 

@@ -6,8 +6,7 @@ The alignment that an FP8 GEMM asks of its operands and its result, and what hap
   (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`,
   unless nothing but the reference multiplies its layouts, which takes any.
   Sizes may be any: a row's bytes in memory are rounded up to 16, its shape stays ``K``.
-- Sizes: ``cublaslt_takes`` of :mod:`cuda_kernels.host.gemm_configs`, which cuBLASLt alone asks. Where it refuses, our
-  kernels multiply, or the reference, as :mod:`cuda_kernels.host.gemm_selection` chooses.
+- Sizes: :mod:`lightning_fp8.ops.torch_scaled_mm`, which pads operands for cuBLASLt; our kernels take any.
 - The result: :func:`is_aligned_result` and :func:`has_aligned_pairs`. Otherwise our kernels store it in smaller pieces.
 """
 

@@ -78,7 +78,7 @@ def planned(
                 except EmptyTensor:
                     return fallback
                 except KernelError as error:
-                    _warn_of_fallback(device, error)
+                    warn_of_fallback(device, error)
             return fallback
 
         _plan_caches.append(op_for)
@@ -110,7 +110,7 @@ def clear_plan_cache() -> None:
         cache.cache_clear()
 
 
-def _warn_of_fallback(device: torch.device, error: KernelError) -> None:
+def warn_of_fallback(device: torch.device, error: KernelError) -> None:
     """Warn once that an op runs without its kernel; where no kernel runs, plan none there from now on."""
     if isinstance(error, NoKernels):
         _without_kernels.add(device)

@@ -29,8 +29,9 @@ BLOCKS = Layout.BLOCK_1X128, Layout.BLOCK_128X128
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasLtMatmul(...)`"),
+        torch.AcceleratorError("misaligned address"),
     ],
-    ids=["memory", "device", "cuBLAS"],
+    ids=["memory", "device", "cuBLAS", "an earlier kernel"],
 )
 def test_a_call_that_fails_is_no_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the caller's to know, and the next call may succeed."""
@@ -49,6 +50,35 @@ def test_a_call_that_fails_is_no_refusal(error: Exception, monkeypatch: pytest.M
     right = torch.ones(32, 32, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: right)
     assert scaled_mm(*operands) is right
+    plans.clear_plan_cache()
+
+
+@pytest.mark.parametrize("status", ["CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_full_card_is_tried_once_more(status: str, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that torch keeps; a second failure is the caller's, and the next call is as the first one."""
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cublaslt")
+    plans.clear_plan_cache()
+    events: list[str] = []
+    right = torch.ones(32, 32, dtype=torch.bfloat16)
+
+    def full(*args: object, **named: object) -> torch.Tensor:
+        events.append("call")
+        if events.count("call") <= failures:
+            raise RuntimeError(f"CUDA error: {status} when calling `cublasCreate(handle)`")
+        return right
+
+    monkeypatch.setattr(torch, "_scaled_mm", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    a = operand(torch.randint(-3, 4, (32, 64)).float(), E4M3, Layout.TENSOR, True)
+    operands = a.data, a.scale_inv, a.data, a.scale_inv, TENSORS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if failures == 2:
+            with pytest.raises(RuntimeError, match=status):
+                scaled_mm(*operands)
+        assert scaled_mm(*operands) is right
+    assert events == ["call", "empty", "call"] + ["call"] * (failures - 1)
     plans.clear_plan_cache()
 
 
@@ -136,7 +166,7 @@ def test_without_kernels_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(scaled_mm(*aligned(a), *aligned(b), gemm), right)
     plans.clear_plan_cache()
     assert ["FP8 kernels do not run on cpu" in str(each.message) for each in caught] == [True]
-    assert taken == [(32, 64)]
+    assert taken == [(32, 64), (32, 64)]  # 50 columns are padded
 
 
 @pytest.mark.parametrize("layouts", [BLOCKS, (Layout.MX_1X32, Layout.MX_1X32)], ids=["1x128 128x128", "1x32 1x32"])

@@ -45,7 +45,7 @@ PRODUCTS = st.builds(
 )
 PROBLEMS = st.builds(
     GemmProblem, SIZES, SIZES, SIZES, PRODUCTS, st.sampled_from(["89", "90a", "100", "120"]), st.integers(1, 200),
-    st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 
 
@@ -114,8 +114,8 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
             assert choice.stages * (128 * (choice.tile_m + choice.tile_n) + 4 * scales) <= 99 * 1024
             assert problem.even or not choice.even
         elif choice is Library.CUBLASLT:
-            assert problem.n % 16 == problem.k % 16 == 0
-            assert product.scaling in (Scaling.TENSOR, Scaling.ROW)
+            assert product.a_dtype == "e4m3" or product.b_dtype == "e4m3"
+            assert not product.scaling.along_k or (problem.library_blocks and product.a_dtype == product.b_dtype)
 
 
 def test_kernels_and_operands_name_the_same_blocks() -> None:

@@ -118,6 +118,8 @@ def check_instructions(kernel: Kernel, found: Counter[str]) -> None:
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
     if re.search("aligned=True|vector=[48]", kernel.name) and name != "transpose":  # a warp's 4 bytes each are a line
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"
+    if name.startswith(("quantize", "amax")) and re.search("float32.*vector=1", kernel.name):
+        assert "LDG.E.NA.CONSTANT" not in found, "four loads of a thread share sectors, which L1 has to keep"
     if "vector=8" in kernel.name:
         assert not starting_with(found, "LDG.E.NA.64"), "rows alone are read 16 bytes at a time"
         assert "rowwise=True" not in kernel.name or starting_with(found, "STG.E.64")

@@ -1,0 +1,171 @@
+"""``torch._scaled_mm``: what it multiplies, how other GEMMs are made to fit, and which of its errors are refusals.
+
+What it asks of a GEMM ``[M, K] x [N, K]ᵀ``, by PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` (0174dfa),
+``RowwiseScaledMM.cu`` (01386a0), ``aten/src/ATen/cuda/CUDABlas.cpp`` and ``torch/_meta_registrations.py`` (2.13), and
+what :func:`multiply` does where a GEMM is not so:
+
+- N and K are multiples of 16: codes are padded with zeros, which changes no sum.
+- A bias has the result's dtype, and the result is not float32: the bias is rounded, as ``F.linear`` rounds it under
+  autocast; it is added to a float32 result afterwards.
+- Scales of rows: B is E4M3, and the result is bfloat16 on every GPU. Of other GEMMs the codes are multiplied with one
+  scale, 1, and a float32 result, which the scales then multiply.
+- Scales of 1x128 by 128x128 and by 1x128, on Hopper from CUDA 12.9 on: E4M3, without the fast accumulator, results in
+  bfloat16 or float32. cuBLASLt reads lines of M scales of A that begin at multiples of 16 bytes, and lines of
+  ``K / 128`` rounded up to 4 scales of 128x128 (PyTorch's pull request 166752: otherwise wrong without a word): M is
+  padded to a multiple of 4 and K to one of 512, or of 128; to two blocks at least: one is taken for a row's scale.
+- Never two operands in E5M2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cuda_kernels.device.sizes import ceil_div
+from lightning_fp8.scaled import Layout
+
+SIZE_MULTIPLE = 16
+"""What ``torch._scaled_mm`` takes N and K in multiples of."""
+_ROWS_MULTIPLE = 4
+"""Float32 scales in 16 bytes."""
+_BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
+"""What K is padded to, by B's blocks: whole blocks, in lines of whole 16 bytes of scales where these are K-major."""
+_LEAST_K = 2 * 128
+
+
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies operands scaled by 1x128 and 128x128 on ``device``.
+
+    On Hopper, by cuBLASLt of CUDA 12.9; PyTorch calls it from 2.9 on (pull request 158037).
+    """
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    has_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return has_hopper and cuda >= (12, 9) and torch.__version__ >= (2, 9)  # type: ignore[operator]
+
+
+class Fit(NamedTuple):
+    """How ``torch._scaled_mm`` is called for a GEMM.
+
+    Attributes:
+        layout_a, layout_b: of the scales that it is given.
+        m, n, k: the sizes that operands are padded to.
+        out_dtype: of the result that it gives.
+        takes_bias: it adds the bias, in ``out_dtype``; else it is added afterwards.
+        scales_afterwards: it is given scales of 1, and those of rows multiply its result.
+        fast_accum: the shorter accumulator is allowed.
+    """
+
+    layout_a: Layout
+    layout_b: Layout
+    m: int
+    n: int
+    k: int
+    out_dtype: torch.dtype
+    takes_bias: bool
+    scales_afterwards: bool
+    fast_accum: bool
+
+
+def ways_to_fit(
+    layouts: tuple[Layout, Layout],
+    sizes: tuple[int, int, int],
+    dtype_b: torch.dtype,
+    out_dtype: torch.dtype,
+    has_bias: bool,
+    fast_accum: bool,
+) -> list[Fit]:
+    """The calls that compute a GEMM of ``sizes`` m, n and k, the fastest first."""
+    m, n, k = sizes
+    if layouts[0].scales_along_k:
+        m, n = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE)
+        k = max(_round_up(k, _BLOCK_K[layouts[1]]), _LEAST_K)
+        exact = torch.float32 if has_bias or out_dtype == torch.float16 else out_dtype
+        return [Fit(*layouts, m, n, k, exact, takes_bias=False, scales_afterwards=False, fast_accum=False)]
+    n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, SIZE_MULTIPLE)
+    takes_bias = out_dtype != torch.float32
+    whole = Fit(*layouts, m, n, k, out_dtype, takes_bias, scales_afterwards=False, fast_accum=fast_accum)
+    if layouts[0].has_one_scale:
+        return [whole]
+    one = Layout.TENSOR
+    parts = Fit(one, one, m, n, k, torch.float32, takes_bias=False, scales_afterwards=True, fast_accum=fast_accum)
+    return [whole, parts] if out_dtype == torch.bfloat16 and dtype_b == torch.float8_e4m3fn else [parts]
+
+
+def multiply(
+    fit: Fit, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``a [M, K] @ bᵀ [K, N] + bias [N]`` in ``out_dtype``, contiguous, by one call of ``torch._scaled_mm``.
+
+    Raises:
+        RuntimeError, ValueError: ``torch._scaled_mm`` does; see :func:`is_refusal`.
+    """
+    m, n = len(a), len(b)
+    given_a, given_b = (scale_a.new_ones(()),) * 2 if fit.scales_afterwards else (scale_a, scale_b)
+    codes_a, given_a = _padded(a, given_a, fit.layout_a, fit.m, fit.k)
+    codes_b, given_b = _padded(b, given_b, fit.layout_b, fit.n, fit.k)
+    added = functional.pad(bias.to(fit.out_dtype), (0, fit.n - n)) if bias is not None and fit.takes_bias else None
+
+    def call() -> Tensor:
+        return torch._scaled_mm(
+            codes_a,
+            codes_b.t(),
+            scale_a=given_a,
+            scale_b=given_b.t() if given_b.dim() == 2 else given_b,
+            bias=added,
+            out_dtype=fit.out_dtype,
+            use_fast_accum=fit.fast_accum,
+        )
+
+    result = _retried(call)
+    if (fit.m, fit.n) != (m, n):
+        result = result[:m, :n]
+    if fit.scales_afterwards:
+        result = result.mul_(scale_a).mul_(scale_b.t())
+    if bias is not None and added is None:
+        result = result.add_(bias)
+    return result.to(out_dtype).contiguous()
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether ``error`` says that ``torch._scaled_mm`` does not multiply such operands, and not that a call failed.
+
+    An ``AcceleratorError`` may be an earlier kernel's, whose error is seen here first.
+    """
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return False
+    refusals = "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE"
+    return "CUDA error" not in str(error) or any(status in str(error) for status in refusals)
+
+
+def _retried(call: Callable[[], Tensor]) -> Tensor:
+    """Call again with the memory that torch keeps for itself, where cuBLAS found none for its handle or workspace."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if not any(status in str(error) for status in ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")):
+            raise
+    torch.cuda.empty_cache()
+    return call()
+
+
+def _padded(data: Tensor, scale_inv: Tensor, layout: Layout, rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """An operand ``[R, K]`` and its scales with zeros up to ``rows`` and ``k``; itself where nothing is missing."""
+    if data.shape == (rows, k):
+        return data, scale_inv
+    missing = 0, k - data.shape[1], 0, rows - data.shape[0]
+    codes = functional.pad(data.view(torch.uint8), missing).view(data.dtype)
+    if layout.has_one_scale:
+        return codes, scale_inv
+    scale_rows, scale_columns = layout.scale_shape(rows, k)
+    more_rows, more_columns = scale_rows - scale_inv.shape[0], scale_columns - scale_inv.shape[1]
+    if layout.scale_major == "mn":
+        return codes, functional.pad(scale_inv.t(), (0, more_rows, 0, more_columns)).t()
+    return codes, functional.pad(scale_inv, (0, more_columns, 0, more_rows))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return ceil_div(size, multiple) * multiple
