@@ -87,6 +87,13 @@ def test_what_reads_a_gathered_weight_otherwise_gets_its_values(tmp_path: Path) 
             assert 0.5 < case["bytes"] < 0.9, recipe  # from the second forward on those are gathered in BF16
 
 
+def test_conversion_and_sharding_in_several_orders(tmp_path: Path) -> None:
+    for report in run("orders", tmp_path):
+        assert len(report) == 8
+        for case, gathered in report.items():
+            assert gathered == (5 if case.endswith("of 5") else 4), case
+
+
 @thorough
 def test_compiled_blocks(tmp_path: Path) -> None:
     """Each is one graph, with the numbers of blocks that are not compiled."""

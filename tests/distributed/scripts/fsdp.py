@@ -473,6 +473,91 @@ def part_other_torch() -> dict[str, Any]:
     return {**report, "said": [str(each.message) for each in caught if "FSDP2" in str(each.message)]}
 
 
+def in_fp8(model: nn.Module) -> int:
+    """How many of the weights were gathered in FP8 last."""
+    params = [each for _, state in fsdp._sharded_modules(model) for group in fsdp._groups(state)
+              for each in group.fsdp_params]  # fmt: skip
+    return sum(isinstance(each, fsdp.GatheredParam) and each.recipe is not None for each in params)
+
+
+def converted(model: nn.Module) -> nn.Module:
+    return convert_module(model, first_last_layers_bf16=False)
+
+
+def shard(model: nn.Module, root: bool = True) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    if root:
+        fully_shard(model, mesh=mesh)
+
+
+def run(model: nn.Module, recipe: str = "tensorwise", **region: Any) -> None:
+    with fp8_autocast(fp8_recipe=recipe, **region):
+        model(torch.randn(32, 256).bfloat16()).float().square().mean().backward()
+
+
+def part_orders() -> dict[str, Any]:
+    """Weights that are gathered in FP8, of 4, by programs in which conversion and sharding come in several orders."""
+    report: dict[str, Any] = {}
+
+    def new() -> nn.Module:
+        return blocks()().bfloat16()
+
+    model = converted(new())
+    run(model)
+    shard(model)
+    run(model)
+    report["a forward between"] = in_fp8(model)
+
+    first, second = converted(new()), converted(new())
+    for each in (second, first):
+        shard(each)
+        run(each)
+    report["the second model first"] = min(map(in_fp8, (first, second)))
+
+    model = new()
+    converted(torch.compile(model))  # type: ignore[arg-type]
+    shard(model)
+    run(model)
+    report["a wrapper that is dropped"] = in_fp8(model)
+
+    model = nn.Sequential(*new(), nn.Linear(256, 256).bfloat16())
+    shard(model[:2], root=False)
+    converted(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    run(model)
+    report["the root behind the conversion, of 5"] = in_fp8(model)
+
+    model = converted(new())
+    if dist.get_rank() == 0:
+        run(model)
+    shard(model)
+    if dist.get_rank() == 0:
+        run(converted(new()))
+        run(torch.compile(converted(new()), backend="aot_eager"), "mxfp8")
+    for recipe in ("tensorwise", "mxfp8"):
+        run(model, recipe)
+        report[f"other work on one rank, {recipe}"] = in_fp8(model)
+
+    model = new()
+    shard(model)
+    run(converted(model), "delayed", fp8_group=dist.new_group([0, 1]))
+    report["fp8_group of all ranks"] = in_fp8(model)
+
+    model = converted(new())
+    shard(model)
+
+    @torch.compile(backend="aot_eager")
+    def step(x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            return model(x)  # type: ignore[no-any-return]
+
+    step(torch.randn(32, 256).bfloat16()).float().square().mean().backward()
+    report["a region inside of compiled code"] = in_fp8(model)
+    return report
+
+
 def compiled_run(recipe: str) -> dict[str, Any]:
     """Training of a model of blocks that are compiled, with their graphs, and why these end where a block goes on.
 
@@ -490,13 +575,11 @@ def compiled_run(recipe: str) -> dict[str, Any]:
     for block in model:
         block.compile(backend=backend)
     found = train(model, recipe, counts=False)
-    params = [each for _, state in fsdp._sharded_modules(model) for group in fsdp._groups(state)
-              for each in group.fsdp_params]  # fmt: skip
     return {
         **found,
         "graphs": len(graphs),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
-        "gathered in fp8": sum(isinstance(each, fsdp.GatheredParam) and each.recipe is not None for each in params),
+        "gathered in fp8": in_fp8(model),
     }
 
 
