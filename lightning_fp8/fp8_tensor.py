@@ -94,6 +94,29 @@ class FP8Tensor(Tensor):
         self._row_data, self._row_scale_inv = (None, None) if row is None else (row.data, row.scale_inv)
         self._column_data, self._column_scale_inv = (None, None) if column is None else (column.data, column.scale_inv)
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As torch's; values that are assigned are cast, as ``copy_`` does it.
+
+        Raises:
+            ValueError: values of another shape or on another device.
+        """
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if isinstance(values, FP8Tensor):
+            Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+            self.operands, self.cast = values.operands, values.cast
+            return
+        if values.shape != self.shape or values.device != self.device:
+            raise ValueError(
+                f"data of shape {list(values.shape)} on {values.device} is assigned to an FP8 weight of "
+                f"{list(self.shape)} on {self.device}; assign a tensor like it, or a new torch.nn.Parameter"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The operands that are asked for; one that is not kept is the other one's transpose, or cast from the values.
 
@@ -363,8 +386,15 @@ def _is_in(values: Tensor, storages: set[int]) -> bool:
     return values.untyped_storage().data_ptr() in storages
 
 
-def _warn_of_average(function: Any) -> None:
-    if "lerp" in function._schema.name:  # torch's averages of weights
+def _warn_of_rounding(function: Any, target: Any) -> None:
+    name = function._schema.name
+    if name in ("aten::add_", "aten::sub_") and isinstance(target, FP8Tensor) and not target.requires_grad:
+        warnings.warn(
+            "a change is added to a frozen weight that is kept in FP8, as where adapters are merged: the sum is "
+            "rounded to FP8, and subtracting the change does not give the weight back",
+            stacklevel=4,
+        )
+    if "lerp" in name:  # torch's averages of weights
         warnings.warn(
             "an average is written to a weight that is kept in FP8: it is rounded to FP8, and changes below half a "
             "step between two FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
@@ -388,7 +418,7 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
         if is_view and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return tree_map_only(Tensor, _as_view, results)
         return results
-    _warn_of_average(function)
+    _warn_of_rounding(function, args[0] if args else None)
     named = {argument.name: given for argument, given in zip(schema.arguments, args)} | kwargs
     written = [
         named.get(each.name) for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -61,6 +62,7 @@ class FP8Callback(Callback):
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
         summary = _plugin(trainer).summary
         if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
             rank_zero_info("FP8 is emulated on the CPU: it computes what a GPU would, and is slower than BF16")
@@ -106,15 +108,19 @@ class FP8Callback(Callback):
             plugin.summary = self._first_step.later(plugin.summary)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn != "fit":
+            _say_if_scales_are_missing(trainer)
         _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _plugin(trainer).kept_weights.validation_ends()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
         _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
         _plugin(trainer).kept_weights.evaluation_begins()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -128,6 +134,16 @@ class FP8Callback(Callback):
         if self._load_hook is not None:
             self._load_hook.remove()
             self._load_hook = None
+
+
+def _say_if_scales_are_missing(trainer: Trainer) -> None:
+    """Say that weights were loaded without the scales of delayed scaling."""
+    plugin = _plugin(trainer)
+    scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
+    if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):
+        rank_zero_info(
+            f"{trainer.ckpt_path} has no FP8 scales: until the first update each tensor is scaled by its own amax"
+        )
 
 
 def _plugin(trainer: Trainer) -> FP8Precision:

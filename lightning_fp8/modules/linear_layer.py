@@ -21,7 +21,7 @@ from lightning_fp8.functions.linear import (
     mark_stale,
 )
 from lightning_fp8.functions.shared_input import input_cast
-from lightning_fp8.modules.record import note_traced
+from lightning_fp8.modules.record import note_traced, note_traced_outside_fp8
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.parallel.sharded_linear import is_sharded, sharded_linear
 from lightning_fp8.primary_weights import concatenated
@@ -126,8 +126,8 @@ class LinearLayer(WeightCachingModule):
             self._check(input, weight)
         if torch.compiler.is_compiling():
             context = autocast.current_context()
-            if context.enabled and self.fp8:
-                note_traced(*self.features)
+            if self.fp8:
+                (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
             return context
         # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
         context, in_backward = autocast.context_of_forward(self._last_context)

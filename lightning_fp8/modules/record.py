@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 _traced: set[tuple[int, ...]] = set()
@@ -52,6 +54,22 @@ def note_traced(*features: int) -> bool:
     Equal blocks share one compiled code, so that the second is never traced: sizes are noted, not layers.
     """
     _traced.add(features)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def note_traced_outside_fp8(*features: int) -> bool:
+    """Called while torch.compile traces such a layer outside of every region of FP8.
+
+    Inside a backward pass that is activation checkpointing, which runs a forward again that ran in FP8.
+    """
+    if features in _traced and torch._C._current_graph_task_id() >= 0:
+        warnings.warn(
+            "a compiled layer that ran in FP8 is recomputed in the backward pass outside of a region of FP8, in high "
+            "precision: its gradients are of other values than its output. Run backward() inside the region, too, or "
+            "compile around activation checkpointing and not inside of it",
+            stacklevel=2,
+        )
     return True
 
 

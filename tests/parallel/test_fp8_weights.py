@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,50 @@ def test_adapters_are_merged_into_the_weight() -> None:
     layer.weight.data += 1
     assert isinstance(layer.weight, FP8Tensor)
     assert torch.equal(layer.weight.dequantize(), rounded(before + 1))
+
+
+def test_values_assigned_to_data_are_cast() -> None:
+    """As peft and ``vector_to_parameters`` write to weights."""
+    layer = two_layers()[0]
+    new = torch.randn(128, 64, dtype=torch.bfloat16)
+    layer.weight.data = new
+    assert isinstance(layer.weight, FP8Tensor)
+    assert torch.equal(layer.weight.dequantize(), rounded(new))
+    changed = layer.weight.data.clone()
+    changed += 1
+    layer.weight.data = changed
+    assert torch.equal(layer.weight.dequantize(), rounded(rounded(new) + 1))
+    with pytest.raises(ValueError, match=r"data of shape \[3\] on cpu is assigned to an FP8 weight of \[128, 64\]"):
+        layer.weight.data = torch.zeros(3, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_adapters_of_peft_train_and_merge(safe_merge: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = two_layers()
+    model: Any = get_peft_model(base, LoraConfig(target_modules=["0", "2"], r=4))
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], 1e-2)
+    x, target = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    losses = []
+    for _ in range(16):
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            loss = F.mse_loss(model(x).float(), target.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    before = base[0].base_layer.weight.dequantize()
+    adapted = model(x).detach()
+    delta = base[0].get_delta_weight("default")
+    with pytest.warns(UserWarning, match="added to a frozen weight that is kept in FP8"):
+        merged = model.merge_and_unload(safe_merge=safe_merge)
+    # Half a step of E4M3, or two of them where the sum is rounded twice.
+    torch.testing.assert_close(merged[0].weight.dequantize().float(), before.float() + delta, rtol=1 / 8, atol=1e-3)
+    assert float((merged(x) - adapted).norm() / adapted.norm()) < 0.1
 
 
 RECIPES_OF_WEIGHTS = [POWER_2, "tensorwise", "delayed", "rowwise"]

@@ -67,7 +67,9 @@ def test_training_after_a_search_for_the_learning_rate_is_as_without(tmp_path: P
     assert equal_weights(model, straight)
 
 
-def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path) -> None:
+def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_fp8.callbacks.fp8.rank_zero_info", said.append)
     trainer, model = train(2, "delayed")
     trainer.save_checkpoint(tmp_path / "full.ckpt")
     live = trainer.test(model, regression_data(seed=5), verbose=False)
@@ -77,7 +79,9 @@ def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path) -> None:
         return fp8_trainer().test(Regression(), regression_data(seed=5), ckpt_path=tmp_path / file, verbose=False)
 
     assert test_from("full.ckpt") == live
+    assert not any("has no FP8 scales" in each for each in said)
     assert test_from("weights.ckpt") != live  # scaled from themselves: close, not equal
+    assert sum("weights.ckpt has no FP8 scales" in each for each in said) == 1
     assert test_from("weights.ckpt")[0]["test_loss"] == pytest.approx(live[0]["test_loss"], rel=0.1)
 
 

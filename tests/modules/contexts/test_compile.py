@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 
 import lightning as L
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8FabricPrecision, Linear, fp8_autocast
+from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
 from lightning_fp8.recipes import RECIPES
 from tests.small import fp8_trainer
 from tests.tiers import covering, every_value, thorough
@@ -204,6 +205,25 @@ class Trained(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def test_compiled_blocks_that_are_recomputed_outside_of_a_region_warn() -> None:
+    """Reentrant checkpointing, which compares nothing, would give gradients of other values in silence."""
+    block = Block()
+    convert_module(block, first_last_layers_bf16=False)
+    block.compile(backend="eager")
+    for inside in (True, False):
+        x = torch.randn(16, 16, requires_grad=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                y = checkpoint(block, x, use_reentrant=True)
+                if inside:
+                    y.sum().backward()
+            if not inside:
+                y.sum().backward()
+        said = [str(each.message) for each in caught if "recomputed in the backward pass outside" in str(each.message)]
+        assert bool(said) != inside
 
 
 def test_compiled_and_checkpointed_under_the_trainer() -> None:
