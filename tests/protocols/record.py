@@ -47,25 +47,28 @@ def recorded(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> P
 
 def protocol_of(events: Sequence[Event], threads: int, blocks: int) -> Protocol:
     """The programs of ``threads`` threads of each of ``blocks`` blocks; those of a warp that are equal are one."""
-    of_threads: dict[tuple[int, int], list[Event]] = {(r, t): [] for r in range(blocks) for t in range(threads)}
-    places: set[Place] = set()
+    buffers = _Buffers({place for event in events if event.kind == Kind.LOAD for place in _filled(event, blocks)})
+    did: dict[tuple[int, int], list[Event]] = {(r, t): [] for r in range(blocks) for t in range(threads)}
     for event in events:
-        of_threads[event.rank, event.thread].append(event)
-        if event.kind == Kind.LOAD:
-            places.update(_filled(event, blocks))
-    buffers = _Buffers(places)
+        own = did[event.rank, event.thread]
+        if event.kind == Kind.READ:
+            touched = buffers.touched(event.b, event.a, event.c)
+            if not touched or (own and own[-1].kind == Kind.READ and own[-1].a == touched[0].start):
+                continue
+            event = event._replace(a=touched[0].start, c=touched[-1].end - touched[0].start)
+        own.append(event._replace(thread=0))
     processes = []
     for rank in range(blocks):
         for warp in range(threads // WARP):
-            classes: dict[tuple[Step, ...], list[int]] = defaultdict(list)
+            classes: dict[tuple[Event, ...], list[int]] = defaultdict(list)
             for lane in range(WARP):
-                own = of_threads[rank, warp * WARP + lane]
-                classes[_program(own, rank, warp, threads, blocks, buffers)].append(lane)
-            for steps, lanes in classes.items():
-                name = f"block {rank}, warp {warp}, lanes {lanes[0]} to {lanes[-1]}"
+                classes[tuple(did[rank, warp * WARP + lane])].append(lane)
+            for own_events, lanes in classes.items():
+                steps = _program(own_events, rank, warp, threads, blocks, buffers)
                 if len(classes) == 1:
-                    steps = tuple(step for step in steps if not _is_of_warp(step.op))
-                processes.append(Process(name, rank, warp // WARPS, len(lanes), steps))
+                    steps = [step for step in steps if not _is_of_warp(step.op)]
+                name = f"block {rank}, warp {warp}, lanes {lanes[0]} to {lanes[-1]}"
+                processes.append(Process(name, rank, warp // WARPS, len(lanes), tuple(steps)))
     return tuple(processes)
 
 
@@ -74,12 +77,14 @@ class _Buffers:
 
     def __init__(self, places: set[Place]) -> None:
         self._places = places
-        self._found: dict[Place, tuple[Place, ...]] = {}
+        self._found: dict[tuple[int, int, int], tuple[Place, ...]] = {}
 
-    def touched(self, place: Place) -> tuple[Place, ...]:
-        if place not in self._found:
-            self._found[place] = tuple(sorted(each for each in self._places if each.overlaps(place)))
-        return self._found[place]
+    def touched(self, rank: int, start: int, size: int) -> tuple[Place, ...]:
+        key = rank, start, size
+        if key not in self._found:
+            place = Place(rank, start, start + size)
+            self._found[key] = tuple(sorted(each for each in self._places if each.overlaps(place)))
+        return self._found[key]
 
 
 def _filled(load: Event, blocks: int) -> tuple[Place, ...]:
@@ -92,69 +97,54 @@ def _is_of_warp(op: Op) -> bool:
 
 def _program(
     events: Sequence[Event], rank: int, warp: int, threads: int, blocks: int, buffers: _Buffers
-) -> tuple[Step, ...]:
+) -> list[Step]:
     """Of one thread. Lanes meet at what is ``.aligned``, and products between two other operations are one."""
     group = (rank, warp // WARPS)
     of_warp, of_cluster = ("warp", rank, warp), ("cluster", 0, 0)
     steps: list[Step] = []
     number, committed = 0, [0]
 
-    def meet(name: tuple[str, int, int], size: int, line: int) -> None:
-        steps.extend((Step(Join(name, size), line), Step(Met(name), line)))
+    def add(line: int, *ops: Op) -> None:
+        steps.extend(Step(op, line) for op in ops)
 
-    for event in events:
-        kind, line, a, b, c, d = event.kind, event.line, event.a, event.b, event.c, event.d
+    for kind, _, _, line, a, b, c, d in events:
+        meet = Join(of_warp, WARP), Met(of_warp)
         if kind == Kind.INIT:
-            steps.append(Step(Init((rank, a), b), line))
+            add(line, Init((rank, a), b))
         elif kind == Kind.ARRIVE:
-            steps += [Step(Arrive((b, a), d if i == 0 else 0), line) for i in range(c)]
+            assert c == 1, "no kernel arrives for others"
+            add(line, Arrive((b, a), d))
         elif kind == Kind.WAIT:
-            steps.append(Step(Wait((rank, a), b), line))
+            add(line, Wait((rank, a), b))
         elif kind == Kind.LOAD:
-            steps.append(Step(Copy(_filled(event, blocks), c), line))
+            add(line, Copy(_filled(Event(kind, rank, 0, line, a, b, c, d), blocks), c))
         elif kind == Kind.READ:
-            reads = [Step(Read(place), line) for place in buffers.touched(Place(b, a, a + c))]
-            steps += [step for step in reads if step.op not in _last_reads(steps)]
+            add(line, *map(Read, buffers.touched(b, a, c)))
         elif kind == Kind.WGMMA:
-            # A's 64 rows or B's, 128 bytes of each; an operand that steps along K begins within its first row.
-            operands = [Place(rank, at // ROW * ROW, at // ROW * ROW + size) for at, size in ((a, b), (c, d))]
-            read = {x for x, at in zip(operands, (a, c)) if at != IN_REGISTERS}
-            touched = {place for each in read for place in buffers.touched(each)}
+            # 128 bytes of each row; an operand that steps along K begins within its first row.
+            operands = [(at // ROW * ROW, size) for at, size in ((a, b), (c, d)) if at != IN_REGISTERS]
+            touched = {place for at, size in operands for place in buffers.touched(rank, at, size)}
             last = steps[-1].op if steps else None
             if isinstance(last, Multiply):
-                merged = Multiply(group, last.number, tuple(sorted({*last.places, *touched})))
-                steps[-1] = Step(merged, steps[-1].line)
+                steps[-1] = Step(last._replace(places=tuple(sorted({*last.places, *touched}))), steps[-1].line)
             else:
-                meet(of_warp, WARP, line)
-                steps.append(Step(Multiply(group, number, tuple(sorted(touched))), line))
+                add(line, *meet, Multiply(group, number, tuple(sorted(touched))))
                 number += 1
         elif kind == Kind.COMMIT:
             committed.append(number)
-            meet(of_warp, WARP, line)
+            add(line, *meet)
         elif kind == Kind.WGMMA_WAIT:
-            meet(of_warp, WARP, line)
-            steps.append(Step(Multiplied(group, committed[max(len(committed) - 1 - a, 0)]), line))
+            add(line, *meet, Multiplied(group, committed[max(len(committed) - 1 - a, 0)]))
         elif kind in (Kind.BARRIER, Kind.BARRIER_ARRIVE):
-            meet(of_warp, WARP, line)
             name = ("bar", rank, a)
-            steps.append(Step(Join(name, b or threads), line))
+            add(line, *meet, Join(name, b or threads))
             if kind == Kind.BARRIER:
-                steps.append(Step(Met(name), line))
+                add(line, Met(name))
         elif kind == Kind.WARP:
             assert a == 2**WARP - 1, "all lanes"
-            meet(of_warp, WARP, line)
+            add(line, *meet)
         elif kind == Kind.CLUSTER_ARRIVE:
-            steps.append(Step(Join(of_cluster, threads * blocks), line))
+            add(line, Join(of_cluster, threads * blocks))
         elif kind == Kind.CLUSTER_WAIT:
-            steps.append(Step(Met(of_cluster), line))
-    return tuple(steps)
-
-
-def _last_reads(steps: Sequence[Step]) -> set[Op]:
-    """Reads that nothing else follows."""
-    found: set[Op] = set()
-    for step in reversed(steps):
-        if not isinstance(step.op, Read):
-            break
-        found.add(step.op)
-    return found
+            add(line, Met(of_cluster))
+    return steps

@@ -16,7 +16,7 @@ from tests.ptx_on_cpu import build, tensor_map
 from tests.ptx_on_cpu.errors import EmulatorError
 from tests.ptx_on_cpu.parse import Parameter
 from tests.ptx_on_cpu.tensor_map import TensorMap
-from tests.ptx_on_cpu.trace import Event
+from tests.ptx_on_cpu.trace import LAYOUT, Event
 from tests.ptx_on_cpu.translate import translate
 from tests.ptx_on_cpu.writer import c_name
 
@@ -67,7 +67,7 @@ class _Launch(ctypes.Structure):
         ("parameters_bytes", ctypes.c_uint32),
         ("strict", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
-        ("trace", ctypes.POINTER(Event)),
+        ("trace", ctypes.c_void_p),
         ("trace_capacity", ctypes.c_uint32),
         ("trace_count", ctypes.c_uint32),
         ("error", ctypes.c_char * 4000),
@@ -163,17 +163,19 @@ class Program:
             seed=seed,
         )
         if trace is not None:
-            events = (Event * _LARGEST_TRACE)()
-            launch.trace, launch.trace_capacity = events, len(events)
+            events = bytearray(_LARGEST_TRACE * struct.calcsize(LAYOUT))
+            launch.trace = ctypes.addressof(ctypes.c_char.from_buffer(events))
+            launch.trace_capacity = _LARGEST_TRACE
         with _one_launch:
             failed = build.runtime().rt_launch(ctypes.byref(launch), self._kernel, ctypes.c_void_p(parameters_address))
         del parameters
         if failed:
             raise EmulatorError(self._located(launch.error.decode()))
         if trace is not None:
-            if launch.trace_count > len(events):
-                raise EmulatorError(f"a trace of {launch.trace_count} events: {len(events)} fit")
-            trace.extend(events[: launch.trace_count])
+            if launch.trace_count > _LARGEST_TRACE:
+                raise EmulatorError(f"a trace of {launch.trace_count} events: {_LARGEST_TRACE} fit")
+            noted = memoryview(events)[: launch.trace_count * struct.calcsize(LAYOUT)]
+            trace.extend(map(Event._make, struct.iter_unpack(LAYOUT, noted)))
 
     def _check_shape(self, grid: Size, block: Size, cluster: Size, dynamic_shared: int) -> None:
         translation, threads, blocks = self._translation, math.prod(block), math.prod(cluster)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Kind(IntEnum):
@@ -38,7 +38,18 @@ class Kind(IntEnum):
     READ = 12
 
 
-class Event(ctypes.Structure):
-    """TraceEvent of runtime.h: ``thread`` of the block ``rank`` did it at PTX line ``line``."""
+class Event(NamedTuple):
+    """``thread`` of the block ``rank`` did it at PTX line ``line``."""
 
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("kind", "rank", "thread", "line", "a", "b", "c", "d"))
+    kind: int
+    rank: int
+    thread: int
+    line: int
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+LAYOUT = "=8I"
+"""Of runtime.h's TraceEvent, in the words of :mod:`struct`."""
