@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.backward.statistics import STATISTICS
 from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables, Operands
 from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
+from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.host.tensor_maps import Box, Map
@@ -24,18 +26,21 @@ from tests.protocols.record import recorded
 
 CPU = torch.device("cpu")
 MOST_TILES = 5
+OUT: dict[str, DtypeName] = {"dk": "float32", "dv": "float32"}
+FLUSHES = {"dk": 128, "dv": 128}
+"""As other tests of the default run compile these kernels."""
 
 
 class Pipelined(NamedTuple):
     """A kernel, and its protocol for numbers of tiles.
 
     Attributes:
-        sizes: for which there is one.
+        sizes: the arguments of ``protocol``: numbers of tiles, of products with those of K iterations of each.
     """
 
     name: str
-    protocol: Callable[[int], Protocol]
-    sizes: Sequence[int]
+    protocol: Callable[..., Protocol]
+    sizes: Sequence[tuple[int, ...]]
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -51,10 +56,11 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
     own, others = ((rows_of(torch.tensor([length]), ROWS * max(tiles, 1))) for length in (ROWS, ROWS * tiles))
     queries, keys = (others, own) if which in ("dk", "dv", "dkv") else (own, others)
     problem = AttentionProblem(
-        AttentionSpec(head_dim, "float32"), (1, 1), queries.space, keys.space, Visible(), head_dim**-0.5
+        AttentionSpec(head_dim, OUT.get(which, "bfloat16")), (1, 1), queries.space, keys.space, Visible(), head_dim**-0.5
     )
     q, k = (_codes(each.space.total, head_dim) for each in (queries, keys))
-    gradients = [torch.zeros(each.space.total, 1, head_dim) for each in (queries, keys, keys)]
+    dtype = getattr(torch, problem.spec.out_dtype)
+    gradients = [torch.zeros(each.space.total, 1, head_dim, dtype=dtype) for each in (queries, keys, keys)]
     strides = (0, head_dim, head_dim)
     launched: list[tuple[Kernel, Sequence[Argument | float]]] = []
     with executing(lambda kernel, blocks, args: launched.append((kernel, args))):
@@ -63,7 +69,7 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
             m, l = (torch.zeros(1, queries.space.total) for _ in range(2))  # noqa: E741
             launch.run(problem.tiles_of_queries(queries, keys), q, k, k, gradients[0], m, l)
         else:
-            backward = BackwardLaunch(problem, strides, strides, CPU)
+            backward = BackwardLaunch(problem, strides, strides, CPU, FLUSHES.get(which, FLUSH))
             tables: BackwardTables = backward.tables(queries, keys)
             statistics = torch.zeros(1, STATISTICS, queries.space.total)
             operands = Operands(q, q, k, k)
@@ -78,37 +84,84 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(scaling: Scaling, config: GemmConfig, promote: bool, k_iters: int, tiles: int) -> Protocol:
-    """Of one cluster that computes so many tiles, each of ``k_iters`` K iterations."""
-    spec = GemmSpec("e4m3", "e4m3", scaling, "float32", promote=promote)
+def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Protocol:
+    """Of one cluster that computes so many tiles, each in ``k_iters`` K iterations."""
     rows, columns = config.cluster_tile
-    m, n, k = rows * max(tiles, 1), columns, 128 * k_iters
-    a, b, out = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(n, k, dtype=torch.uint8), torch.zeros(m, n)
-    scale_inv_a, scale_inv_b = (torch.ones(k_iters, each) for each in (m, n))
-    map_a = Map(a, Box(config.a_rows_loaded, 128))
-    maps = [map_a, Map(b, Box(config.b_rows_loaded, 128)), Map(out, Box(64, 32)) if config.smem_epilogue else map_a]
-    for scales, rows_of_tile, wanted in (
-        (scale_inv_a, config.tile_m, scaling.along_k),
-        (scale_inv_b, config.tile_n, scaling.b_along_k_by_row),
-    ):
-        maps.append(Map(scales, Box(1, rows_of_tile, swizzle=False)) if wanted else map_a)
-    args = [*maps, scale_inv_a, scale_inv_b, 0, 0, out, n, n, m if tiles else 0, n, k]
-    return recorded(gemm_kernel(spec, config), config.cluster, args)
+    m, n, k = rows * max(tiles, 1), columns, TILE_K * k_iters
+    a, b = (torch.zeros(lines, k, dtype=torch.uint8) for lines in (m, n))
+    out = torch.zeros(m, n, dtype=getattr(torch, spec.out_dtype))
+    lines_of_a, lines_of_b = (k_iters, m), (k_iters, n)
+    scale_inv_a, scale_inv_b = torch.ones(lines_of_a), torch.ones(lines_of_b)
+    absent = map_a = Map(a, Box(config.a_rows_loaded, TILE_K))
+    maps = (
+        map_a,
+        Map(b, Box(config.b_rows_loaded, TILE_K)),
+        Map(out, Box(64, epi_tile_columns(spec.out_dtype))),
+        Map(scale_inv_a, Box(1, config.tile_m, swizzle=False)) if spec.scaling.along_k else absent,
+        Map(scale_inv_b, Box(1, config.tile_n, swizzle=False)) if spec.scaling.b_along_k_by_row else absent,
+    )
+    bias = torch.zeros(n, dtype=getattr(torch, spec.bias_dtype)) if spec.bias_dtype else 0
+    amax = torch.zeros(1) if spec.has_amax else 0
+    sizes = m if tiles else 0, n, k
+    return recorded(
+        gemm_kernel(spec, config), config.cluster, (*maps, scale_inv_a, scale_inv_b, bias, amax, out, n, n, *sizes)
+    )
 
 
-@cache
-def pipelined() -> tuple[Pipelined, ...]:
-    """All of them, with every role and ring that kernels have."""
-    tiles = range(MOST_TILES + 1)
-    found = [
-        Pipelined(f"{which}-{head_dim}", partial(_attention, which, head_dim), tiles)
-        for which, dims in (
-            ("forward", (64, 128, 256)),
-            ("dq", (64, 128, 256)),
-            ("dkv", (64, 128)),
-            ("dk", (256,)),
-            ("dv", (256,)),
+ROW, BLOCK, BLOCKS = Scaling.ROW, Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128
+PRODUCTS = {
+    "cooperative": (
+        GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False),
+        GemmConfig(2, 1, 256, stages=4, cluster=2),
+    ),
+    "ping-pong": (
+        GemmSpec("e4m3", "e4m3", ROW, "bfloat16", "bfloat16", promote=False, has_amax=True),
+        GemmConfig(2, 1, 256, stages=4, cluster=2, pingpong=True),
+    ),
+    "block scales": (
+        GemmSpec("e4m3", "e4m3", BLOCK, "bfloat16", "bfloat16"),
+        GemmConfig(2, 2, 128, stages=4, cluster=2, multicast_a=True, epi_stages=1),
+    ),
+    "scales of both": (
+        GemmSpec("e4m3", "e4m3", BLOCKS, "float32", accumulate=True),
+        GemmConfig(2, 2, 128, stages=4, cluster=2, multicast_a=True, epi_stages=1),
+    ),
+    "one block ping-pong": (
+        GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False),
+        GemmConfig(2, 1, 128, stages=8, pingpong=True),
+    ),
+    "one warpgroup": (
+        GemmSpec("e4m3", "e4m3", BLOCK, "bfloat16"),
+        GemmConfig(1, 1, 64, stages=8, epi_stages=1),
+    ),
+    "one block": (
+        GemmSpec("e4m3", "e4m3", BLOCK, "float32"),
+        GemmConfig(2, 2, 128, stages=4, epi_stages=1),
+    ),
+}
+"""Products by name. The first four are those that other tests of the default run compile."""
+
+# --- All --------------------------------------------------------------------------------------------------------------
+
+TILES = [(tiles,) for tiles in range(MOST_TILES + 1)]
+TILES_AND_ITERATIONS = [*((tiles, 3) for tiles in range(MOST_TILES + 1)), (2, 1), (5, 1), (1, 5), (3, 4)]
+"""Of products: K iterations that do not turn the ring, that turn it within a tile, and as many as it has stages."""
+
+KERNELS = [
+    *(
+        Pipelined(f"{which}-{head_dim}", partial(_attention, which, head_dim), TILES)
+        for which, head_dim in (
+            ("forward", 64), ("forward", 256), ("dq", 64), ("dq", 256), ("dkv", 64), ("dk", 256), ("dv", 256),
+            ("forward", 96), ("forward", 128), ("dq", 96), ("dq", 128), ("dkv", 96), ("dkv", 128),
         )
-        for head_dim in dims
-    ]
-    return tuple(found)
+    ),
+    *(
+        Pipelined(
+            name,
+            partial(_product, spec, config),
+            # With 128x128 scales the first is loaded before a block looks for a tile: a grid never has more blocks.
+            [size for size in TILES_AND_ITERATIONS if size[0] or spec.scaling is not BLOCK],
+        )
+        for name, (spec, config) in PRODUCTS.items()
+    ),
+]  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.emulated import passed, program_of, ptx_of
@@ -24,14 +26,16 @@ from tests.protocols.protocol import (
     Step,
     Wait,
 )
-from tests.ptx_on_cpu.trace import Event, Kind
+from tests.ptx_on_cpu.trace import Kind, Trace
 
 WARP, WARPS, IN_REGISTERS, ROW = 32, 4, 2**32 - 1, 128
+KIND, RANK, THREAD, LINE, A, B, C, D = range(8)
+FIELDS = LINE, A, B, C, D
 
 
 def recorded(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> Protocol:
     """Run ``kernel`` once, and return what its threads did."""
-    events: list[Event] = []
+    trace = Trace()
     program_of(ptx_of(kernel)).launch(
         (blocks, 1, 1),
         (kernel.threads, 1, 1),
@@ -39,37 +43,57 @@ def recorded(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> P
         cluster=(kernel.cluster, 1, 1),
         dynamic_shared=kernel.shared_bytes,
         races=False,
-        trace=events,
+        trace=trace,
     )
     assert blocks == kernel.cluster, "a trace is of one cluster"
-    return protocol_of(events, kernel.threads, blocks)
+    return protocol_of(trace.events, kernel.threads, blocks)
 
 
-def protocol_of(events: Sequence[Event], threads: int, blocks: int) -> Protocol:
+def protocol_of(events: np.ndarray, threads: int, blocks: int) -> Protocol:
     """The programs of ``threads`` threads of each of ``blocks`` blocks; those of a warp that are equal are one."""
-    buffers = _Buffers({place for event in events if event.kind == Kind.LOAD for place in _filled(event, blocks)})
-    did: dict[tuple[int, int], list[Event]] = {(r, t): [] for r in range(blocks) for t in range(threads)}
-    for event in events:
-        own = did[event.rank, event.thread]
-        if event.kind == Kind.READ:
-            touched = buffers.touched(event.b, event.a, event.c)
-            if not touched or (own and own[-1].kind == Kind.READ and own[-1].a == touched[0].start):
-                continue
-            event = event._replace(a=touched[0].start, c=touched[-1].end - touched[0].start)
-        own.append(event._replace(thread=0))
+    loads = events[events[:, KIND] == Kind.LOAD].tolist()
+    buffers = _Buffers({place for *_, a, b, _, d in loads for place in _filled(a, b, d, blocks)})
+    events = _by_thread(_reads_of_buffers(events, buffers))
+    numbers = events[:, RANK].astype(np.int64) * threads + events[:, THREAD]
+    ends = np.searchsorted(numbers, np.arange(blocks * threads), side="right")
+    starts = np.searchsorted(numbers, np.arange(blocks * threads))
     processes = []
-    for rank in range(blocks):
-        for warp in range(threads // WARP):
-            classes: dict[tuple[Event, ...], list[int]] = defaultdict(list)
-            for lane in range(WARP):
-                classes[tuple(did[rank, warp * WARP + lane])].append(lane)
-            for own_events, lanes in classes.items():
-                steps = _program(own_events, rank, warp, threads, blocks, buffers)
-                if len(classes) == 1:
-                    steps = [step for step in steps if not _is_of_warp(step.op)]
-                name = f"block {rank}, warp {warp}, lanes {lanes[0]} to {lanes[-1]}"
-                processes.append(Process(name, rank, warp // WARPS, len(lanes), tuple(steps)))
+    for first in range(0, blocks * threads, WARP):
+        rank, warp = first // threads, first % threads // WARP
+        classes: dict[bytes, list[int]] = defaultdict(list)
+        for lane in range(WARP):
+            own = events[starts[first + lane] : ends[first + lane]]
+            classes[own[:, [KIND, *FIELDS]].tobytes()].append(lane)
+        for lanes in classes.values():
+            own = events[starts[first + lanes[0]] : ends[first + lanes[0]]]
+            steps = _program(own[:, [KIND, *FIELDS]].tolist(), rank, warp, threads, blocks, buffers)
+            if len(classes) == 1:
+                steps = [step for step in steps if not _is_of_warp(step.op)]
+            name = f"block {rank}, warp {warp}, lanes {lanes[0]} to {lanes[-1]}"
+            processes.append(Process(name, rank, warp // WARPS, len(lanes), tuple(steps)))
     return tuple(processes)
+
+
+def _reads_of_buffers(events: np.ndarray, buffers: _Buffers) -> np.ndarray:
+    """Loads as such of the whole buffers that they touch; those of other memory are left out."""
+    reads = np.flatnonzero(events[:, KIND] == Kind.READ)
+    found, which = np.unique(events[reads][:, [A, B, C]], axis=0, return_inverse=True)
+    kept = np.ones(len(events), bool)
+    for index, (a, b, c) in enumerate(found.tolist()):
+        touched = buffers.touched(b, a, c)
+        rows = reads[which.reshape(-1) == index]
+        if touched:
+            events[rows, A], events[rows, C] = touched[0].start, touched[-1].end - touched[0].start
+        else:
+            kept[rows] = False
+    return events[kept]
+
+
+def _by_thread(events: np.ndarray) -> np.ndarray:
+    """Each thread's in their order; a load once where a thread repeats it."""
+    events = events[np.lexsort((events[:, THREAD], events[:, RANK]))]
+    same = (events[1:, [KIND, RANK, THREAD, A, B, C]] == events[:-1, [KIND, RANK, THREAD, A, B, C]]).all(1)
+    return events[np.concatenate([[True], ~(same & (events[1:, KIND] == Kind.READ))])]
 
 
 class _Buffers:
@@ -87,8 +111,8 @@ class _Buffers:
         return self._found[key]
 
 
-def _filled(load: Event, blocks: int) -> tuple[Place, ...]:
-    return tuple(Place(rank, load.a, load.a + load.b) for rank in range(blocks) if load.d >> rank & 1)
+def _filled(start: int, size: int, mask: int, blocks: int) -> tuple[Place, ...]:
+    return tuple(Place(rank, start, start + size) for rank in range(blocks) if mask >> rank & 1)
 
 
 def _is_of_warp(op: Op) -> bool:
@@ -96,7 +120,7 @@ def _is_of_warp(op: Op) -> bool:
 
 
 def _program(
-    events: Sequence[Event], rank: int, warp: int, threads: int, blocks: int, buffers: _Buffers
+    events: Sequence[Sequence[int]], rank: int, warp: int, threads: int, blocks: int, buffers: _Buffers
 ) -> list[Step]:
     """Of one thread. Lanes meet at what is ``.aligned``, and products between two other operations are one."""
     group = (rank, warp // WARPS)
@@ -107,7 +131,7 @@ def _program(
     def add(line: int, *ops: Op) -> None:
         steps.extend(Step(op, line) for op in ops)
 
-    for kind, _, _, line, a, b, c, d in events:
+    for kind, line, a, b, c, d in events:
         meet = Join(of_warp, WARP), Met(of_warp)
         if kind == Kind.INIT:
             add(line, Init((rank, a), b))
@@ -117,7 +141,7 @@ def _program(
         elif kind == Kind.WAIT:
             add(line, Wait((rank, a), b))
         elif kind == Kind.LOAD:
-            add(line, Copy(_filled(Event(kind, rank, 0, line, a, b, c, d), blocks), c))
+            add(line, Copy(_filled(a, b, d, blocks), c))
         elif kind == Kind.READ:
             add(line, *map(Read, buffers.touched(b, a, c)))
         elif kind == Kind.WGMMA:

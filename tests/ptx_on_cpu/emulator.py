@@ -16,7 +16,7 @@ from tests.ptx_on_cpu import build, tensor_map
 from tests.ptx_on_cpu.errors import EmulatorError
 from tests.ptx_on_cpu.parse import Parameter
 from tests.ptx_on_cpu.tensor_map import TensorMap
-from tests.ptx_on_cpu.trace import LAYOUT, Event
+from tests.ptx_on_cpu.trace import Trace
 from tests.ptx_on_cpu.translate import translate
 from tests.ptx_on_cpu.writer import c_name
 
@@ -28,7 +28,6 @@ _COPIES = ("eager", "late", "random")
 _ACCUMULATIONS = ("float32", "hopper")
 _STACK_BYTES = 1 << 17  # of a thread, besides its local memory
 _LARGEST_CLUSTER = 16
-_LARGEST_TRACE = 1 << 18
 _LARGEST_SHARED = {"sm_90a": 227 * 1024, "sm_90": 227 * 1024}  # of a block; elsewhere:
 _LARGEST_SHARED_ELSEWHERE = 99 * 1024
 _FLOATS = {4: "<f", 8: "<d"}
@@ -109,7 +108,7 @@ class Program:
         registers: int | None = None,
         strict: bool = True,
         memory: Sequence[torch.Tensor] = (),
-        trace: list[Event] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Runs the kernel to its end.
 
@@ -163,19 +162,16 @@ class Program:
             seed=seed,
         )
         if trace is not None:
-            events = bytearray(_LARGEST_TRACE * struct.calcsize(LAYOUT))
-            launch.trace = ctypes.addressof(ctypes.c_char.from_buffer(events))
-            launch.trace_capacity = _LARGEST_TRACE
+            launch.trace, launch.trace_capacity = trace.events.ctypes.data, len(trace.events)
         with _one_launch:
             failed = build.runtime().rt_launch(ctypes.byref(launch), self._kernel, ctypes.c_void_p(parameters_address))
         del parameters
         if failed:
             raise EmulatorError(self._located(launch.error.decode()))
         if trace is not None:
-            if launch.trace_count > _LARGEST_TRACE:
-                raise EmulatorError(f"a trace of {launch.trace_count} events: {_LARGEST_TRACE} fit")
-            noted = memoryview(events)[: launch.trace_count * struct.calcsize(LAYOUT)]
-            trace.extend(map(Event._make, struct.iter_unpack(LAYOUT, noted)))
+            if launch.trace_count > len(trace.events):
+                raise EmulatorError(f"a trace of {launch.trace_count} events: {len(trace.events)} fit")
+            trace.events = trace.events[: launch.trace_count]
 
     def _check_shape(self, grid: Size, block: Size, cluster: Size, dynamic_shared: int) -> None:
         translation, threads, blocks = self._translation, math.prod(block), math.prod(cluster)

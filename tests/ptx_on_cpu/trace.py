@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+
+import numpy as np
 
 
 class Kind(IntEnum):
@@ -38,18 +39,14 @@ class Kind(IntEnum):
     READ = 12
 
 
-class Event(NamedTuple):
-    """``thread`` of the block ``rank`` did it at PTX line ``line``."""
+class Trace:
+    """What threads did, in the order in which it happened.
 
-    kind: int
-    rank: int
-    thread: int
-    line: int
-    a: int
-    b: int
-    c: int
-    d: int
+    Attributes:
+        events: uint32 ``[events, 8]``: :class:`Kind`, the block's rank, the thread, the PTX line, a, b, c and d.
+    """
 
+    CAPACITY = 1 << 18
 
-LAYOUT = "=8I"
-"""Of runtime.h's TraceEvent, in the words of :mod:`struct`."""
+    def __init__(self) -> None:
+        self.events = np.empty((self.CAPACITY, 8), np.uint32)
