@@ -14,7 +14,7 @@ from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables,
 from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.device.codec import DtypeName
-from cuda_kernels.gemm.spec import TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
+from cuda_kernels.gemm.spec import SCALE_N, TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.host.tensor_maps import Box, Map
@@ -90,8 +90,8 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
     m, n, k = rows * max(tiles, 1), columns, TILE_K * k_iters
     a, b = (torch.zeros(lines, k, dtype=torch.uint8) for lines in (m, n))
     out = torch.zeros(m, n, dtype=getattr(torch, spec.out_dtype))
-    lines_of_a, lines_of_b = (k_iters, m), (k_iters, n)
-    scale_inv_a, scale_inv_b = torch.ones(lines_of_a), torch.ones(lines_of_b)
+    scale_inv_a = torch.ones(k_iters, m)
+    scale_inv_b = torch.ones(-(-n // SCALE_N), k_iters) if spec.scaling.b_along_k_by_block else torch.ones(k_iters, n)
     absent = map_a = Map(a, Box(config.a_rows_loaded, TILE_K))
     maps = (
         map_a,
@@ -102,10 +102,9 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
     )
     bias = torch.zeros(n, dtype=getattr(torch, spec.bias_dtype)) if spec.bias_dtype else 0
     amax = torch.zeros(1) if spec.has_amax else 0
-    sizes = m if tiles else 0, n, k
-    return recorded(
-        gemm_kernel(spec, config), config.cluster, (*maps, scale_inv_a, scale_inv_b, bias, amax, out, n, n, *sizes)
-    )
+    addresses = scale_inv_a, scale_inv_b, bias, amax, out
+    strides_and_sizes = n, scale_inv_b.stride(0), m if tiles else 0, n, k
+    return recorded(gemm_kernel(spec, config), config.cluster, (*maps, *addresses, *strides_and_sizes))
 
 
 ROW, BLOCK, BLOCKS = Scaling.ROW, Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128
@@ -144,7 +143,7 @@ PRODUCTS = {
 # --- All --------------------------------------------------------------------------------------------------------------
 
 TILES = [(tiles,) for tiles in range(MOST_TILES + 1)]
-TILES_AND_ITERATIONS = [*((tiles, 3) for tiles in range(MOST_TILES + 1)), (2, 1), (5, 1), (1, 5), (3, 4)]
+TILES_AND_ITERATIONS = [*((tiles, 3) for tiles in range(MOST_TILES + 1)), (5, 1), (2, 5), (3, 4)]
 """Of products: K iterations that do not turn the ring, that turn it within a tile, and as many as it has stages."""
 
 KERNELS = [

@@ -46,7 +46,7 @@ class Trace:
         events: uint32 ``[events, 8]``: :class:`Kind`, the block's rank, the thread, the PTX line, a, b, c and d.
     """
 
-    CAPACITY = 1 << 18
+    CAPACITY = 1 << 19
 
     def __init__(self) -> None:
         self.events = np.empty((self.CAPACITY, 8), np.uint32)
