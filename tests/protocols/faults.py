@@ -49,7 +49,7 @@ def _slips(protocol: Protocol) -> Iterator[Fault]:
         places = next(each for each in rings.values() if each[0] == ring)
 
         def of_ring(op: Op, kind: type, places: tuple[int, ...] = places) -> bool:
-            return isinstance(op, kind) and op.barrier[1] in places  # type: ignore[attr-defined]
+            return isinstance(op, kind) and isinstance(op, Init | Wait | Arrive) and op.barrier[1] in places
 
         def initialized(process: Process, op: Op) -> bool:
             return of_ring(op, Init)
@@ -66,9 +66,6 @@ def _slips(protocol: Protocol) -> Iterator[Fault]:
                 yield Fault("dropped wait", where, _changed(protocol, waits, lambda op: []))
                 yield Fault("wrong parity", where, _changed(protocol, waits, lambda op: [_other_parity(op)]))
                 yield Fault("missing stage", where, _changed(protocol, waits, _without_stage(places)))
-                if not consumes:
-                    early = tuple(process._replace(steps=_early(process, places)) for process in protocol)
-                    yield Fault("arrive before the products are done", f"{ring}", early)
         for warpgroup in sorted({process.warpgroup for process in protocol}):
 
             def arrives(process: Process, op: Op, warpgroup: int = warpgroup) -> bool:
@@ -76,6 +73,10 @@ def _slips(protocol: Protocol) -> Iterator[Fault]:
 
             if _any(protocol, arrives):
                 yield from _at_arrivals(protocol, arrives, f"warpgroup {warpgroup} at {ring}", places)
+    early = tuple(
+        process._replace(steps=_early(process)) if process.warpgroup in consumers else process for process in protocol
+    )
+    yield Fault("arrive before the products are done", "all rings", early)
     for name in sorted(_turns(protocol)):
 
         def takes_turn(process: Process, op: Op, name: tuple[str, int, int] = name) -> bool:
@@ -148,15 +149,17 @@ def _changed(protocol: Protocol, chosen: Chosen, rewrite: Callable[[Op], list[Op
     return tuple(changed)
 
 
-def _early(process: Process, places: tuple[int, ...]) -> tuple[Step, ...]:
+def _early(process: Process) -> tuple[Step, ...]:
     """Arrivals right behind the start of the product before them."""
     steps: list[Step] = []
+    behind = 0
     for step in process.steps:
-        started = [place for place, earlier in enumerate(steps) if isinstance(earlier.op, Multiply)]
-        if started and isinstance(step.op, Arrive) and step.op.barrier[1] in places:
-            steps.insert(started[-1] + 1, step)
+        if isinstance(step.op, Arrive) and behind:
+            steps.insert(behind, step)
         else:
             steps.append(step)
+        if isinstance(step.op, Multiply):
+            behind = len(steps)
     return tuple(steps)
 
 
@@ -173,7 +176,7 @@ def _without_stage(places: tuple[int, ...]) -> Callable[[Op], list[Op]]:
 
 def _counting(op: Op, more: int) -> Op:
     assert isinstance(op, Init)
-    return op._replace(count=op.count + more)
+    return op._replace(arrivals=op.arrivals + more)
 
 
 def _other_parity(op: Op) -> Op:

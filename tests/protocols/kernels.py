@@ -40,7 +40,7 @@ class Pipelined(NamedTuple):
 
     name: str
     protocol: Callable[..., Protocol]
-    sizes: Sequence[tuple[int, ...]]
+    sizes: tuple[tuple[int, ...], ...]
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -56,7 +56,12 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
     own, others = ((rows_of(torch.tensor([length]), ROWS * max(tiles, 1))) for length in (ROWS, ROWS * tiles))
     queries, keys = (others, own) if which in ("dk", "dv", "dkv") else (own, others)
     problem = AttentionProblem(
-        AttentionSpec(head_dim, OUT.get(which, "bfloat16")), (1, 1), queries.space, keys.space, Visible(), head_dim**-0.5
+        AttentionSpec(head_dim, OUT.get(which, "bfloat16")),
+        (1, 1),
+        queries.space,
+        keys.space,
+        Visible(),
+        head_dim**-0.5,
     )
     q, k = (_codes(each.space.total, head_dim) for each in (queries, keys))
     dtype = getattr(torch, problem.spec.out_dtype)
@@ -142,9 +147,18 @@ PRODUCTS = {
 
 # --- All --------------------------------------------------------------------------------------------------------------
 
-TILES = [(tiles,) for tiles in range(MOST_TILES + 1)]
-TILES_AND_ITERATIONS = [*((tiles, 3) for tiles in range(MOST_TILES + 1)), (5, 1), (2, 5), (3, 4)]
-"""Of products: K iterations that do not turn the ring, that turn it within a tile, and as many as it has stages."""
+TILES = tuple((tiles,) for tiles in range(MOST_TILES + 1))
+
+
+def _sizes_of(scaling: Scaling) -> tuple[tuple[int, int], ...]:
+    """Tiles, and K iterations of each: some turn the ring between tiles, some within one, some are all its stages.
+
+    With 128x128 scales a block loads the first before it looks for a tile: there, a grid never has more blocks.
+    """
+    of_each = 1 if scaling.along_k else 3  # such kernels take the emulator longer
+    tiles = range(1 if scaling.b_along_k_by_block else 0, MOST_TILES + 1)
+    return (*((each, of_each) for each in tiles), (3, 3), (2, 5), (2, 4))
+
 
 KERNELS = [
     *(
@@ -155,12 +169,7 @@ KERNELS = [
         )
     ),
     *(
-        Pipelined(
-            name,
-            partial(_product, spec, config),
-            # With 128x128 scales the first is loaded before a block looks for a tile: a grid never has more blocks.
-            [size for size in TILES_AND_ITERATIONS if size[0] or spec.scaling is not BLOCK],
-        )
+        Pipelined(name, partial(_product, spec, config), _sizes_of(spec.scaling))
         for name, (spec, config) in PRODUCTS.items()
     ),
 ]  # fmt: skip

@@ -12,8 +12,8 @@ does, the run demands that one is in the past of the other:
 
 If none of these is violated, every interleaving has the same past for every operation, so that the one that was run
 stands for all of them: executions without a race have one Mazurkiewicz trace (Flanagan and Godefroid, "Dynamic
-partial-order reduction for model checking software", POPL 2005, section 2). ``test_search.py`` holds that against a plain
-search of all interleavings.
+partial-order reduction for model checking software", POPL 2005, section 2). ``test_search.py`` holds that against a
+plain search of all interleavings.
 """
 
 from __future__ import annotations
@@ -149,6 +149,13 @@ class _Run:
     def does(self, index: int, process: Process, op: Op) -> bool:
         """Do it, unless it has to wait."""
         match op:
+            case Join(meeting, size):
+                self.joins(index, process, meeting, size)
+            case Met(meeting):
+                known, awaited = self.meetings[meeting].known, self.awaited[process.name, meeting]
+                if len(known) <= awaited:
+                    return False
+                self.pasts[index] |= known[awaited]
             case Init(barrier, count):
                 self.mbarriers[barrier] = _Mbarrier(self.event_of(index), count, count)
             case Arrive(barrier, size):
@@ -167,13 +174,6 @@ class _Run:
                 self.multiplies(index, process, group, number, places)
             case Multiplied(group, number):
                 return self.multiplied(index, group, number)
-            case Join(meeting, size):
-                self.joins(index, process, meeting, size)
-            case Met(meeting):
-                known, awaited = self.meetings[meeting].known, self.awaited[process.name, meeting]
-                if len(known) <= awaited:
-                    return False
-                self.pasts[index] |= known[awaited]
         return True
 
     def event_of(self, index: int) -> Past:

@@ -25,10 +25,10 @@ class Place(NamedTuple):
 
 
 class Init(NamedTuple):
-    """A new mbarrier in phase 0 that takes ``count`` arrivals for each phase."""
+    """A new mbarrier in phase 0 that takes so many ``arrivals`` for each phase."""
 
     barrier: Barrier
-    count: int
+    arrivals: int
 
 
 class Arrive(NamedTuple):

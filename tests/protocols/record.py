@@ -77,16 +77,13 @@ def protocol_of(events: np.ndarray, threads: int, blocks: int) -> Protocol:
 def _reads_of_buffers(events: np.ndarray, buffers: _Buffers) -> np.ndarray:
     """Loads as such of the whole buffers that they touch; those of other memory are left out."""
     reads = np.flatnonzero(events[:, KIND] == Kind.READ)
-    found, which = np.unique(events[reads][:, [A, B, C]], axis=0, return_inverse=True)
-    kept = np.ones(len(events), bool)
-    for index, (a, b, c) in enumerate(found.tolist()):
-        touched = buffers.touched(b, a, c)
-        rows = reads[which.reshape(-1) == index]
-        if touched:
-            events[rows, A], events[rows, C] = touched[0].start, touched[-1].end - touched[0].start
-        else:
-            kept[rows] = False
-    return events[kept]
+    a, b, c = events[reads][:, [A, B, C]].astype(np.int64).T
+    _, first, which = np.unique(b << 40 | c << 20 | a, return_index=True, return_inverse=True)
+    touched = [buffers.touched(int(b[each]), int(a[each]), int(c[each])) for each in first]
+    starts = np.array([places[0].start if places else 0 for places in touched], np.int64)
+    ends = np.array([places[-1].end if places else 0 for places in touched], np.int64)
+    events[reads, A], events[reads, C] = starts[which], (ends - starts)[which]
+    return events[(events[:, KIND] != Kind.READ) | (events[:, C] > 0)]
 
 
 def _by_thread(events: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ class Search:
 
     def __init__(self, protocol: Protocol, most_states: int = 300_000) -> None:
         self.protocol = protocol
-        self.counts = {op.barrier: op.count for each in protocol for op, _ in each.steps if isinstance(op, Init)}
+        self.counts = {op.barrier: op.arrivals for each in protocol for op, _ in each.steps if isinstance(op, Init)}
         self.seen: dict[Any, set[Any]] = defaultdict(set)
         self.faults: set[str] = set()
         start = _State((0,) * len(protocol), tuple((name, (0, count, 0)) for name, count in self.counts.items()))
@@ -82,7 +82,9 @@ class Search:
             todo += new
             assert len(known) < most_states, "too many states for a plain search"
         self.states = len(known)
-        self.faults |= {f"{what} depends on the order: {values}" for what, values in self.seen.items() if len(values) > 1}
+        self.faults |= {
+            f"{what} depends on the order: {values}" for what, values in self.seen.items() if len(values) > 1
+        }
 
     def following(self, state: _State) -> Iterator[_State]:
         for index, (process, done) in enumerate(zip(self.protocol, state.done)):

@@ -106,39 +106,34 @@ def pipeline(
 
 
 def _line(number: int, op: Op) -> int:
-    """Of the source: one statement for each kind of operation on a ring."""
-    return 100 * number + 10 * hash_of(op)
+    """Of the source: a process has one statement of each kind."""
+    return 10 * number + [Init, Arrive, Wait, Copy, Read, Multiply, Multiplied, Join, Met].index(type(op))
 
 
-def hash_of(op: Op) -> int:
-    kinds = [Init, Arrive, Wait, Copy, Read, Multiply, Multiplied, Join, Met]
-    return kinds.index(type(op))
+SMALL = {
+    "one stage": pipeline(1, 1, 3),
+    "two stages": pipeline(2, 1, 5),
+    "two consumers of one stage": pipeline(1, 2, 3),
+    "two consumers": pipeline(2, 2, 5),
+    "three stages": pipeline(3, 2, 4),
+    "products": pipeline(2, 2, 3, wgmma=True),
+    "turns": pipeline(2, 2, 4, turns=True),
+    "products in turns": pipeline(1, 2, 3, turns=True, wgmma=True),
+}
 
 
-SMALL = [
-    dict(stages=1, consumers=1, tiles=3),
-    dict(stages=2, consumers=1, tiles=5),
-    dict(stages=1, consumers=2, tiles=3),
-    dict(stages=2, consumers=2, tiles=5),
-    dict(stages=3, consumers=2, tiles=4),
-    dict(stages=2, consumers=2, tiles=3, wgmma=True),
-    dict(stages=2, consumers=2, tiles=4, turns=True),
-    dict(stages=1, consumers=2, tiles=3, turns=True, wgmma=True),
-]
-
-
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_both_find_the_same(shape: dict[str, int]) -> None:
+@pytest.mark.parametrize("protocol", SMALL.values(), ids=SMALL)
+def test_both_find_the_same(protocol: Protocol) -> None:
     """No fault in the protocol, and one wherever one is planted that does damage in any interleaving."""
-    protocol = pipeline(**shape)  # type: ignore[arg-type]
     assert not every_interleaving(protocol).faults
     assert not Search(protocol).faults
-    differ = [
-        (fault.kind, fault.where, every_interleaving(fault.protocol).faults, Search(fault.protocol).faults)
-        for fault in planted(protocol)
-        if bool(every_interleaving(fault.protocol).faults) != bool(Search(fault.protocol).faults)
-    ]
-    assert not differ
+    faults = list(planted(protocol))
+    by_order, by_search = (
+        {(fault.kind, fault.where) for fault in faults if check(fault.protocol)}
+        for check in (lambda each: every_interleaving(each).faults, lambda each: Search(each).faults)
+    )
+    assert len(by_search) > len(faults) // 2
+    assert by_order == by_search
 
 
 def test_a_count_that_is_not_that_of_the_arrivals() -> None:
@@ -151,29 +146,28 @@ def test_a_count_that_is_not_that_of_the_arrivals() -> None:
 
 
 def test_a_producer_that_starts_with_the_consumers_phase() -> None:
-    """CUTLASS's ``make_producer_start_state`` flips it: stages are empty at first, so that the producer must not wait."""
+    """CUTLASS's ``make_producer_start_state`` flips it: stages are empty at first, and the producer must not wait."""
     (fault,) = every_interleaving(pipeline(2, 1, 3, producer_parity=0)).faults
     assert "deadlock" in fault
     assert Search(pipeline(2, 1, 3, producer_parity=0)).faults == {"deadlock"}
 
 
 def test_a_parity_tells_only_adjacent_phases_apart() -> None:
-    """PTX ISA, ``mbarrier.test_wait``: a phase is the current one or the one before, by its parity. Who comes late by one
-    finds the wait not over, and who comes early by one finds that of two phases ago."""
+    """PTX ISA, ``mbarrier.test_wait``: a phase is the current one or the one before, by its parity. Who comes late by
+    one finds the wait not over, and who comes early by one finds that of two phases ago."""
     barrier = (0, 8)
     arrive, late = Arrive(barrier), Wait(barrier, 0)
     start: list[Op] = [Join(ALL, 2), Met(ALL)]
 
     def two(first: list[Op], second: list[Op]) -> Protocol:
         programs = [[Init(barrier, 1), *start, *first], [*start, *second]]
-        return tuple(
-            Process(f"process {i}", 0, i, 1, tuple(map(Step, program))) for i, program in enumerate(programs)
-        )
+        return tuple(Process(f"process {i}", 0, i, 1, tuple(map(Step, program))) for i, program in enumerate(programs))
 
     right = two([arrive], [late])
     missed = two([arrive, arrive], [late])
     early = two([arrive, arrive], [Wait(barrier, 1)])
-    assert not every_interleaving(right).faults and not Search(right).faults
+    assert not every_interleaving(right).faults
+    assert not Search(right).faults
     for wrong in (missed, early):
         assert every_interleaving(wrong).faults
         assert Search(wrong).faults
