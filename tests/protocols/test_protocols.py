@@ -6,11 +6,14 @@ from functools import cache
 
 import pytest
 
+from cuda_kernels.attention.block import TILE
+from cuda_kernels.attention.forward import STAGES, smem_offsets
+from cuda_kernels.attention.spec import AttentionSpec
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.protocols.faults import planted
 from tests.protocols.kernels import KERNELS, MOST_TILES, Pipelined
 from tests.protocols.order import every_interleaving
-from tests.protocols.protocol import Copy, Multiply, Protocol
+from tests.protocols.protocol import Arrive, Copy, Multiply, Op, Place, Protocol, Wait
 from tests.tiers import thorough
 
 pytestmark = needs_compilers
@@ -31,8 +34,8 @@ def protocol(kernel: Pipelined, size: tuple[int, ...]) -> Protocol:
     return kernel.protocol(*size)
 
 
-def count(protocol: Protocol, kind: type) -> int:
-    return sum(isinstance(op, kind) for process in protocol for op, _ in process.steps)
+def count(programs: Protocol, kind: type) -> int:
+    return sum(isinstance(op, kind) for process in programs for op, _ in process.steps)
 
 
 @pytest.mark.parametrize("kernel", ROWS)
@@ -46,6 +49,21 @@ def test_no_interleaving_goes_wrong(kernel: Pipelined) -> None:
         outcome = every_interleaving(protocol(kernel, size))
         assert not outcome.faults, (size, outcome.faults)
         assert outcome.left == ({LAST_TURN: 128} if kernel.name.startswith("forward") else {}), size
+
+
+def test_a_program_is_what_the_kernel_says() -> None:
+    """Of forward's producer for one tile, with the places and sizes of the kernel's own constants."""
+    (forward,) = [kernel for kernel in KERNELS if kernel.name == "forward-64"]
+    spec = AttentionSpec(64, "bfloat16")
+    places = smem_offsets(spec, STAGES[64])
+    (steps,) = [each.steps for each in protocol(forward, (1,)) if count((each,), Copy)]
+    expected: list[Op] = []
+    for name, barrier, size in (("q", "full_q", TILE), ("k", "full_k", TILE), ("v", "full_v", 64 * 128)):
+        if name != "q":
+            expected.append(Wait((0, places[f"empty_{name}"]), 1))
+        filled = (Place(0, places[name], places[name] + size),)
+        expected += [Arrive((0, places[barrier]), size), Copy(filled, places[barrier])]
+    assert [op for op, _ in steps if isinstance(op, Wait | Arrive | Copy)] == expected
 
 
 @pytest.mark.parametrize("kernel", ROWS)
