@@ -6,6 +6,8 @@ what a GPU does not: bounds, alignment, read-only memory, deadlocks, divergence 
 between the generic and the asynchronous proxy, registers of a wgmma in flight, the pool of setmaxnreg, and races: on
 shared memory with vector clocks, on global memory between blocks.
 
+A launch can be traced (`trace`): what orders its threads, and what is copied to and read in shared memory.
+
 As on hardware, shared addresses carry the rank of their block in bits 24 and up, the block's own, too.
 
 Not modelled: races on global memory within a block; flags polled in shared memory, and a release that is a fence and a

@@ -16,6 +16,7 @@ from tests.ptx_on_cpu import build, tensor_map
 from tests.ptx_on_cpu.errors import EmulatorError
 from tests.ptx_on_cpu.parse import Parameter
 from tests.ptx_on_cpu.tensor_map import TensorMap
+from tests.ptx_on_cpu.trace import Trace
 from tests.ptx_on_cpu.translate import translate
 from tests.ptx_on_cpu.writer import c_name
 
@@ -65,6 +66,9 @@ class _Launch(ctypes.Structure):
         ("parameters_bytes", ctypes.c_uint32),
         ("strict", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("trace", ctypes.c_void_p),
+        ("trace_capacity", ctypes.c_uint32),
+        ("trace_count", ctypes.c_uint32),
         ("error", ctypes.c_char * 4000),
     )
 
@@ -104,6 +108,7 @@ class Program:
         registers: int | None = None,
         strict: bool = True,
         memory: Sequence[torch.Tensor] = (),
+        trace: Trace | None = None,
     ) -> None:
         """Runs the kernel to its end.
 
@@ -122,6 +127,8 @@ class Program:
         `strict` holds kernels to what CUTLASS holds to: a fence.mbarrier_init before a copy signals a new mbarrier, and
         no two threads that store to one place, be it the same value. Without it they may do as Triton's do: synchronise
         the block alone, and store copies of one value by one instruction.
+
+        `trace` gets what threads did to synchronise, and with shared memory, in the order in which it happened.
 
         Raises :class:`EmulatorError` for an access out of bounds, misaligned or to read-only memory; a race; a
         deadlock; divergence at a collective instruction; a missing proxy fence; a copy that nobody waited for.
@@ -154,11 +161,17 @@ class Program:
             strict=strict,
             seed=seed,
         )
+        if trace is not None:
+            launch.trace, launch.trace_capacity = trace.events.ctypes.data, len(trace.events)
         with _one_launch:
             failed = build.runtime().rt_launch(ctypes.byref(launch), self._kernel, ctypes.c_void_p(parameters_address))
         del parameters
         if failed:
             raise EmulatorError(self._located(launch.error.decode()))
+        if trace is not None:
+            if launch.trace_count > len(trace.events):
+                raise EmulatorError(f"a trace of {launch.trace_count} events: {len(trace.events)} fit")
+            trace.events = trace.events[: launch.trace_count]
 
     def _check_shape(self, grid: Size, block: Size, cluster: Size, dynamic_shared: int) -> None:
         translation, threads, blocks = self._translation, math.prod(block), math.prod(cluster)

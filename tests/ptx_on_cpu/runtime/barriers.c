@@ -104,6 +104,7 @@ static bool is_complete(const Block *block, const struct Barrier *barrier)
 static struct Barrier *arrive(Thread *t, u32 id, u32 count, bool aligned, bool waits, bool predicate)
 {
     Block *block = t->block;
+    trace(t, waits ? TRACE_BARRIER : TRACE_BARRIER_ARRIVE, id, count, 0, 0);
     if (aligned && waits)
         check_aligned(t);
     else if (aligned)
@@ -184,6 +185,7 @@ void cluster_thread_exited(Thread *t)
 void rt_cluster_arrive(Thread *t, bool aligned, bool release)
 {
     Cluster *cluster = t->block->cluster;
+    trace(t, TRACE_CLUSTER_ARRIVE, 0, 0, 0, 0);
     if (aligned)
         rt_converge(t);
     if (t->cluster_arrival)
@@ -202,6 +204,7 @@ void rt_cluster_arrive(Thread *t, bool aligned, bool release)
 void rt_cluster_wait(Thread *t, bool aligned, bool acquire)
 {
     Cluster *cluster = t->block->cluster;
+    trace(t, TRACE_CLUSTER_WAIT, 0, 0, 0, 0);
     if (aligned)
         rt_converge(t);
     if (!t->cluster_arrival)

@@ -65,6 +65,7 @@ static void start_load(Copy *description)
     Thread *t = description->thread;
     Cluster *cluster = t->block->cluster;
     description->clock = race_bulk_start(t);
+    trace(t, TRACE_LOAD, description->box.shared, description->bytes, description->mbarrier, description->targets);
     for (u32 rank = 0; rank < cluster->blocks_count; rank++) {
         if (!(description->targets >> rank & 1))
             continue;

@@ -43,6 +43,9 @@ void fiber_resume(Thread *t);
 void fiber_suspend(Thread *t);
 void thread_main(Thread *t); /* what a fiber runs; it does not return */
 
+/* trace.c */
+void trace(const Thread *t, TraceKind kind, u32 a, u32 b, u32 c, u32 d);
+
 /* scheduler.c */
 void wait_for_change(Thread *t, const u32 *counter, u32 seen, const char *what);
 u64 random_number(Cluster *cluster);

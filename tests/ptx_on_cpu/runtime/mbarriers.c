@@ -72,6 +72,7 @@ void rt_mbarrier_init(Thread *t, u64 address, u32 count)
     if (!count || count > LARGEST_COUNT)
         rt_fail(t, "mbarrier.init with a count of %u", count);
     race_thread(t, block, offset, 8, WRITE);
+    trace(t, TRACE_INIT, offset, count, 0, 0);
     if (!block->mbarriers)
         block->mbarriers = calloc(1, sizeof *block->mbarriers);
     Mbarrier *barrier = record_at(block, offset);
@@ -147,6 +148,7 @@ u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes, bo
         race_release_reads(t, barrier->arrivals);
     else
         race_release_initialized(t, barrier->arrivals);
+    trace(t, TRACE_ARRIVE, offset, block->rank, count, expected_bytes);
     u64 token = barrier->phase & 1;
     advance(t, barrier, 0, (s32)expected_bytes);
     advance(t, barrier, count, 0);
@@ -169,6 +171,7 @@ bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block, bool a
     Mbarrier *barrier = live_record(t, block, offset);
     race_thread(t, block, offset, 8, READ);
     if ((barrier->phase & 1) != (parity & 1)) {
+        trace(t, TRACE_WAIT, offset, parity & 1, 0, 0);
         if (acquire)
             race_acquire(t, barrier->completed);
         return true;

@@ -88,7 +88,9 @@ void written_through_generic_proxy(Thread *t, Block *block, u32 offset, u32 byte
 void rt_shared_access(Thread *t, Block *block, u32 offset, u32 bytes, Access access)
 {
     race_thread(t, block, offset, bytes, access);
-    if (access != READ)
+    if (access == READ)
+        trace(t, TRACE_READ, offset, block->rank, bytes, 0);
+    else
         written_through_generic_proxy(t, block, offset, bytes);
 }
 

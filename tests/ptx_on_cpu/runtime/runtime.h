@@ -22,6 +22,16 @@ typedef struct {
     u32 writable;
 } Range;
 
+/* What orders a thread with others, and what is read and copied in shared memory. trace.py says what a to d are. */
+typedef enum {
+    TRACE_INIT, TRACE_ARRIVE, TRACE_WAIT, TRACE_LOAD, TRACE_WGMMA, TRACE_COMMIT, TRACE_WGMMA_WAIT, TRACE_BARRIER,
+    TRACE_BARRIER_ARRIVE, TRACE_WARP, TRACE_CLUSTER_ARRIVE, TRACE_CLUSTER_WAIT, TRACE_READ
+} TraceKind;
+
+typedef struct {
+    u32 kind, rank, thread, line, a, b, c, d;
+} TraceEvent;
+
 /* A launch as Python describes it: emulator.py holds the same structure. */
 typedef struct {
     u32 grid[3], block[3], cluster[3];
@@ -38,6 +48,8 @@ typedef struct {
     u32 parameters_bytes;
     u32 strict; /* holds kernels to more than other compilers hold to; see emulator.py */
     u64 seed;
+    TraceEvent *trace; /* of a launch of one cluster; or null */
+    u32 trace_capacity, trace_count;
     char error[4000];
 } Launch;
 

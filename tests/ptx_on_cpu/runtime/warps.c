@@ -82,6 +82,7 @@ static void join_lanes(Warp *warp, u32 mask, void **arguments)
 
 void rt_warp_sync(Thread *t, u32 mask)
 {
+    trace(t, TRACE_WARP, mask, 0, 0, 0);
     meet(t, mask, NULL, join_lanes);
 }
 

@@ -224,6 +224,8 @@ static void multiply_group(Thread *t, struct Warpgroup *group)
 void rt_wgmma(Thread *t, Wgmma *wgmma)
 {
     u32 values[LARGEST_N / 2], shape = (u32)wgmma->n << 8 | (u32)depth(wgmma);
+    u32 a = wgmma->a_in_registers ? ~0u : descriptor_address(wgmma->a_descriptor, 0, 0) - SHARED_BASE;
+    trace(t, TRACE_WGMMA, a, 64 * 128, descriptor_address(wgmma->b_descriptor, 0, 0) - SHARED_BASE, wgmma->n * 128);
     wgmma->thread = t;
     wgmma->values = values;
     if (wgmma->a_in_registers && !t->wgmma_fenced)
@@ -248,12 +250,14 @@ static void commit_group(Thread *t, struct Warpgroup *group)
 
 void rt_wgmma_commit(Thread *t)
 {
+    trace(t, TRACE_COMMIT, 0, 0, 0, 0);
     meet_group(t, NULL, commit_group);
 }
 
 void rt_wgmma_wait(Thread *t, u32 pending, Accumulators *accumulators)
 {
     struct Warpgroup *group = group_of(t);
+    trace(t, TRACE_WGMMA_WAIT, pending, 0, 0, 0);
     rt_converge(t);
     if (group->committed < pending + t->wgmma_done)
         return;
