@@ -373,6 +373,7 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@thorough
 def test_the_report_of_this_machine_imports_nothing_itself() -> None:
     done = run_python("-c", REPORT)
     assert done.stdout.splitlines()[-1] == "status 0 imported []", done.stdout + done.stderr
