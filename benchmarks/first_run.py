@@ -171,7 +171,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
     compiler = python("-m", "tests.cuda_kernels.run_case", "--compile", *(kernels.values() if dry else []))
     chooser = python("-m", "benchmarks", "choose", str(out / "products.json"), "--out", str(out / "choices.json"))
     return [
-        Stage("doctor", 80, [Step("doctor", doctor, 80)]),
+        Stage("doctor", 110, [Step("doctor", doctor, 110)]),
         Stage("compile", 150, [Step("compile", compiler, 150)]),
         Stage("kernels", 280, [
             Step(name, python("-m", "tests.cuda_kernels.run_case", *emulated, case), 45, traps=True)
@@ -181,7 +181,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
             tested("casts", 90), tested("products", 90, **starts("products")),
             tested("attention", 90, **starts("attention")),
         ]),
-        Stage("sanitizer", 150, [
+        Stage("sanitizer", 120, [
             sanitized(tool, names, **starts(names[0]))
             for names in SANITIZED for tool in TOOLS[: 1 if dry else None]
             if any(name in kernels for name in names)
