@@ -127,6 +127,7 @@ ROOMS = {
     "te": set(),
     "ops": set(),
     "attention.ops": {"ops"},
+    "proofs": {"attention.ops", "ops"},
     "fp8_tensor": {"ops"},
     "primary_weights": {"fp8_tensor"},
     "master_weights": {"fp8_tensor"},

@@ -15,10 +15,10 @@ from lightning_fp8.cli import bench
 from lightning_fp8.cli import main as cli
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
+from lightning_fp8.proofs.comparing import kernels_of
 from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
-from tests.op_sides import kernels_of
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from cuda_kernels.host.cache_folder import cached
 from cuda_kernels.host.launch import Argument, Executor
 from cuda_kernels.host.tensor_maps import Map
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels.cases.kernel_cases import Case
+from lightning_fp8.proofs.cases import Case
 from tests.emulator.gcc import needs_gcc as needs_compilers  # noqa: F401
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu.mutants import run_as

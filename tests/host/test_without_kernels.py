@@ -24,11 +24,12 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import observe_op, quantize_op
 from lightning_fp8.ops.memory import empty_operand
+from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
+from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.cases.kernel_cases import BF16, assert_same, sample
+from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import executing
 from tests.host.card import Card
-from tests.op_sides import kernels_of, reference_of
 
 
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:

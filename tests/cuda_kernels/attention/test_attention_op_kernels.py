@@ -19,9 +19,10 @@ from lightning_fp8.attention.ops import Attention, AttentionCall, cuda, missing_
 from lightning_fp8.attention.ops.attention import attention_forward_op, reference_attention_forward
 from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
 from lightning_fp8.ops.plans import clear_plan_cache
+from lightning_fp8.proofs.attention import drawn
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, drawn
-from tests.cuda_kernels.cases.kernel_cases import Case
+from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 from tests.tiers import thorough
 
