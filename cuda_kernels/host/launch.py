@@ -10,8 +10,8 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -241,8 +241,8 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 
 def architecture_of(device: torch.device) -> str:
-    """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
-    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
+    """As :func:`architecture`; where an executor starts kernels, the one that :func:`executing` says, or 9.0's."""
+    return architecture(device.index or 0) if device.type == "cuda" else _emulated_architecture
 
 
 @cache
@@ -341,5 +341,19 @@ They get the kernel, the number of blocks, and all parameters, tensors for addre
 """
 PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
 """By the type of a device whose executor starts only proven kernels: a kernel's card and code, as proofs know them."""
-EMULATED = "90a"
-"""The architecture whose kernels such tensors get."""
+_emulated_architecture = "90a"
+
+
+@contextmanager
+def executing(executor: Executor, architecture: str = "90a") -> Iterator[None]:
+    """Let ``executor`` start kernels for CPU tensors, those of an architecture."""
+    global _emulated_architecture
+    before, architecture_before = EXECUTORS.get("cpu"), _emulated_architecture
+    EXECUTORS["cpu"], _emulated_architecture = executor, architecture
+    try:
+        yield
+    finally:
+        _emulated_architecture = architecture_before
+        del EXECUTORS["cpu"]
+        if before is not None:
+            EXECUTORS["cpu"] = before

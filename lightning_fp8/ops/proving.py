@@ -217,25 +217,36 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
                 f"{proofs.VARIABLE}=0 skips it",
                 file=sys.stderr,
             )
-        request = {"plan": plan, "device": str(device), "key": encoded(key)}
         start = time.monotonic()
-        outcome = _prover.outcome(request)
-        seconds = f"{time.monotonic() - start:.1f} s"
+        outcome = _outcome(plan, device, key)
         names = ", ".join(dict.fromkeys(outcome.loaded.values())) or plan
-        print(f"  {outcome.problem or 'right'} ({seconds}): {names}", file=sys.stderr)
-        if outcome.hung:
-            outcome.problem += _of_a_hang(request)
+        print(f"  {names}: {outcome.problem or 'right'} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
     _judge(outcome, unproven)
 
 
-def _of_a_hang(request: Mapping[str, Any]) -> str:
-    """What barriers that trap tell of it."""
-    with_traps = Prover(TRAPS)
-    try:
+def prove_anew(plan: str, device: torch.device, key: Sequence[Any], card: Card) -> tuple[str, dict[str, str]]:
+    """Prove the kernels of a plan whatever is known of them, and keep the verdicts.
+
+    Returns:
+        Why it failed, empty if all results were right; and the kernels' names by the keys of their verdicts.
+    """
+    with _lock, proofs.one_prover():
+        outcome = _outcome(plan, device, key)
+    if not outcome.passing:
+        _keep(outcome, outcome.loaded, card)
+    return outcome.problem, outcome.loaded
+
+
+def _outcome(plan: str, device: torch.device, key: Sequence[Any]) -> Outcome:
+    """Of a plan's proof; one that hangs is tried again with barriers that trap, for the message."""
+    request = {"plan": plan, "device": str(device), "key": encoded(key)}
+    outcome = _prover.outcome(request)
+    if outcome.hung:
+        with_traps = Prover(TRAPS)
         problem = with_traps.outcome(request).problem
-    finally:
         with_traps.end()
-    return f" (with barriers that trap: {problem})" if problem else ""
+        outcome.problem += f" (with barriers that trap: {problem})" if problem else ""
+    return outcome
 
 
 def _judge(outcome: Outcome, unproven: Unproven) -> None:
@@ -245,30 +256,32 @@ def _judge(outcome: Outcome, unproven: Unproven) -> None:
         Refused, NoProof: see :func:`prove`.
     """
     card = unproven.card
-
-    def keep(key: str, kernel: str, proven: bool, reason: str = "") -> Verdict:
-        verdict = Verdict(kernel, card.name, card.driver, proven, reason)
-        proofs.keep(key, verdict)
-        return verdict
-
     new = {key: kernel for key, kernel in outcome.loaded.items() if proofs.verdict_of(key) is None}
     if not outcome.problem:
-        for key, kernel in new.items():
-            keep(key, kernel, True)
+        _keep(outcome, new, card)
         if unproven.key not in outcome.loaded:
             raise NoProof(f"{unproven}, and no test starts it")
         return
-    if outcome.passing:
-        raise NoProof(f"{unproven}: {outcome.problem}; {proofs.VARIABLE}=0 uses it without the test")
     for key in outcome.loaded:
         known = proofs.verdict_of(key)
         if known is not None and not known.proven:
             raise refusal(known)
-    culprits = {key: kernel for key, kernel in new.items() if outcome.wrong or kernel == outcome.kernel}
-    refused = [keep(key, kernel, False, outcome.problem) for key, kernel in culprits.items()]
+    if outcome.passing:
+        raise NoProof(f"{unproven}: {outcome.problem}; {proofs.VARIABLE}=0 uses it without the test")
+    refused = _keep(outcome, new, card)
     if not refused:  # all that ran had been proven before
         raise Refused(f"{outcome.kernel} is not used on {card} for this plan: {outcome.problem}")
     raise refusal(refused[-1])
+
+
+def _keep(outcome: Outcome, kernels: Mapping[str, str], card: Card) -> list[Verdict]:
+    """Keep the verdicts on ``kernels``: of a proof that failed, on those that may have made it fail."""
+    verdicts = []
+    for key, kernel in kernels.items():
+        if not outcome.problem or outcome.wrong or kernel == outcome.kernel:
+            verdicts.append(Verdict(kernel, card.name, card.driver, not outcome.problem, outcome.problem))
+            proofs.keep(key, verdicts[-1])
+    return verdicts
 
 
 # --- Plans' keys as text ----------------------------------------------------------------------------------------------

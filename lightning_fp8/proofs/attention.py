@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 
 from lightning_fp8.attention.ops import Attention, AttentionCall, Band, Gradients, Kept, attention_tables
@@ -21,30 +17,12 @@ from lightning_fp8.attention.ops.cuda import (
     attention_forward_of_codes_on_cuda,
     attention_forward_on_cuda,
 )
-from lightning_fp8.proofs.comparing import assert_same, assert_within, relative_error, require
+from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, relative_error, require
 
-_deterministic: Any = torch.utils.deterministic  # whose attribute is a property of the module's class
 ALL = Band()
 CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
 """What float32's last bits make of a result, since they move some codes; on a card also about 14 bits of sums."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
-
-
-@contextmanager
-def nan_in_new_memory() -> Iterator[None]:
-    """What no kernel writes is NaN."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        _deterministic.fill_uninitialized_memory,
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    _deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        _deterministic.fill_uninitialized_memory = before[2]
 
 
 def drawn(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from lightning_fp8.ops.op import Op
@@ -14,13 +16,42 @@ NEIGHBOURS = 0.005
 """Share of the codes that may differ, by one, where kernel and specification round in another order."""
 
 
+_deterministic: Any = torch.utils.deterministic  # whose attribute is a property of the module's class
+
+
 class WrongResult(AssertionError):
     """A kernel computed something else than its specification."""
 
 
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """What no kernel writes is NaN."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        _deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    _deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        _deterministic.fill_uninitialized_memory = before[2]
+
+
 def kernels_of(op: Op) -> Callable[..., Any]:
-    """The side of an op that starts kernels, for tensors on any device; trailing arguments may be left out."""
-    return _side(op, "cuda")
+    """The side of an op that starts kernels, for tensors on any device; trailing arguments may be left out.
+
+    New memory holds NaN, so that no result is right because memory held it; plans are made for that.
+    """
+    side = _side(op, "cuda")
+
+    def call(*args: Any) -> Any:
+        with nan_in_new_memory():
+            return side(*args)
+
+    return call
 
 
 def reference_of(op: Op) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from lightning_fp8.formats import E4M3, float8_of
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
-from lightning_fp8.proofs.comparing import assert_same, assert_within, reference_of, require
+from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, reference_of, require
 from lightning_fp8.proofs.drawing import moved, numbers
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
@@ -71,7 +71,9 @@ def check_product(
     actual = None if before is None else moved(before.clone(), device)
     largest = torch.tensor(0.5, device=device) if amax else None
     gemm = Gemm(a.layout, b.layout, out, fast)
-    actual = multiply(*aligned(a, device), *aligned(b, device), gemm, moved(added, device), largest, actual)
+    operands = *aligned(a, device), *aligned(b, device)
+    with nan_in_new_memory():
+        actual = multiply(*operands, gemm, moved(added, device), largest, actual)
     if largest is not None:
         assert_same(largest, actual.abs().max().float().clamp(min=0.5), "amax")
     require(actual.is_contiguous(), "the result is not contiguous")

@@ -16,7 +16,7 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import compile_cache, launch
-from cuda_kernels.host.launch import Launch, NoKernels
+from cuda_kernels.host.launch import Launch, NoKernels, executing
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.attention.ops import missing_kernel
@@ -28,7 +28,6 @@ from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16
-from tests.cuda_kernels.emulated import executing
 from tests.host.card import Card
 
 

@@ -13,7 +13,7 @@ from tests.cuda_kernels.cases.attention_backward_cases import WINDOW, Problem, c
 from tests.cuda_kernels.cases.attention_kernel_cases import CAUSAL, check_forward
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16
 
-WITHOUT_WGMMA = patch.object(launch, "EMULATED", "120")
+WITHOUT_WGMMA = patch.object(launch, "_emulated_architecture", "120")
 """Launches on the CPU get the kernels of Blackwell for workstations, which are Ada's, too."""
 
 

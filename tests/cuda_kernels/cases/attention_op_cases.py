@@ -9,8 +9,9 @@ from torch import Tensor
 from lightning_fp8.attention.ops import Band, Gradients, Kept
 from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
 from lightning_fp8.ops.plans import clear_plan_cache
-from lightning_fp8.proofs.attention import Problem, check_backward, check_forward, nan_in_new_memory
+from lightning_fp8.proofs.attention import Problem, check_backward, check_forward
 from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import nan_in_new_memory
 
 
 def run_ops(problem: Problem, device: str) -> tuple[Tensor, Kept, Gradients]:
