@@ -237,7 +237,7 @@ ROOMS = {
         "ops",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "te", "te.model"},
-    "doctor": {"attention.function", "attention.ops", "ops"},
+    "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
     "cli": {"autocast", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
 }
 """The rooms of lightning_fp8 upwards, and what each may import of those below it.
@@ -286,7 +286,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "memory", "checks", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "proving", "memory", "checks", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
