@@ -285,7 +285,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "memory", "checks", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
