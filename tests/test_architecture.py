@@ -217,6 +217,7 @@ ROOMS = {
         "hf_fusion",
         "hf_fusion.plan",
         "modules",
+        "ops",
         "parallel.agreement",
         "parallel.fsdp",
         "parallel.sharded_linear",
