@@ -554,8 +554,8 @@ def attention() -> str:
     """
     import torch
 
-    from lightning_fp8.attention.function import fp8_attention, why_not_fp8
-    from lightning_fp8.attention.ops import Band
+    from lightning_fp8.attention.function import fp8_attention
+    from lightning_fp8.attention.ops import Band, missing_kernel
 
     generator = torch.Generator().manual_seed(0)
     *qkv, do = (torch.randn(1, 256, 2, 128, generator=generator).bfloat16() for _ in range(4))
@@ -565,7 +565,7 @@ def attention() -> str:
     wanted = (scores.softmax(-1) @ v).transpose(1, 2)
     wanted.backward(do.double())
     on_device = [x.to(device()).requires_grad_() for x in qkv]
-    if reason := why_not_fp8(*on_device):
+    if reason := missing_kernel(device(), qkv[0].shape[-1]):
         return f"runs in high precision: {reason}"
     o = fp8_attention(*on_device, band=Band(right=0))
     o.backward(do.to(device()))

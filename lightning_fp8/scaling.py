@@ -40,9 +40,21 @@ def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: 
         float32 of amax's shape, finite and positive.
     """
     amax = amax.clamp(min=epsilon) if epsilon else amax
-    # Tensor by tensor: torch turns a number divided by a tensor into a reciprocal, which rounds twice.
-    scale = torch.where(is_usable(amax), torch.full_like(amax, fp8_max) / amax, 1.0).clamp(max=FLOAT32_MAX)
+    # In float64, which gives float32's quotient: see inverse. Tensor by tensor: torch turns a number divided by a
+    # tensor into a reciprocal, which rounds twice.
+    quotient = (torch.full_like(amax, fp8_max, dtype=torch.float64) / amax).float()
+    scale = torch.where(is_usable(amax), quotient, 1.0).clamp(max=FLOAT32_MAX)
     return floor_power_of_2(scale) if power_2 else scale
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """``1 / scale`` in float32, rounded to nearest even wherever it runs.
+
+    Compilers for GPUs divide float32 approximately, and float64 as IEEE 754 says. A quotient that is rounded to float64
+    and then to float32 is that rounded once, since 53 >= 2 * 24 + 2: Figueroa, "When is double rounding innocuous?",
+    SIGNUM Newsletter 30 (1995).
+    """
+    return (1.0 / scale.double()).float()
 
 
 def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: float = 0) -> Tensor:
@@ -109,7 +121,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     Args:
         amax: float32, any shape, non-negative.
     """
-    bits = (amax * (torch.ones((), dtype=torch.float32, device="cpu") / fp8_max).item()).view(torch.int32)
+    bits = (amax * (1.0 / fp8_max)).view(torch.int32)  # torch rounds the number to float32 first
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # A subnormal up to 2**-127 is what code 0 stands for; inf (exponent 255, no mantissa) saturates to 254.
     round_up = (mantissa > 0) & (exponent != 254) & ((exponent > 0) | (mantissa > 0x400000))

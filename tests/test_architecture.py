@@ -218,6 +218,7 @@ ROOMS = {
         "hf_fusion",
         "hf_fusion.plan",
         "modules",
+        "ops",
         "parallel.agreement",
         "parallel.fsdp",
         "parallel.sharded_linear",
@@ -286,7 +287,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "proving", "memory", "checks", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},

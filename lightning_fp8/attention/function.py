@@ -21,6 +21,7 @@ from lightning_fp8.attention.ops import (
     Kept,
     attention_backward,
     attention_forward,
+    failing_kernel,
     missing_kernel,
 )
 from lightning_fp8.functions.linear import Slots
@@ -30,12 +31,33 @@ LARGEST_HEAD = 256
 """Channels of a head; no kernel has room for more."""
 
 
-def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why attention of these tensors does not run in FP8, or an empty string where it does."""
+def why_not_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    center_keys: bool = True,
+    of_codes: bool = False,
+) -> str:
+    """Why attention of these tensors does not run in FP8, or an empty string where it does.
+
+    On a card the kernels of both passes are made and loaded by the first question about them. A forward pass without
+    gradients is asked for both: activation checkpointing runs it again, with gradients.
+
+    Args:
+        q, k, v: in any format.
+        dtype: in which they are cast; None is theirs.
+        center_keys: as :func:`fp8_attention` takes it.
+        of_codes: keys and values are gathered as codes; see :mod:`lightning_fp8.attention.context_parallel`.
+    """
     if q.dtype not in ops.HIGH_PRECISION:
         return f"queries are {q.dtype}, not one of {', '.join(map(str, ops.HIGH_PRECISION))}"
     reason = why_not_heads(k.shape[-1], v.shape[-1])
-    return reason or (missing_kernel(q.device, q.shape[-1]) if q.is_cuda else "")
+    if reason or not q.is_cuda:
+        return reason
+    device, head_dim = q.device, q.shape[-1]
+    return missing_kernel(device, head_dim) or failing_kernel(device, dtype or q.dtype, head_dim, center_keys, of_codes)
 
 
 def why_not_heads(channels: int, value_channels: int) -> str:
@@ -95,7 +117,7 @@ def fp8_attention(
     if softmax_scale is not None:
         require_softmax_scale(softmax_scale)
     refuse_transforms("Attention", q, k, v)
-    if reason := why_not_fp8(q, k, v):
+    if reason := why_not_fp8(q, k, v, center_keys=center_keys):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
     longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
     attention = Attention(qkv_format, band or Band(), center_keys, longest)

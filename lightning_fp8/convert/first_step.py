@@ -23,6 +23,7 @@ from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
 from lightning_fp8.names import clean_name
+from lightning_fp8.ops.plans import fallbacks
 
 STEPS = 50
 """Training steps after which a layer that none of them called is named: some are drawn by chance, or rarely needed."""
@@ -152,7 +153,7 @@ class FirstStep:
             tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps)
+        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps, fallbacks=fallbacks())
         flops = 0 if self._flops is None else self._flops.get_total_flops()
         if self._flops is None or not flops or any(map(self._may_be_compiled, layers)):
             return summary
@@ -170,7 +171,8 @@ class FirstStep:
             return None
         self.settled = True
         judged = self._found or self.finish()
-        return replace(judged, layers=tuple(self._seen_since(layer) for layer in judged.layers))
+        layers = tuple(self._seen_since(layer) for layer in judged.layers)
+        return replace(judged, layers=layers, fallbacks=fallbacks())
 
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:
@@ -188,7 +190,7 @@ class FirstStep:
             self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
             for layer in summary.layers
         )
-        return replace(summary, layers=tuple(layers))
+        return replace(summary, layers=tuple(layers), fallbacks=fallbacks())
 
     def _late(self, layer: LayerDecision) -> LayerDecision:
         return replace(layer, ran=True, reason="first ran after the first training step")

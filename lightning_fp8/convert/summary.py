@@ -55,6 +55,8 @@ class ConversionSummary:
         flops_in_fp8: those of them that ran in FP8.
         norms: with ``fuse=True``, for each norm whether it casts for the layers that read it; of ``kind`` "norm".
         mlps: likewise for each MLP whether it casts its activation for its last layer; of ``kind`` "mlp".
+        fallbacks: after the first training step, what this process ran instead of kernels, a sentence each with the
+            reason: of casts and products. Attention without its kernels is in its layer's row.
     """
 
     layers: tuple[LayerDecision, ...]
@@ -62,6 +64,7 @@ class ConversionSummary:
     mlps: tuple[LayerDecision, ...] = ()
     flops: int | None = None
     flops_in_fp8: int | None = None
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[LayerDecision, ...]:
@@ -116,7 +119,7 @@ class ConversionSummary:
         table += [(layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in table]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict()])
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict(), *self.fallbacks])
 
     @property
     def _ran(self) -> bool:

@@ -21,9 +21,10 @@ from torch import Tensor
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
 from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous, require_scalar
+from lightning_fp8.ops.compiled import compiled_on_cards
 from lightning_fp8.ops.memory import Allocation, code_allocation, copy_bits, empty_tensor, operand_allocations
 from lightning_fp8.ops.op import op
-from lightning_fp8.scaled import Cast, ScaledTensor
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 
 class Quantized(NamedTuple):
@@ -261,10 +262,30 @@ def _allocations(
 # --- The specification ------------------------------------------------------------------------------------------------
 
 
+class _Bytes(NamedTuple):
+    """The results of a cast with codes and E8M0 scales as bytes, which compiled code gives; None: not asked for."""
+
+    data: Tensor | None
+    scale_inv: Tensor | None
+    data_t: Tensor | None
+    scale_inv_t: Tensor | None
+
+
 def reference_quantize(
     x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
 ) -> Outputs:
     """Scale ``x`` by one given scale, or by x's own where that is 0; else each tensor, row or block from itself."""
+    results = _quantize_to_bytes(x, cast, scale, amax, overflow_counts)
+    dtypes = (cast.float8.dtype, cast.layout.scale_dtype) * 2
+    return Outputs(
+        *(empty_tensor(x.device, dtype) if each is None else each.view(dtype) for each, dtype in zip(results, dtypes))
+    )
+
+
+@compiled_on_cards
+def _quantize_to_bytes(
+    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
+) -> _Bytes:
     x = x.contiguous()
     if scale is not None:
         return _quantize_tensor(x, _given_scale(x, cast, scale, amax), cast, overflow_counts)
@@ -272,24 +293,34 @@ def reference_quantize(
     if layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
         return _quantize_tensor(x, scale, cast, overflow_counts)
-    rowwise_copy = columnwise_copy = _absent(x, cast)
+    data = scale_inv = data_t = scale_inv_t = None
+    block_rows, block_columns = _block(layout)
     if cast.rowwise:
-        rowwise_copy = _quantize_blocks(x, layout.block_shape(*x.shape), cast, overflow_counts)
+        data, scale_inv = _quantize_blocks(x, (block_rows, block_columns), cast, overflow_counts)
     if cast.columnwise:
-        block_rows, block_columns = layout.block_shape(x.shape[1], x.shape[0])
         uncounted = None if cast.rowwise else overflow_counts
-        data, scale_inv = _quantize_blocks(x, (block_columns, block_rows), cast, uncounted)
-        columnwise_copy = data.t(), scale_inv.t().contiguous()
-    return Outputs(*rowwise_copy, *columnwise_copy)
+        columns, scale_inv_t = _quantize_blocks(x, (block_columns, block_rows), cast, uncounted)
+        data_t, scale_inv_t = _transposed(columns), scale_inv_t.t().contiguous()
+    return _Bytes(data, scale_inv, data_t, scale_inv_t)
+
+
+@torch.compiler.assume_constant_result
+def _block(layout: Layout) -> tuple[int | None, int | None]:
+    """``layout.block``: constants, which compiled code for all shapes would take for sizes that vary."""
+    return layout.block
 
 
 def reference_quantize_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale each column of ``x`` by its own scale."""
-    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    codes = saturating_cast(values, scale, float8_of(dtype))
     out = code_allocation(x.device, dtype, x.shape[0], x.shape[1]).empty(x.device)
-    copy_bits(codes, out)
+    copy_bits(_quantize_columns_to_bytes(x, scale, dtype), out)
     return out
+
+
+@compiled_on_cards
+def _quantize_columns_to_bytes(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return _saturating_bytes(values, scale, float8_of(dtype))
 
 
 def reference_observe(x: Tensor, amax: Tensor) -> None:
@@ -299,7 +330,21 @@ def reference_observe(x: Tensor, amax: Tensor) -> None:
 
 def saturating_cast(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
     """``round_to_nearest_even(clamp(values * scale, -max, max))``; NaN stays NaN. Overwrites float32 ``values``."""
-    return values.mul_(scale).clamp_(-float8.max, float8.max).to(float8.dtype)
+    return _saturated(values, scale, float8).to(float8.dtype)
+
+
+def _saturated(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
+    return values.mul_(scale).clamp_(-float8.max, float8.max)
+
+
+def _saturating_bytes(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
+    """:func:`saturating_cast` as bytes. Compiled code for cards below 8.9 has no FP8, or one that rounds twice."""
+    saturated = _saturated(values, scale, float8)
+    return encode(saturated, float8) if torch.compiler.is_compiling() else _as_bytes(saturated.to(float8.dtype))
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
 
 
 def absolute_max(x: Tensor, dim: int) -> Tensor:
@@ -321,8 +366,9 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> Tensor:
     """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
-    # Asking a GPU for the scale would wait for it.
-    is_nonzero = cast.scale_is_nonzero or (not x.is_cuda and bool(scale.item()))
+    # Asking a GPU for the scale would wait for it, and compiled code cannot ask.
+    can_ask = not (x.is_cuda or torch.compiler.is_compiling())
+    is_nonzero = cast.scale_is_nonzero or (can_ask and bool(scale.item()))
     if is_nonzero and amax is None:
         return scale
     x_amax = tensor_amax(x)
@@ -331,35 +377,34 @@ def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> T
     return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, cast.float8.max), scale)
 
 
-def _absent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    return empty_tensor(x.device, cast.float8.dtype), empty_tensor(x.device, cast.layout.scale_dtype)
-
-
 def _count(overflow_counts: Tensor, x: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
     """Add the numbers of values of ``x`` that the cast saturated and of those that it flushed to zero."""
     values = x.float()
     overflow_counts[0] += ((values * scale).abs() > float8.max).sum()
-    overflow_counts[1] += ((values != 0) & (codes.view(torch.uint8) & 0x7F == 0)).sum()
+    overflow_counts[1] += ((values != 0) & (codes & 0x7F == 0)).sum()
 
 
-def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tensor | None) -> Outputs:
-    data = saturating_cast(x.to(torch.float32, copy=True), scale, cast.float8)
-    scale_inv = 1.0 / scale
+def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tensor | None) -> _Bytes:
+    data = _saturating_bytes(x.to(torch.float32, copy=True), scale, cast.float8)
     if overflow_counts is not None:
         _count(overflow_counts, x, scale, data, cast.float8)
-    absent = empty_tensor(x.device, cast.float8.dtype)
-    data_t = absent
+    data_t = None
     if cast.columnwise:
-        data_t = (data.clone() if cast.rowwise else data).t()  # each output has its own memory
-    return Outputs(data if cast.rowwise else absent, scale_inv, data_t, empty_tensor(x.device, torch.float32))
+        data_t = _transposed(data.clone() if cast.rowwise else data)  # each output has its own memory
+    return _Bytes(data if cast.rowwise else None, scaling.inverse(scale), data_t, None)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    """A view, or where compiled code writes to memory once anyway, as kernels have it."""
+    return codes.t().contiguous() if torch.compiler.is_compiling() else codes.t()
 
 
 def _quantize_blocks(
-    x: Tensor, block: tuple[int, int], cast: Cast, overflow_counts: Tensor | None
+    x: Tensor, block: tuple[int | None, int | None], cast: Cast, overflow_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
     rows, columns = x.shape
-    block_rows, block_columns = block
+    block_rows, block_columns = block[0] or max(rows, 1), block[1] or max(columns, 1)
     more_rows, more_columns = -rows % block_rows, -columns % block_columns
     padded = x
     if more_rows or more_columns:  # F.pad of torch 2.8 refuses a tensor without elements
@@ -371,15 +416,33 @@ def _quantize_blocks(
     if cast.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, cast.float8.max)
         scale = scaling.e8m0_scale(codes)
-        scale_inv = codes.view(E8M0_DTYPE)
+        scale_inv = codes
     else:
         scale = scaling.current_scale(amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
-        scale_inv = 1.0 / scale
+        scale_inv = scaling.inverse(scale)
     block_scale = scale[:, None, :, None]
-    data = saturating_cast(blocks.to(torch.float32, copy=True), block_scale, cast.float8)
+    data = _saturating_bytes(blocks.to(torch.float32, copy=True), block_scale, cast.float8)
     if overflow_counts is not None:
         _count(overflow_counts, blocks, block_scale, data, cast.float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
+
+
+def encode(values: Tensor, float8: Float8) -> Tensor:
+    """The codes of float32 ``values`` as bytes, rounded to nearest even, by integer arithmetic on their bits.
+
+    Magnitudes are at most the format's largest; NaN is 0x7F, with its sign.
+    """
+    mantissa, bias = (3, 7) if float8 is E4M3 else (2, 15)
+    shift = 23 - mantissa
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    half = (1 << shift - 1) - 1 + (magnitude >> shift & 1)
+    normal = (magnitude + half >> shift) - (127 - bias << mantissa)
+    last_place = 2.0 ** (1 - bias - mantissa + 23)  # of its binade is the smallest code: adding it rounds to codes
+    subnormal = (values.abs() + last_place).view(torch.int32) & 0xFF
+    code = torch.where(magnitude < (128 - bias) << 23, subnormal, normal)
+    code = torch.where(magnitude > 0x7F800000, 0x7F, code)
+    return (bits >> 24 & 0x80 | code).to(torch.uint8)
 
 
 _SUBNORMAL = 5e-324

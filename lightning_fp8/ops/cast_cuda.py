@@ -128,19 +128,25 @@ class CastOutputs:
 
 
 def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """A reference that casts, with its operands copied into kernels' layout; ``cast_position``: of its arguments."""
+    """A reference that casts, with its operands in kernels' layout; ``cast_position``: of its arguments."""
 
     def op(*args: Any) -> tuple[Tensor, ...]:
         cast: Cast = args[cast_position]
         results = reference(*args)
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
-        copies = [allocation.empty(data.device) for allocation in kernel_allocations(cast, rows, columns)]
-        for result, copy in zip(results, copies):
-            copy_bits(result, copy)
-        return (*copies, *results[4:])
+        allocations = kernel_allocations(cast, rows, columns)
+        return *(_as_allocated(*each) for each in zip(results, allocations)), *results[4:]
 
     return op
+
+
+def _as_allocated(result: Tensor, allocation: Allocation) -> Tensor:
+    if result.stride() == allocation.strides and result.shape == allocation.shape:
+        return result
+    copy = allocation.empty(result.device)
+    copy_bits(result, copy)
+    return copy
 
 
 # --- Launches ---------------------------------------------------------------------------------------------------------

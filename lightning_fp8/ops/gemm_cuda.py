@@ -7,7 +7,6 @@ and with a warning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -270,12 +269,8 @@ class ScaledMm:
             if not is_refusal(error):
                 raise
             self._refused = True
-            warnings.warn(
-                f"torch._scaled_mm refuses {tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}: "
-                f"{error}. {self._said}.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            what = f"{tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}"
+            warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {self._said}.")
             return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
         return finish_unfused(result, amax, out)
 

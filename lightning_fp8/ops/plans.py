@@ -1,9 +1,10 @@
 """The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
 
 :func:`planned` chooses: where a card runs no kernel, a warning names the reason, and the op's reference serves, in
-plain torch. A GEMM tries ``torch._scaled_mm`` first (``ops/gemm_cuda.py``); attention is not called where it has no
-kernel: its layers ask before and run in BF16. On the CPU nothing is planned and nothing warns: the reference is what
-ops are there.
+plain torch; of casts it is compiled (``ops/compiled.py``). A GEMM tries ``torch._scaled_mm`` first
+(``ops/gemm_cuda.py``); attention is not called where it has no kernel: its layers ask before and run in BF16.
+:func:`fallbacks` says what runs so. On the CPU nothing is planned and nothing warns: the reference is what ops are
+there.
 
 The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, no bindings), which is not asked
 again; ``KernelError`` where a kernel cannot be made (no compiler), which a plan for another key tries anew.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops.proving import prove
 
 Run = Callable[..., Any]
+T = TypeVar("T")
 
 MAX_PLANS = 4096
 """Plans that are kept of each op: one for every key of a model's tensors."""
@@ -34,13 +36,31 @@ MAX_PLANS = 4096
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Gives the index of the current CUDA device, without a frame of Python where torch has CUDA; it is initialized."""
 
-_without_kernels: set[torch.device] = set()
-_warned: set[tuple[torch.device, str]] = set()
+_without_kernels: dict[torch.device, KernelError] = {}
+_warned: dict[tuple[torch.device, str], None] = {}
 _plan_caches: list[Any] = []
 
 
 class EmptyTensor(Exception):
     """The tensor has no elements; the fallback gives the results."""
+
+
+class Fallback:
+    """What serves where a kernel does not; its first call warns.
+
+    Attributes:
+        error: why the kernel does not.
+    """
+
+    def __init__(self, run: Run, device: torch.device, error: KernelError) -> None:
+        self._run, self._device, self.error = run, device, error
+        self._told = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._told:
+            self._told = True
+            warn_of_fallback(self._device, self.error)
+        return self._run(*args)
 
 
 def check_not_empty(shape: Sequence[int]) -> None:
@@ -60,8 +80,8 @@ def planned(
 
     It becomes ``(device, current, *plan_key) -> op``. ``plan_key`` says what the plan depends on of the tensors.
     ``current`` is the index of the current CUDA device, or False for tensors that are not on one. ``op`` takes the
-    arguments of ``fallback``, which is the op itself where the device runs no kernels, a kernel cannot be made, or the
-    tensors are empty.
+    arguments of ``fallback``, which is the op itself where tensors are empty. Where the device runs no kernels, or one
+    cannot be made, it is a :class:`Fallback`.
 
     Args:
         planner_without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
@@ -74,15 +94,20 @@ def planned(
         def op_for(device: torch.device, current: int | bool, *plan_key: Hashable) -> Run:
             if current is not False and current != device.index:
                 return _on_device(op_for, device, plan_key)
-            planners = (plan, planner_without_kernels) if runs_kernels(device) else (planner_without_kernels,)
+            refused = _without_kernels.get(device)
+            planners = (planner_without_kernels,) if refused else (plan, planner_without_kernels)
+            run = fallback
             for planner in filter(None, planners):
                 try:
-                    return proven(name, partial(planner, device, *plan_key), device, plan_key)
+                    run = proven(name, partial(planner, device, *plan_key), device, plan_key)
+                    break
                 except EmptyTensor:
                     return fallback
                 except KernelError as error:
-                    warn_of_fallback(device, error)
-            return fallback
+                    refused = error
+                    if isinstance(error, NoKernels):
+                        _without_kernels[device] = error
+            return run if refused is None else Fallback(run, device, refused)
 
         _plan_caches.append(op_for)
         return op_for
@@ -106,8 +131,8 @@ def proven(name: str, build: Callable[[], Run], device: torch.device, key: Seque
     return build()
 
 
-def cached(plan: Callable[..., Run | None]) -> Callable[..., Run | None]:
-    """Decorate a planner that puts together plans of ops: memoise it until the plan cache is cleared."""
+def cached(plan: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that puts together plans of ops, or asks for them: memoise it until the cache is cleared."""
     cache = lru_cache(MAX_PLANS)(plan)
     _plan_caches.append(cache)
     return cache
@@ -129,19 +154,25 @@ def clear_plan_cache() -> None:
         cache.cache_clear()
 
 
+def fallbacks() -> tuple[str, ...]:
+    """What has run instead of kernels, and why, in the order of the warnings, since the plan cache was cleared."""
+    return tuple(message for _, message in _warned)
+
+
 def warn_of_fallback(device: torch.device, error: KernelError) -> None:
-    """Warn once that an op runs without its kernel; where no kernel runs, plan none there from now on."""
-    if isinstance(error, NoKernels):
-        _without_kernels.add(device)
+    """Warn once that an op runs without its kernel."""
     what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
-    instead = "plain torch operations, slower; a GEMM in torch._scaled_mm where that takes it"
+    instead = (
+        "plain torch operations, slower; casts compiled where torch.compile works, a GEMM in torch._scaled_mm where "
+        "that takes it"
+    )
     warn_once(device, f"{what} not run on {device}: {error}. What needs it runs as {instead}.")
 
 
 def warn_once(device: torch.device, message: str) -> None:
     """Warn of what a planner found on ``device``, once until the plan cache is cleared."""
     if (device, message) not in _warned:
-        _warned.add((device, message))
+        _warned[device, message] = None
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 

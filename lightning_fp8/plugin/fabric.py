@@ -203,6 +203,9 @@ class FP8FabricPrecision(FabricPrecision):
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
+        for fallback in summary.fallbacks:
+            if before is None or fallback not in before.fallbacks:
+                rank_zero_info(fallback)
 
     def report_gathers(self, module: nn.Module, history: AmaxHistory) -> None:
         """Say of a model that was sharded after its conversion which weights FSDP2 gathers in high precision."""

@@ -24,6 +24,7 @@ from cuda_kernels.host.cache_folder import CARRIED_VARIABLE
 from cuda_kernels.host.proofs import VARIABLE
 from lightning_fp8 import doctor, ops
 from lightning_fp8.attention import function
+from lightning_fp8.attention import ops as attention_ops
 from lightning_fp8.doctor import Answer, Finding, advice_of, answer_of, line_of
 from lightning_fp8.ops import plans
 from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind
@@ -619,7 +620,7 @@ def test_one_wrong_value_of_a_product_of_blocks_is_seen(monkeypatch: pytest.Monk
 
 def test_attention_without_a_kernel_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers run it in high precision there."""
-    monkeypatch.setattr(function, "why_not_fp8", lambda *qkv: "no kernel for sm_100")
+    monkeypatch.setattr(attention_ops, "missing_kernel", lambda device, head_dim: "no kernel for sm_100")
     assert doctor.attention() == "runs in high precision: no kernel for sm_100"
 
 
@@ -648,7 +649,7 @@ def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         doctor.refuse_fallbacks()
         with pytest.raises(RuntimeWarning, match="no such kernel"):
-            plan(torch.device("cpu"), False)
+            plan(torch.device("cpu"), False)(0)
     plans.clear_plan_cache()
 
 

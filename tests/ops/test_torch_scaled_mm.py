@@ -93,6 +93,7 @@ def test_a_bias_is_rounded_as_autocast_rounds_it(monkeypatch: pytest.MonkeyPatch
 def test_the_next_way_serves_after_a_refusal(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal is said once: row scales are applied afterwards, then the product is BF16's."""
     layouts, calls = PAIRS[scaling], []
+    plans.clear_plan_cache()
 
     def refuses(*args: object, **named: torch.Tensor) -> None:
         calls.append(named["scale_a"].numel())

@@ -103,7 +103,7 @@ def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
         return "its tensors are nested or sparse; pad them"
     if q.device.type not in _DEVICES:
         return f"there is no FP8 attention on {q.device.type}"
-    return _why_not_shapes(q, k, v, enable_gqa) or why_not_fp8(q, k, v)
+    return _why_not_shapes(q, k, v, enable_gqa) or why_not_fp8(q, k, v, dtype=autocast_dtype(q.device.type))
 
 
 @torch.compiler.assume_constant_result

@@ -18,7 +18,7 @@ from lightning_fp8.attention.context_parallel import (
     fp8_attention_of_codes,
     has_whole_blocks,
 )
-from lightning_fp8.attention.function import fp8_attention
+from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.modules import arguments
 from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted
 from lightning_fp8.attention.modules.sequences import Sequences
@@ -57,15 +57,22 @@ class CoreAttention(FP8Module):
     _rng_state_tracker: Callable[[], Any] | None
     _last_context: FP8Context | None = None
 
-    def way_to_run(self, call: CoreCall, reason: str, q: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """From q, k and v to the output; a function of them alone, which the backward pass may compute again."""
+    def way_to_run(
+        self, call: CoreCall, reason: str, q: Tensor, k: Tensor, v: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """From q, k and v to the output; a function of them alone, which the backward pass may compute again.
+
+        ``reason``: why the call cannot run in FP8, as far as it is known without the tensors.
+        """
         context = autocast.current_context()
         recomputing = autocast.in_backward()
         if autocast.is_repeating():  # what its forward did, outside every region
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
-        if recipe_wants_fp8 and self.fp8 and context.enabled and reason:
-            arguments.tell(f"DotProductAttention runs in high precision: {reason}")
+        if recipe_wants_fp8 and self.fp8 and context.enabled:
+            reason = reason or self._why_not_tensors(q, k, v, call.sequences.qkv_format)
+            if reason:
+                arguments.tell(f"DotProductAttention runs in high precision: {reason}")
         if not recipe_wants_fp8:
             reason = "the recipe has fp8_dpa=False"
         if not self.fp8:
@@ -79,6 +86,12 @@ class CoreAttention(FP8Module):
         if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
             return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
+
+    def _why_not_tensors(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> str:
+        key_rows = k.shape[1 if qkv_format == "bshd" else 0]
+        of_codes = self.context_parallel is not None and has_whole_blocks(key_rows)
+        dtype = autocast_dtype(q.device.type)
+        return why_not_fp8(q, k, v, dtype=dtype, center_keys=self.center_keys, of_codes=of_codes)
 
     def _note(self, context: FP8Context, in_fp8: bool, reason: str) -> None:
         """Record a forward."""

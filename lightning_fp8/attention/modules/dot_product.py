@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import one_of, require_bool, require_bools_or_none
 from lightning_fp8.attention.context_parallel import context_parallel
-from lightning_fp8.attention.function import why_not_fp8, why_not_heads
+from lightning_fp8.attention.function import why_not_heads
 from lightning_fp8.attention.modules import arguments, high_precision, masks
 from lightning_fp8.attention.modules.core import CoreAttention, CoreCall
 from lightning_fp8.attention.modules.sequences import Sequences
@@ -273,8 +273,8 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         band = masks.band_of(mask_type, window, diagonal)
         if self.context_parallel is not None:
             self._check_context_parallel(qkv_format, mask_type, core_attention_bias_type, band.left, band.right, q, k)
-        reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout) or why_not_fp8(q, k, v)
-        core = self.way_to_run(CoreCall(sequences, band, extras), reason, q)
+        reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout)
+        core = self.way_to_run(CoreCall(sequences, band, extras), reason, q, k, v)
         if checkpoint_core_attention and torch.is_grad_enabled():
             tracker = self._rng_state_tracker if dropout else None
             return checkpoint(core, q, k, v, get_rng_state_tracker=tracker).flatten(-2)

@@ -21,7 +21,7 @@ from lightning_fp8.attention.ops.attention import (
 )
 from lightning_fp8.attention.ops.casts import BLOCK, Codes, cast, rows_of_mean
 from lightning_fp8.attention.ops.codes import QueriesKept, attention_cast, attention_forward_of_codes
-from lightning_fp8.attention.ops.cuda import missing_kernel  # the module implements the ops
+from lightning_fp8.attention.ops.cuda import failing_kernel, missing_kernel  # the module implements the ops
 from lightning_fp8.attention.ops.layouts import FORMATS, pack, unpack
 from lightning_fp8.attention.ops.masks import Band, Lengths
 from lightning_fp8.attention.ops.reference import backward, forward
@@ -47,6 +47,7 @@ __all__ = [
     "attention_tables",
     "backward",
     "cast",
+    "failing_kernel",
     "forward",
     "missing_kernel",
     "pack",

@@ -10,6 +10,7 @@ Those on the host are copied at each call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from cuda_kernels.attention.host.forward import (
 )
 from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, packed_rows
 from cuda_kernels.attention.mma import operands as mma
-from cuda_kernels.attention.spec import HEAD_DIMS, AttentionSpec
+from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, AttentionSpec
 from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.host.launch import NoKernels, architecture_of, name_of
 from cuda_kernels.kernel import KernelError
@@ -57,7 +58,7 @@ from lightning_fp8.attention.ops.masks import Band
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.memory import PlainKey, tensor_key
-from lightning_fp8.ops.plans import EmptyTensor, check_not_empty, current_device, planned
+from lightning_fp8.ops.plans import EmptyTensor, Fallback, cached, check_not_empty, current_device, planned
 
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
 """``(q, k, v, call) -> (o, kept)``"""
@@ -339,6 +340,43 @@ def missing_kernel(device: torch.device, head_dim: int) -> str:
     for which, plans in PLANS.items():
         if head_dim not in plans.get(architecture, (None, ()))[1]:
             return _no_kernel(which, device, head_dim)
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def failing_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, center_keys: bool = True, of_codes: bool = False
+) -> str:
+    """Why a kernel that attention needs on ``device`` cannot be made or loaded; empty if all can.
+
+    Both passes are planned, for tensors that lie in vectors of four elements: which kernels start depends on nothing
+    else. It allocates nothing on the card.
+
+    Args:
+        dtype: of queries, keys and values.
+        center_keys: keys are cast without a mean.
+        of_codes: keys and values are gathered as codes.
+    """
+    return _failing_kernel(device, dtype, head_dim, center_keys, of_codes)
+
+
+@cached
+def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, center_keys: bool, of_codes: bool) -> str:
+    shape, strides = torch.Size((ROWS, 1, head_dim)), (head_dim, head_dim, 1)
+    key = dtype, shape, strides, 0
+    call_key = Attention("thd", Band(), center_keys, None).flat, None, 1
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        on_device = device, device.type == "cuda" and current_device()
+        plans = {
+            "forward pass": _forward_plan(*on_device, key, key, key, call_key),
+            "backward pass": _backward_plan(*on_device, key, 1, ROWS, call_key),
+        }
+        if of_codes:  # a mean over ranks is subtracted in float32
+            of_keys = torch.float32 if center_keys else dtype, torch.Size((1, *shape)), (ROWS * head_dim, *strides), 0
+            plans["cast of keys"] = _cast_plan(*on_device, of_keys)
+    for which, plan in plans.items():
+        if isinstance(plan, Fallback):
+            return f"the {which} of FP8 attention does not run on {name_of(device)}: {plan.error}"
     return ""
 
 

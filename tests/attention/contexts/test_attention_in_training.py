@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DotProductAttention, convert_module, fp8_autocast, fp8_state_dict
+from lightning_fp8.attention.modules import core
 from lightning_fp8.scaled import Role
 from tests.attention.attention_modules import EVEN, drawn_batch, laid_out, run
 
@@ -131,3 +132,28 @@ def test_outside_fp8_autocast_it_is_torchs_attention() -> None:
     module.fp8 = False
     with fp8("tensorwise"):
         assert torch.equal(module(*(each.transpose(1, 2) for each in (q, k, v))), expected)
+
+
+def test_attention_without_its_kernels_is_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before the call; nobody asks, and no kernel is made, where attention shall not run in FP8."""
+    reason, asked = "the backward pass of FP8 attention does not run on A Card: no registers are left", []
+    monkeypatch.setattr(core, "why_not_fp8", lambda *qkv, **options: asked.append(options) or reason)
+    q, k, v = (x.transpose(1, 2) for x in torch.randn(3, 2, 4, 30, 32))
+    module = DotProductAttention(4, 32, qkv_format="bshd", center_keys=False)
+    expected = module(q, k, v)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        assert torch.equal(module(q, k, v), expected)
+    assert not asked
+    with (
+        pytest.warns(UserWarning, match=f"DotProductAttention runs in high precision: {reason}") as caught,
+        fp8("tensorwise"),
+    ):
+        outputs = [module(q, k, v) for _ in range(2)]
+    assert len(caught) == 1
+    assert all(torch.equal(each, expected) for each in outputs)
+    assert module.reason == reason
+    assert (module.record.fp8, module.record.high_precision) == (0, 4)
+    with torch.autocast("cpu", torch.bfloat16), fp8("tensorwise"):
+        module(q, k, v)
+    assert [each["dtype"] for each in asked] == [None, None, torch.bfloat16]
+    assert all((each["center_keys"], each["of_codes"]) == (False, False) for each in asked)

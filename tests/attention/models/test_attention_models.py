@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
+from lightning_fp8.attention.models import sdpa
 from lightning_fp8.attention.models.owners import owner_of
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
 from lightning_fp8.delayed import history as histories
@@ -255,6 +256,19 @@ def test_what_does_not_run_in_fp8_is_named() -> None:
             plugin = trained(Regression(model))
         assert set(attentions(plugin.summary).values()) == {"BF16"}
         assert reason in why(plugin.summary, "model.blocks.1.attention")
+
+
+def test_a_kernel_that_cannot_be_made_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the forward pass of FP8 attention does not run on A Card: no registers are left"
+    monkeypatch.setattr(sdpa, "why_not_fp8", lambda *qkv, **options: reason)
+    module = Regression(Model())
+    twin = copy.deepcopy(module)
+    with pytest.warns(UserWarning, match=f"model.blocks.1.attention, model.blocks.2.attention: {reason}"):
+        plugin = trained(module)
+    assert set(attentions(plugin.summary).values()) == {"BF16"}
+    assert why(plugin.summary, "model.blocks.2.attention") == reason
+    trained(twin, attention=False)
+    assert module.losses == twin.losses
 
 
 def test_skip_and_replace_layers() -> None:

@@ -19,6 +19,8 @@ from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear,
 from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.ops import plans
+from lightning_fp8.ops.cast import quantize_op
 from tests.convert.first_step.watched import Block, Trained, decision, fit
 from tests.small import quiet_trainer
 
@@ -35,6 +37,19 @@ def test_a_table_that_holds_is_confirmed() -> None:
         module, DataLoader(torch.randn(4, 16)), verbose=False
     )
     assert plugin.summary.share_of_flops is not None  # what is known stays known
+
+
+def test_what_ran_instead_of_kernels_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here casts go the way of a card, on a device that runs no kernels."""
+    monkeypatch.setitem(quantize_op.implementations, "cpu", quantize_op.implementations["cuda"])
+    plans.clear_plan_cache()
+    module, plugin = Trained(), FP8Precision("tensorwise")
+    fit(module, plugin)
+    (fallback,) = plugin.summary.fallbacks
+    plans.clear_plan_cache()
+    assert "nothing runs kernels on cpu. What needs it runs as plain torch operations" in fallback
+    assert str(plugin.summary).splitlines()[-1] == fallback
+    assert {layer.precision for layer in plugin.summary.layers if layer.fp8} == {"FP8"}
 
 
 def test_a_weight_that_is_read_is_named_once_with_its_reader() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,14 +17,15 @@ from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import launch, tensor_maps
 from cuda_kernels.host.launch import executing
-from lightning_fp8.attention.ops import Attention, AttentionCall, cuda, missing_kernel
+from cuda_kernels.kernel import Kernel, KernelError
+from lightning_fp8.attention.ops import Attention, AttentionCall, cuda, failing_kernel, missing_kernel
 from lightning_fp8.attention.ops.attention import attention_forward_op, reference_attention_forward
 from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
 from lightning_fp8.ops.plans import clear_plan_cache
-from lightning_fp8.proofs.attention import drawn
+from lightning_fp8.proofs.attention import Problem, drawn
 from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops
+from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, run_ops
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.tiers import thorough
 
@@ -137,6 +139,97 @@ def test_a_card_without_kernels_of_both_passes_is_named(
     reason = missing_kernel(torch.device("cpu"), head_dim)
     assert bool(reason) == bool(message)
     assert (message or "") in reason
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Makes the kernels of a name fail to load, on a device that otherwise has all."""
+    bound: list[str] = []
+
+    def fail(name: str) -> None:
+        def init(self: launch.Launch, kernel: Kernel, *args: Any) -> None:
+            if kernel.function.__name__ == name:
+                raise KernelError(f"{kernel.name} has no registers left")
+            right(self, kernel, *args)
+
+        right = launch.Launch.__init__
+        monkeypatch.setattr(launch.Launch, "__init__", init)
+
+    clear_plan_cache()
+    with executing(lambda *launched: bound.append(launched[0].name)):
+        yield fail
+    clear_plan_cache()
+    assert not bound  # asking starts nothing
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kernel", sorted(set(KERNELS)))
+def test_a_kernel_that_cannot_be_loaded_is_named_before_any_runs(kernel: str, failing: Callable[[str], None]) -> None:
+    failing(kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the layer that does without warns
+        reasons = [failing_kernel(CPU, torch.bfloat16, 64) for _ in range(2)]
+        without_mean = failing_kernel(CPU, torch.bfloat16, 64, center_keys=False)
+    is_backward = kernel in ("transpose_heads", "attention_delta", "attention_dq", "attention_dkv")
+    assert reasons[0].startswith(f"the {'backward' if is_backward else 'forward'} pass of FP8 attention does not run")
+    assert f"{kernel}" in reasons[0].replace("(", "_")
+    assert "has no registers left" in reasons[0]
+    assert reasons[1] == reasons[0]
+    assert bool(without_mean) == (kernel not in ("sum_heads", "mean_heads"))
+
+
+def test_the_cast_of_gathered_keys_is_asked_for(
+    failing: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not failing_kernel(CPU, torch.bfloat16, 64, of_codes=True)
+    monkeypatch.setattr(cuda.Heads, "cast", _no_float32(cuda.Heads.cast))
+    clear_plan_cache()
+    assert "cast of keys of FP8 attention" in failing_kernel(CPU, torch.bfloat16, 64, of_codes=True)
+    assert not failing_kernel(CPU, torch.bfloat16, 64, of_codes=True, center_keys=False)
+    assert not failing_kernel(CPU, torch.bfloat16, 64)
+
+
+def _no_float32(right: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(heads: cuda.Heads, *args: Any) -> Any:
+        if heads.dtype == "float32":
+            raise KernelError("no registers are left")
+        return right(heads, *args)
+
+    return cast
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
+def test_what_was_asked_for_is_all_that_a_call_starts(problem: Problem) -> None:
+    """Whatever the format, mask, lengths and heads."""
+    started: set[str] = set()
+    with executing(lambda kernel, *rest: started.add(kernel.name)):
+        run_ops(problem, "cpu")
+    asked: set[str] = set()
+    right = launch.Launch.__init__
+
+    def init(self: launch.Launch, kernel: Kernel, *args: Any) -> None:
+        asked.add(kernel.name)
+        right(self, kernel, *args)
+
+    clear_plan_cache()
+    with executing(lambda *launched: None), patch.object(launch.Launch, "__init__", init):
+        assert not failing_kernel(CPU, problem.tensors("cpu")[0].dtype, problem.channels)
+    clear_plan_cache()
+    assert started
+    assert started <= asked
+
+
+def test_compiled_code_asks_while_it_is_traced(failing: Callable[[str], None]) -> None:
+    failing("attention_dq")
+    clear_plan_cache()
+
+    def asks(x: Tensor) -> Tensor:
+        return x * 2 if failing_kernel(x.device, x.dtype, x.shape[-1]) else x
+
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(torch.compile(asks, fullgraph=True, backend="eager")(x), x * 2)
 
 
 def test_a_plan_serves_all_calls_of_its_key() -> None:
