@@ -127,6 +127,7 @@ ROOMS = {
     "te": set(),
     "ops": set(),
     "attention.ops": {"ops"},
+    "proofs": {"attention.ops", "ops"},
     "fp8_tensor": {"ops"},
     "primary_weights": {"fp8_tensor"},
     "master_weights": {"fp8_tensor"},
@@ -286,7 +287,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},

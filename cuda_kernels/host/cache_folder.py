@@ -48,7 +48,7 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
         try:
             _write(path, code)
         except OSError as error:
-            _warn_once(
+            warn_once(
                 f"compiled FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are compiled again by"
                 f" each process; set {CACHE_VARIABLE} to a folder that can be written"
             )
@@ -68,7 +68,7 @@ def carried(key: str, what: str) -> bytes | None:
         return None
     code = _read(Path(folder) / key)
     if code is None:
-        _warn_once(f"{CARRIED_VARIABLE}={folder} holds no {what} made of this source; it is looked for elsewhere")
+        warn_once(f"{CARRIED_VARIABLE}={folder} holds no {what} made of this source; it is looked for elsewhere")
     return code
 
 
@@ -99,7 +99,7 @@ def _read(path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        _warn_once(f"{path} cannot be read ({error.strerror})")
+        warn_once(f"{path} cannot be read ({error.strerror})")
         return None
     digest, code = content[:_DIGEST], content[_DIGEST:]
     return code if code and hashlib.sha256(code).digest() == digest else None
@@ -125,5 +125,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn of a folder once in a process."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)

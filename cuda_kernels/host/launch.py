@@ -10,14 +10,16 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
 
-from cuda_kernels.host import compile_cache
+from cuda_kernels.host import compile_cache, proofs
 from cuda_kernels.host.toolchain import conflicts, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
@@ -42,7 +44,8 @@ class Launch:
         device: the device to start it on, which is the current one then.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded.
+        KernelError: the kernel cannot be compiled or loaded, or the card has not proven it
+            (:func:`cuda_kernels.host.proofs.require`).
     """
 
     def __init__(self, kernel: Kernel, blocks: int, scalars: Sequence[int | float], device: torch.device) -> None:
@@ -58,6 +61,8 @@ class Launch:
             self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
+        elif device.type in PROVEN_CODE:
+            proofs.require(kernel, *PROVEN_CODE[device.type](kernel))
 
     def run(self, *addresses: Argument) -> None:
         """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
@@ -66,6 +71,7 @@ class Launch:
             KernelError: the driver refuses.
         """
         if self._index is None:
+            proofs.starting(self.kernel)
             return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
         try:
             write, launch_kernel, stream, parameters = self._local.binding
@@ -85,6 +91,7 @@ class Launch:
         assert self._index is not None
         enter_context(self._index)
         kernel = self.kernel
+        proofs.starting(kernel)
         block = _ParameterBlock(self.kernel)
         struct_codes = kernel.struct_codes[:addresses]
         nothing = [b"" if code == "128s" else 0 for code in struct_codes]
@@ -212,6 +219,17 @@ def architecture(index: int) -> str:
     )
 
 
+@cache
+def card(index: int) -> proofs.Card:
+    """CUDA device ``index`` as proofs name it: with the CUDA version of the driver and, on Linux, its own."""
+    cuda = int(_checked(_driver().cuDriverGetVersion()))
+    version = f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+    with suppress(OSError):
+        found = re.search(r"\b\d{3,}\.\d[\d.]*", Path("/proc/driver/nvidia/version").read_text())
+        version = f"{found[0]}, {version}" if found else version
+    return proofs.Card(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), version)
+
+
 def is_cuda_device(device: torch.device) -> bool:
     """Whether the CUDA driver starts kernels there."""
     return device.type == "cuda"
@@ -223,8 +241,8 @@ def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
 
 
 def architecture_of(device: torch.device) -> str:
-    """As :func:`architecture`; :data:`EMULATED` where kernels are emulated."""
-    return architecture(device.index or 0) if device.type == "cuda" else EMULATED
+    """As :func:`architecture`; where an executor starts kernels, the one that :func:`executing` says, or 9.0's."""
+    return architecture(device.index or 0) if device.type == "cuda" else _emulated_architecture
 
 
 @cache
@@ -262,6 +280,7 @@ def _load(kernel: Kernel, index: int) -> int:
     """Load ``kernel`` on CUDA device ``index``, which is the current one, and return its handle."""
     _driver()  # where it is missing nothing need be compiled
     code = _machine_code(kernel, architecture(index))
+    proofs.require(kernel, card(index), code)
     try:
         return _load_code(kernel, index, code)
     except torch.OutOfMemoryError:
@@ -320,5 +339,21 @@ EXECUTORS: dict[str, Executor] = {}
 
 They get the kernel, the number of blocks, and all parameters, tensors for addresses.
 """
-EMULATED = "90a"
-"""The architecture whose kernels such tensors get."""
+PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
+"""By the type of a device whose executor starts only proven kernels: a kernel's card and code, as proofs know them."""
+_emulated_architecture = "90a"
+
+
+@contextmanager
+def executing(executor: Executor, architecture: str = "90a") -> Iterator[None]:
+    """Let ``executor`` start kernels for CPU tensors, those of an architecture."""
+    global _emulated_architecture
+    before, architecture_before = EXECUTORS.get("cpu"), _emulated_architecture
+    EXECUTORS["cpu"], _emulated_architecture = executor, architecture
+    try:
+        yield
+    finally:
+        _emulated_architecture = architecture_before
+        del EXECUTORS["cpu"]
+        if before is not None:
+            EXECUTORS["cpu"] = before

@@ -49,7 +49,7 @@ def activation_loaders(x_key: TensorKey, activation: str) -> Loaders:
     return activation_loader(activation, DTYPE_NAMES[x_key.dtype], aligned), None, columns
 
 
-activation_on_cuda, _ = planned_cast(reference_activation, activation_loaders)
+activation_on_cuda, _ = planned_cast("activation", reference_activation, activation_loaders)
 
 
 def activation_backward_on_cuda(
@@ -109,7 +109,7 @@ class ActivationBackwardLaunches:
         return GradientOutputs(*outputs, dbias)
 
 
-@planned(fallback=with_kernel_strides(reference_activation_backward, -4))
+@planned(fallback=with_kernel_strides(reference_activation_backward, -4), name="activation_backward")
 def _backward_plan(
     device: torch.device,
     x_plain_key: PlainKey,
@@ -125,16 +125,19 @@ def _backward_plan(
     return ActivationBackwardLaunches(x_key, dy_key, activation, bias_dtype, variant_of(variant_key)).run
 
 
-def _planned_gated(reference: Run, loader_of: Callable[[str, str, bool], TileLoader], num_tensors: int) -> Run:
+def _planned_gated(
+    name: str, reference: Run, loader_of: Callable[[str, str, bool], TileLoader], num_tensors: int
+) -> Run:
     """The op ``(*tensors, activation, cast, scale, amax, overflow_counts)`` that casts what a loader computes.
 
     Args:
+        name: of its plans.
         reference: computes the same without kernels.
         loader_of: an activation's name, a dtype and whether rows begin at vectors, to the loader of the values.
         num_tensors: how many there are, all of one shape and dtype.
     """
 
-    @planned(fallback=with_kernel_strides(reference, -4))
+    @planned(fallback=with_kernel_strides(reference, -4), name=name)
     def plan(device: torch.device, plain_keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Run:
         keys = [TensorKey(*key, device) for key in plain_keys]
         rows, columns = keys[0].shape
@@ -166,5 +169,7 @@ def _planned_gated(reference: Run, loader_of: Callable[[str, str, bool], TileLoa
 
 activation_quantize_op.implement("cuda", activation_on_cuda)
 activation_backward_quantize_op.implement("cuda", activation_backward_on_cuda)
-gated_quantize_op.implement("cuda", _planned_gated(reference_gated, gated_loader, 2))
-gated_backward_quantize_op.implement("cuda", _planned_gated(reference_gated_backward, gated_backward_loader, 3))
+gated_quantize_op.implement("cuda", _planned_gated("gated", reference_gated, gated_loader, 2))
+gated_backward_quantize_op.implement(
+    "cuda", _planned_gated("gated_backward", reference_gated_backward, gated_backward_loader, 3)
+)

@@ -344,18 +344,21 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-def planned_cast(reference: Run, loaders: Callable[..., Loaders]) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
+def planned_cast(
+    name: str, reference: Run, loaders: Callable[..., Loaders]
+) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
     """A cast of what tile loaders compute from x by rows: ``(x, *options, cast, scale, amax, overflow_counts)``.
 
     With it comes its plan cache, of ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
     rows have gaps between their elements is made contiguous first.
 
     Args:
+        name: of its plans.
         reference: computes the same without kernels.
         loaders: ``(x_key, *options)`` to the tile loaders that compute the values.
     """
 
-    @planned(fallback=with_kernel_strides(reference, -4))
+    @planned(fallback=with_kernel_strides(reference, -4), name=name)
     def plan(device: torch.device, x_plain_key: PlainKey, variant_key: Any, *options: Any) -> Run:
         x_key = TensorKey(*x_plain_key, device)
         variant = variant_of(variant_key)
@@ -389,7 +392,7 @@ def tensor_loaders(x_key: TensorKey) -> Loaders:
     return tensor_loader(DTYPE_NAMES[x_key.dtype], min(vector, 4)), wide, x_key.columns
 
 
-quantize_on_cuda, _plan = planned_cast(reference_quantize, tensor_loaders)
+quantize_on_cuda, _plan = planned_cast("quantize", reference_quantize, tensor_loaders)
 
 
 def quantize_columns_on_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -398,7 +401,7 @@ def quantize_columns_on_cuda(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
     return run(x, scale, dtype)  # type: ignore[no-any-return]
 
 
-@planned(fallback=reference_quantize_columns)
+@planned(fallback=reference_quantize_columns, name="quantize_columns")
 def _columns_plan(device: torch.device, x_plain_key: PlainKey, dtype: torch.dtype) -> Callable[..., Tensor]:
     x_key = TensorKey(*x_plain_key, device)
     check_not_empty(x_key.shape)
@@ -430,7 +433,7 @@ def observe_on_cuda(x: Tensor, amax: Tensor) -> None:
     _observe_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x, amax)
 
 
-@planned(fallback=reference_observe)
+@planned(fallback=reference_observe, name="observe")
 def _observe_plan(device: torch.device, x_plain_key: PlainKey) -> Callable[[Tensor, Tensor], None]:
     x_key = TensorKey(*x_plain_key, device)
     shape = x_key.shape

@@ -7,7 +7,7 @@ and with a warning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -42,9 +42,12 @@ from lightning_fp8.ops.memory import (
     operand_key,
     tensor_key,
 )
-from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_of_fallback, warn_once
+from lightning_fp8.ops.plans import check_not_empty, current_device, planned, proven, warn_of_fallback, warn_once
 from lightning_fp8.ops.torch_scaled_mm import Fit, is_refusal, multiplies_blocks, multiply, ways_to_fit
 from lightning_fp8.scaled import Layout
+
+PLAN = "gemm"
+"""The name of its plans."""
 
 Multiply = Callable[..., Tensor]
 """``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``; ``out`` is what to add to, or None for a new tensor."""
@@ -171,18 +174,21 @@ def bind_gemm(
 # --- What multiplies --------------------------------------------------------------------------------------------------
 
 
-def build_gemm(bound: BoundGemm, choice: GemmChoice) -> Multiply:
+def build_gemm(bound: BoundGemm, choice: GemmChoice, plan_key: Sequence[Any] = ()) -> Multiply:
     """The function that computes ``bound`` by the kernel or library of ``choice``.
+
+    Args:
+        plan_key: of the plan that it is for, to prove a kernel that replaces a library.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
     """
     if not isinstance(choice, Library):
         return _kernel(bound, choice)
-    return _library(bound) if choice is Library.CUBLASLT else reference_gemm
+    return _library(bound, plan_key) if choice is Library.CUBLASLT else reference_gemm
 
 
-def _library(bound: BoundGemm) -> Multiply:
+def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
     """``torch._scaled_mm`` in the ways that fit, one after the other where it refuses, and what serves then.
 
     That is the reference, which multiplies in BF16; of scales along K, which it multiplies in float32, a kernel.
@@ -191,7 +197,7 @@ def _library(bound: BoundGemm) -> Multiply:
     run: Multiply = reference_gemm
     said = "Products run exactly in BF16, slower"
     if problem.spec.scaling.along_k and legal_configs(problem):
-        run, said = _kernel_when_called(bound), "A kernel of this package multiplies instead"
+        run, said = _kernel_when_called(bound, plan_key), "A kernel of this package multiplies instead"
     ways = ways_to_fit(
         (gemm.layout_a, gemm.layout_b), (problem.m, problem.n, problem.k), bound.b.data.dtype, gemm.out_dtype,
         problem.spec.bias_dtype is not None, gemm.fast_accum,
@@ -201,7 +207,7 @@ def _library(bound: BoundGemm) -> Multiply:
     return run
 
 
-def _kernel_when_called(bound: BoundGemm) -> Multiply:
+def _kernel_when_called(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
     """The kernel of least estimated time, compiled by the first call; the reference where it cannot be made."""
 
     @cache
@@ -209,7 +215,7 @@ def _kernel_when_called(bound: BoundGemm) -> Multiply:
         choice = fastest_by_estimate(bound.problem)
         assert not isinstance(choice, Library)
         try:
-            return _kernel(bound, choice)
+            return proven(PLAN, partial(_kernel, bound, choice), bound.device, plan_key)
         except KernelError as error:
             warn_of_fallback(bound.device, error)
             return reference_gemm
@@ -312,10 +318,12 @@ def _plan_gemm(
     choice = gemm_selection.choose_gemm_on(launch.name_of(device), bound.problem)
     if choice is Library.REFERENCE and kernels:
         _warn_of_reference(device, layouts)
-    return build_gemm(bound, choice)
+    return build_gemm(bound, choice, (a_key, b_key, flat, bias_plain_key, out_plain_key, has_amax))
 
 
-_plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_gemm, kernels=False))(_plan_gemm)
+_plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_gemm, kernels=False), name=PLAN)(
+    _plan_gemm
+)
 
 
 def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:

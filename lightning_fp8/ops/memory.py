@@ -13,6 +13,7 @@ The alignment that an FP8 GEMM asks of its operands and its result, and what hap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import repeat
 from typing import NamedTuple
@@ -141,13 +142,16 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(device: torch.device) -> Allocator:
-    """A function that allocates on devices of ``device``'s type; of several GPUs, on the current one."""
-    try:  # as Inductor does, past the dispatcher
-        from torch._C._dynamo import guards
+    """A function that allocates on devices of ``device``'s type; of several GPUs, on the current one.
 
-        return getattr(guards, f"_empty_strided_{device.type}")
-    except (ImportError, AttributeError):
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device.type)
+    Under ``torch.use_deterministic_algorithms`` new memory is filled as by torch's own functions.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        with suppress(ImportError, AttributeError):  # as Inductor does, past the dispatcher
+            from torch._C._dynamo import guards
+
+            return getattr(guards, f"_empty_strided_{device.type}")
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device.type)
 
 
 def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:

@@ -210,7 +210,7 @@ def norm_on_cuda(
     return run(x, weight, bias, norm, cast, scale, amax, overflow_counts)  # type: ignore[no-any-return]
 
 
-@planned(fallback=with_kernel_strides(reference_norm, -4))
+@planned(fallback=with_kernel_strides(reference_norm, -4), name="norm")
 def _plan(
     device: torch.device,
     x_plain_key: PlainKey,
@@ -306,7 +306,7 @@ class NormBackwardLaunches:
         return NormGradients(dx, dweight, dbias)
 
 
-@planned(fallback=reference_norm_backward)
+@planned(fallback=reference_norm_backward, name="norm_backward")
 def _backward_plan(
     device: torch.device,
     x_plain_key: PlainKey,

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
 
 from cuda_kernels.host.launch import NoKernels
+from cuda_kernels.host.proofs import Unproven
 from cuda_kernels.kernel import KernelError
+from lightning_fp8.ops.proving import prove
 
 Run = Callable[..., Any]
 T = TypeVar("T")
@@ -72,7 +74,7 @@ def check_not_empty(shape: Sequence[int]) -> None:
 
 
 def planned(
-    fallback: Run, planner_without_kernels: Callable[..., Run] | None = None
+    fallback: Run, planner_without_kernels: Callable[..., Run] | None = None, *, name: str = ""
 ) -> Callable[[Callable[..., Run]], Callable[..., Run]]:
     """Decorate a planner: memoise ``plan(device, *plan_key) -> op``.
 
@@ -83,6 +85,7 @@ def planned(
 
     Args:
         planner_without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
+        name: of the cases that prove its kernels, in :mod:`lightning_fp8.proofs.cases`.
     """
 
     def decorate(plan: Callable[..., Run]) -> Callable[..., Run]:
@@ -96,7 +99,7 @@ def planned(
             run = fallback
             for planner in filter(None, planners):
                 try:
-                    run = planner(device, *plan_key)
+                    run = proven(name, partial(planner, device, *plan_key), device, plan_key)
                     break
                 except EmptyTensor:
                     return fallback
@@ -110,6 +113,22 @@ def planned(
         return op_for
 
     return decorate
+
+
+def proven(name: str, build: Callable[[], Run], device: torch.device, key: Sequence[Hashable]) -> Run:
+    """What ``build`` makes of kernels that this card has proven, or proves now.
+
+    Args:
+        name, key: of the plan whose cases start the same kernels.
+
+    Raises:
+        KernelError: a kernel cannot be made, or failed its proof.
+    """
+    try:
+        return build()
+    except Unproven as unproven:
+        prove(name, device, key, unproven)
+    return build()
 
 
 def cached(plan: Callable[..., T]) -> Callable[..., T]:

@@ -89,7 +89,7 @@ def update_on_cuda(
     run(amax, amax_history, scale, fp8_max, margin, algorithm)
 
 
-@planned(fallback=reference_update)
+@planned(fallback=reference_update, name="update_scales")
 def _plan(device: torch.device, shape: Sequence[int], margin: float, algorithm: str) -> Callable[..., None]:
     """``shape``: of ``amax_history``."""
     check_not_empty(shape)

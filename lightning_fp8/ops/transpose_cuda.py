@@ -21,7 +21,7 @@ def transpose_on_cuda(codes: Tensor) -> Tensor:
     return _plan(codes.device, codes.is_cuda and current_device(), tensor_key(codes))(codes)  # type: ignore[no-any-return]
 
 
-@planned(fallback=reference_transpose)
+@planned(fallback=reference_transpose, name="transpose")
 def _plan(device: torch.device, codes_plain_key: PlainKey) -> Callable[[Tensor], Tensor]:
     key = TensorKey(*codes_plain_key, device)
     check_not_empty(key.shape)

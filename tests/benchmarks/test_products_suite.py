@@ -21,10 +21,11 @@ from benchmarks.measuring.timing import Contender, Times
 from benchmarks.suites import casts, products
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
+from cuda_kernels.host.launch import executing
 from lightning_fp8.scaled import Layout
 from tests.benchmarks.cublaslt_stand_in import CublasLt, stand_in
 from tests.benchmarks.test_benchmarks import CUBLASLT
-from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.host.test_gemm_selection import LLAMA
 from tests.tiers import thorough
 

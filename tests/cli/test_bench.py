@@ -11,14 +11,15 @@ import torch
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
+from cuda_kernels.host.launch import executing
 from lightning_fp8.cli import bench
 from lightning_fp8.cli import main as cli
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
+from lightning_fp8.proofs.comparing import kernels_of
 from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Layout
-from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
-from tests.op_sides import kernels_of
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pkgutil import walk_packages
@@ -15,12 +15,12 @@ from zlib import crc32
 import torch
 
 import cuda_kernels
-from cuda_kernels.host import compile_cache, launch
+from cuda_kernels.host import compile_cache
 from cuda_kernels.host.cache_folder import cached
-from cuda_kernels.host.launch import Argument, Executor
+from cuda_kernels.host.launch import Argument, executing
 from cuda_kernels.host.tensor_maps import Map
 from cuda_kernels.kernel import Kernel
-from tests.cuda_kernels.cases.kernel_cases import Case
+from lightning_fp8.proofs.cases import Case
 from tests.emulator.gcc import needs_gcc as needs_compilers  # noqa: F401
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu.mutants import run_as
@@ -116,19 +116,6 @@ def passed(arg: Argument | float) -> torch.Tensor | TensorMap | int | float:
         return TensorMap(arg.tensor, arg.box[:2], 128 if arg.box.swizzle else 0)
     assert not isinstance(arg, bytes)
     return 0 if isinstance(arg, torch.Tensor) and not arg.numel() else arg
-
-
-@contextmanager
-def executing(executor: Executor) -> Iterator[None]:
-    """Kernels with CPU tensors are started by ``executor``."""
-    previous = launch.EXECUTORS.get("cpu")
-    launch.EXECUTORS["cpu"] = executor
-    try:
-        yield
-    finally:
-        del launch.EXECUTORS["cpu"]
-        if previous is not None:
-            launch.EXECUTORS["cpu"] = previous
 
 
 def is_noticed(cases: Sequence[Case], kernel: Kernel, ptx: str, mutant: int = 0) -> bool:

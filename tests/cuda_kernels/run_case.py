@@ -83,7 +83,7 @@ def main() -> int:
         return 0
     for name in names:
         if args.emulated:
-            with emulated.executing(emulated.Emulator()):
+            with launch.executing(emulated.Emulator()):
                 CASES[name].run("cpu")
         else:
             CASES[name].run("cuda")

@@ -13,22 +13,16 @@ from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import GemmOperand, aligned_operand, operand_key
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import kernels_of, reference_of
+from lightning_fp8.proofs.drawing import numbers
+from lightning_fp8.proofs.products import aligned, operand
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from lightning_fp8.scaled import Layout, Role
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.gemm_cases import (
-    CASES,
-    aligned,
-    multiplying,
-    numbers,
-    operand,
-    scaled_mm,
-    scaled_mm_accumulate,
-    scaled_mm_observed,
-)
-from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2, Case
+from tests.cuda_kernels.cases.gemm_cases import CASES, multiplying, scaled_mm, scaled_mm_accumulate, scaled_mm_observed
+from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.op_sides import kernels_of, reference_of
 from tests.tiers import covering, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]

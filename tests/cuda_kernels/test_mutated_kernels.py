@@ -7,10 +7,11 @@ import re
 import pytest
 
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels import test_mutated_products
 from tests.cuda_kernels.cases import attention_kernel_cases, fused_cases
 from tests.cuda_kernels.cases.all_cases import kernels_of_case
-from tests.cuda_kernels.cases.kernel_cases import CASES, Case
+from tests.cuda_kernels.cases.kernel_cases import CASES
 from tests.cuda_kernels.emulated import builders, is_noticed, needs_compilers, ptx_of
 from tests.ptx_on_cpu.mutants import Span, with_mutants
 from tests.tiers import covering, thorough

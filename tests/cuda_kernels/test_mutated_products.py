@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.attention_backward_cases import CASES as ATTENTION_BACKWARD
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES as ATTENTION
 from tests.cuda_kernels.cases.attention_mma_cases import CASES as ATTENTION_MMA
 from tests.cuda_kernels.cases.gemm_cases import CASES
-from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.ptx_on_cpu.mutants import Span, with_mutants
 from tests.tiers import covering

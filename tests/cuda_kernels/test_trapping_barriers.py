@@ -12,8 +12,9 @@ import pytest
 
 from cuda_kernels.device.sm90 import TRAP_VARIABLE
 from cuda_kernels.host import compile_cache
+from cuda_kernels.host.launch import executing
 from tests.cuda_kernels.cases.all_cases import CASES, kernels_of_case
-from tests.cuda_kernels.emulated import Emulator, executing, ptx_of
+from tests.cuda_kernels.emulated import Emulator, ptx_of
 from tests.ptx_on_cpu import EmulatorError
 from tests.tiers import thorough
 

@@ -26,7 +26,8 @@ from lightning_fp8.attention.ops import (
 )
 from lightning_fp8.attention.ops.cuda import PLANS
 from lightning_fp8.ops import plans
-from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case
+from lightning_fp8.proofs.cases import Case
+from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.cuda_kernels.run_case import ATTENTION, fits
 
 CARD = torch.device("cuda", 0)

@@ -14,21 +14,14 @@ from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import assert_same, reference_of
+from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases import fused_cases
-from tests.cuda_kernels.cases.kernel_cases import (
-    BF16,
-    CASES,
-    RESULTS,
-    Case,
-    assert_same,
-    check_quantize,
-    check_quantize_with_scale,
-    sample,
-)
+from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, RESULTS, check_quantize, check_quantize_with_scale
 from tests.cuda_kernels.test_cast_kernels import SCALES, every_bf16
 from tests.gpu.graphs import captured
-from tests.op_sides import reference_of
 
 ops = torch.ops.lightning_fp8
 reference = reference_of(quantize_op)

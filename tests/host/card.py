@@ -33,16 +33,19 @@ class Card:
             cuLaunchKernel=self.launch,
             cuKernelGetFunction=lambda kernel: (0, 4712),
             cuFuncLoad=lambda function: (0,),
+            cuDriverGetVersion=lambda: (0, 13010),
             cuDeviceGet=lambda index: (0, index),
             cuDevicePrimaryCtxRetain=lambda device: (0, 0xC0 + device),
             cuCtxGetCurrent=lambda: (0, getattr(self.contexts, "current", 0)),
             cuCtxSetCurrent=lambda context: (setattr(self.contexts, "current", context), (0,))[1],
         )
+        monkeypatch.setenv("LIGHTNING_FP8_PROVE", "0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
         monkeypatch.setattr(launch, "_driver", lambda: driver)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
         launch.architecture.cache_clear()
+        launch.card.cache_clear()
 
     def launch(self, *args: Any) -> tuple[int]:
         assert self.contexts.current

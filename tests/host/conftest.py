@@ -16,4 +16,4 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(cache_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(cache_folder, "_memory", {})
     yield tmp_path / "cache"
-    cache_folder._warn_once.cache_clear()
+    cache_folder.warn_once.cache_clear()

@@ -23,8 +23,8 @@ from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import SCALINGS
+from lightning_fp8.proofs.comparing import kernels_of, reference_of
 from lightning_fp8.scaled import Cast, Layout
-from tests.op_sides import kernels_of, reference_of
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(

@@ -19,19 +19,20 @@ from cuda_kernels.casts.quantize import quantize_tensor_kernel
 from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.host import cache_folder, compile_cache, launch, tensor_maps
-from cuda_kernels.host.launch import Launch, bind
+from cuda_kernels.host.launch import Launch, bind, executing
 from cuda_kernels.kernel import Kernel, KernelError
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import cast_cuda, plans
 from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.proofs.comparing import kernels_of
+from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.cases.kernel_cases import BF16, sample
-from tests.cuda_kernels.emulated import executing, ptx_of
+from tests.cuda_kernels.cases.kernel_cases import BF16
+from tests.cuda_kernels.emulated import ptx_of
 from tests.cuda_kernels.launch_everything import every_kernel
 from tests.emulator.samples import needs_gcc
 from tests.host.card import ADDRESS, KERNEL, Card
 from tests.machine_code.test_compiled_kernels import compiled
-from tests.op_sides import kernels_of
 from tests.tiers import thorough
 
 

@@ -16,7 +16,7 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.gemm import wgmma
 from cuda_kernels.gemm.spec import GemmConfig, GemmSpec, Scaling
 from cuda_kernels.host import compile_cache, launch
-from cuda_kernels.host.launch import Launch, NoKernels
+from cuda_kernels.host.launch import Launch, NoKernels, executing
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.attention.ops import missing_kernel
@@ -24,11 +24,11 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import observe_op, quantize_op
 from lightning_fp8.ops.memory import empty_operand
+from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
+from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.cases.kernel_cases import BF16, assert_same, sample
-from tests.cuda_kernels.emulated import executing
+from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.host.card import Card
-from tests.op_sides import kernels_of, reference_of
 
 
 def test_an_old_card_is_refused_by_name(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,14 @@ from lightning_fp8.ops.activation import (
 from lightning_fp8.ops.cast_cuda import CastOutputs
 from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
 from lightning_fp8.ops.op import Op
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
+from lightning_fp8.proofs.drawing import values
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs, values
-from tests.cuda_kernels.cases.kernel_cases import BF16, FP32, Case, assert_same
+from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs
+from tests.cuda_kernels.cases.kernel_cases import BF16, FP32
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.op_sides import kernels_of, reference_of
 from tests.tiers import covering, thorough
 
 LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)

@@ -14,8 +14,10 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops.activation import _FORMULAS, is_gated
+from lightning_fp8.proofs.comparing import assert_close_codes
+from lightning_fp8.proofs.drawing import values
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
-from tests.cuda_kernels.cases.fused_cases import assert_close_codes, norm_inputs, values
+from tests.cuda_kernels.cases.fused_cases import norm_inputs
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.float8_reference import cast
 from tests.ops.test_fused_ops import ACTIVATIONS, LAYOUTS

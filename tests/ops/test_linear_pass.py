@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cuda_kernels.host.launch import executing
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.functions import linear
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_op
 from lightning_fp8.recipes import RECIPES
-from tests.cuda_kernels.emulated import Emulator, executing
+from tests.cuda_kernels.emulated import Emulator
 from tests.emulator.samples import needs_gcc
 from tests.tiers import every_pair, thorough
 

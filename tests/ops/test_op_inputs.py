@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cuda_kernels.host.launch import executing
 from lightning_fp8 import ops
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import plans
@@ -25,9 +26,8 @@ from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
 from lightning_fp8.ops.transpose import transpose_op
+from lightning_fp8.proofs.comparing import kernels_of
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.emulated import executing
-from tests.op_sides import kernels_of
 from tests.small import assert_raises
 
 R, K = 32, 64

@@ -16,11 +16,10 @@ from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.gemm.spec import SCALE_N, TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
-from cuda_kernels.host.launch import Argument
+from cuda_kernels.host.launch import Argument, executing
 from cuda_kernels.host.tensor_maps import Box, Map
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.cases.attention_kernel_cases import rows_of
-from tests.cuda_kernels.emulated import executing
 from tests.protocols.protocol import Protocol
 from tests.protocols.record import recorded
 

@@ -364,7 +364,7 @@ def failing_kernel(
 def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, center_keys: bool, of_codes: bool) -> str:
     shape, strides = torch.Size((ROWS, 1, head_dim)), (head_dim, head_dim, 1)
     key = dtype, shape, strides, 0
-    call_key = Attention("thd", Band(), center_keys, None).flat, None, 1
+    call_key = Attention("thd", Band(right=0), center_keys, None).flat, None, 1
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         on_device = device, device.type == "cuda" and current_device()
         plans = {
@@ -441,7 +441,7 @@ def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int,
     return plan(do, o, kept, key_rows, call)
 
 
-@planned(reference_attention_forward)
+@planned(reference_attention_forward, name="attention_forward")
 def _forward_plan(
     device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
 ) -> Forward:
@@ -456,7 +456,7 @@ def _forward_plan(
     return plan(device, problem, q, k, v)
 
 
-@planned(reference_attention_backward)
+@planned(reference_attention_backward, name="attention_backward")
 def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey) -> Backward:
     flat, softmax_scale, sequences_given = call_key
     call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
@@ -486,7 +486,7 @@ def attention_forward_of_codes_on_cuda(
     return plan(q, k8, k_scale_inv, v8, v_scale_inv, key_rows, call)
 
 
-@planned(reference_attention_cast)
+@planned(reference_attention_cast, name="attention_cast")
 def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     check_not_empty(key[1])
     x = Heads.of(key, "bshd", 1)
@@ -496,7 +496,7 @@ def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[
     return lambda x: _kept(launch.run(x, tables))
 
 
-@planned(reference_attention_forward_of_codes)
+@planned(reference_attention_forward_of_codes, name="attention_forward_of_codes")
 def _forward_of_codes_plan(
     device: torch.device, q_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
 ) -> Callable[..., tuple[Tensor, QueriesKept]]:

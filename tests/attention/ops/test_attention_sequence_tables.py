@@ -16,6 +16,7 @@ from cuda_kernels.attention.host.batch import BatchTables
 from cuda_kernels.attention.host.forward import AttentionProblem, Visible
 from cuda_kernels.attention.host.tiles import RowSpace, packed_rows
 from cuda_kernels.attention.spec import AttentionSpec
+from cuda_kernels.host.launch import executing
 from lightning_fp8 import DotProductAttention, fp8_autocast
 from lightning_fp8.attention import sequence_tables
 from lightning_fp8.attention.function import _longest, fp8_attention
@@ -27,7 +28,6 @@ from lightning_fp8.attention.ops import (
 )
 from lightning_fp8.attention.ops.cuda import visible
 from tests.attention.attention_modules import cu_seqlens
-from tests.cuda_kernels.emulated import executing
 
 HOST = torch.device("cpu")
 

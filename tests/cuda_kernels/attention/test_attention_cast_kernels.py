@@ -10,9 +10,10 @@ from cuda_kernels.attention.host.forward import CastLaunch, CastTables
 from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import ORDER_A
 from lightning_fp8.attention.ops import cast
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, check_cast, rows_of
-from tests.cuda_kernels.cases.kernel_cases import BF16, Case
+from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.tiers import thorough
 

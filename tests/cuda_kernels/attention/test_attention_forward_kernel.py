@@ -12,9 +12,9 @@ from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch,
 from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, CAUSAL, check_forward
-from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of

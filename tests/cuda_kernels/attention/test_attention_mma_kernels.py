@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cuda_kernels.attention.mma.operands import ARCHITECTURES
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered
 from tests.cuda_kernels.cases.attention_mma_cases import CASES, WITHOUT_WGMMA
 from tests.cuda_kernels.cases.attention_op_cases import PROBLEMS, run_ops
-from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers
 from tests.tiers import thorough
 

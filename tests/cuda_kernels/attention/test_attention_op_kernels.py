@@ -16,15 +16,17 @@ from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch,
 from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import launch, tensor_maps
+from cuda_kernels.host.launch import executing
 from cuda_kernels.kernel import Kernel, KernelError
 from lightning_fp8.attention.ops import Attention, AttentionCall, cuda, failing_kernel, missing_kernel
 from lightning_fp8.attention.ops.attention import attention_forward_op, reference_attention_forward
 from lightning_fp8.attention.ops.cuda import attention_backward_on_cuda, attention_forward_on_cuda
 from lightning_fp8.ops.plans import clear_plan_cache
+from lightning_fp8.proofs.attention import Problem, drawn
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, Problem, check_ops, drawn, run_ops
-from tests.cuda_kernels.cases.kernel_cases import Case
-from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
+from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, run_ops
+from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.tiers import thorough
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cuda_kernels.kernel import Kernel
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases import (
     attention_backward_cases,
     attention_kernel_cases,
@@ -19,7 +20,6 @@ from tests.cuda_kernels.cases import (
     gemm_cases,
     kernel_cases,
 )
-from tests.cuda_kernels.cases.kernel_cases import Case
 from tests.cuda_kernels.emulated import kernels_of
 from tests.tiers import cover, thorough
 

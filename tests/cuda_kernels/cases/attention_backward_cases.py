@@ -21,9 +21,9 @@ from cuda_kernels.attention.host.forward import AttentionProblem, Visible
 from cuda_kernels.attention.host.tiles import PackedRows
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, backward, cast, forward, pack
+from lightning_fp8.proofs.cases import Case
 from tests.attention.ops.attention_cases import visible_keys
 from tests.cuda_kernels.cases.attention_kernel_cases import cumulated, in_packed_rows, moved, rows_of
-from tests.cuda_kernels.cases.kernel_cases import Case
 
 ALL, CAUSAL = Band(), Band(right=0)
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}

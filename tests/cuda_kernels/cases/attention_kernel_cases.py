@@ -20,7 +20,9 @@ from cuda_kernels.attention.host.forward import (
 from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
 from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, cast, forward, unpack
-from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case, assert_same
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import assert_same
+from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 
 CAUSAL = Band(right=0)
 Lists = tuple[list[int], list[int]]

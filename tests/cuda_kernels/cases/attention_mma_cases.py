@@ -8,11 +8,12 @@ from unittest.mock import patch
 
 from cuda_kernels.host import launch
 from lightning_fp8.attention.ops import Band
+from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq, check_nan
 from tests.cuda_kernels.cases.attention_kernel_cases import CAUSAL, check_forward
-from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, Case
+from tests.cuda_kernels.cases.kernel_cases import BF16, FP16
 
-WITHOUT_WGMMA = patch.object(launch, "EMULATED", "120")
+WITHOUT_WGMMA = patch.object(launch, "_emulated_architecture", "120")
 """Launches on the CPU get the kernels of Blackwell for workstations, which are Ada's, too."""
 
 

@@ -20,111 +20,23 @@ from lightning_fp8.ops.activation import (
     gated_quantize_op,
     is_gated,
 )
-from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
+from lightning_fp8.proofs import casts
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.drawing import values
 from lightning_fp8.scaled import Cast, Layout
-from tests.cuda_kernels.cases.kernel_cases import (
-    BF16,
-    E4M3,
-    E5M2,
-    FP16,
-    FP32,
-    Case,
-    assert_padded_with_zeros,
-    assert_same,
-)
-from tests.op_sides import kernels_of, reference_of
-
-NEIGHBOURS = 0.005
-"""Share of the codes that may differ, by one."""
-
-
-def steps(codes: Tensor) -> Tensor:
-    """FP8 codes as integers in the order of their values; -0 and 0 are one."""
-    bits = codes.view(torch.uint8).int()
-    return torch.where(bits < 128, bits, 128 - bits)
-
-
-def assert_close_codes(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for few neighbours; NaN where NaN is expected."""
-    actual, expected = actual.cpu(), expected.cpu()
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
-    missing = expected.float().isnan()
-    assert torch.equal(actual.float().isnan(), missing), f"{what}: NaN elsewhere"
-    apart = (steps(actual) - steps(expected)).abs()[~missing]
-    assert apart.numel() == 0 or int(apart.max()) <= 1, f"{what}: {int((apart > 1).sum())} codes are not neighbours"
-    assert int((apart > 0).sum()) <= max(1, NEIGHBOURS * apart.numel()), f"{what}: {int((apart > 0).sum())} differ"
-
-
-def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for the order of a sum and the last rounding."""
-    relative = {FP32: 2e-5, FP16: 2.0**-10, BF16: 2.0**-7}[expected.dtype]
-    absolute = 2e-5 * float(expected.float().abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(actual.cpu(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
-
-
-def assert_operands(actual: Sequence[Tensor], expected: Sequence[Tensor], exact: bool) -> None:
-    for at, name in enumerate(("data", "scale_inv", "data_t", "scale_inv_t")):
-        codes = expected[at].element_size() == 1
-        if exact or (codes and expected[at].dtype == torch.float8_e8m0fnu):
-            assert_same(actual[at], expected[at], name)
-        elif codes:
-            assert_close_codes(actual[at], expected[at], name)
-        else:
-            torch.testing.assert_close(actual[at].cpu(), expected[at], rtol=1e-6, atol=0.0)
-    assert_padded_with_zeros(actual[0])
-    assert_padded_with_zeros(actual[2])
-
-
-def moved(x: Any, device: str) -> Any:
-    """A tensor ``x`` on ``device`` with its strides; anything else as it is."""
-    if not isinstance(x, Tensor) or device == "cpu":
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 
 def check_cast(
-    op: Op,
-    inputs: Sequence[Any],
-    device: str,
-    fp8: torch.dtype = E4M3,
-    layout: Layout = Layout.TENSOR,
-    *,
+    op: Op, inputs: Sequence[Any], device: str, fp8: torch.dtype = E4M3, layout: Layout = Layout.TENSOR, *,
     scale: float | None = None, amax: float | None = None, power_2: bool = False, epsilon: float = 0.0,
     rowwise: bool = True, columnwise: bool = True, count: bool = False, nonzero: bool = False, exact: bool = False,
 ) -> None:  # fmt: skip
-    """A fused op gives what its reference does: operands, what is beside them, amax and counts.
-
-    ``inputs``: the op's first arguments, those before the cast.
-    """
+    """:func:`lightning_fp8.proofs.casts.check_cast` with a cast of these options."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon, rowwise, columnwise, nonzero)
-    results, collected = [], []
-    for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):
-        given = None if scale is None else torch.tensor(scale, device=on)
-        largest = None if amax is None else torch.tensor(amax, device=on)
-        overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        results.append(side(*(moved(x, on) for x in inputs), cast, given, largest, overflow_counts))
-        collected.append((largest, overflow_counts))
-    actual, expected = results
-    assert_operands(actual[:4], expected[:4], exact)
-    for index in range(4, len(expected)):
-        assert_close(actual[index], expected[index], f"result {index}")
-    (largest, overflow_counts), (expected_largest, expected_counts) = collected
-    if largest is not None:
-        torch.testing.assert_close(largest.cpu(), expected_largest, rtol=0.0 if exact else 1e-6, atol=0.0)
-    if overflow_counts is not None:
-        # The amax is saturated by its own scale, or not, with its last bit.
-        assert int((overflow_counts.cpu() - expected_counts).abs().max()) <= (0 if exact else 2)
-
-
-def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
-    """Numbers whose size differs from row to row, as activations' do, with zeros of both signs among them."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator)
-    x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
-    x[torch.rand(rows, columns, generator=generator) < 0.02] = 0.0
-    x[torch.rand(rows, columns, generator=generator) < 0.02] = -0.0
-    return x.to(dtype)
+    casts.check_cast(op, inputs, cast, device, scale=scale, amax=amax, count=count, exact=exact)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -156,14 +68,7 @@ def check_norm_backward(
 ) -> None:  # fmt: skip
     x, weight, _ = norm_inputs(shape, dtype, weight_dtype, rms)
     dy = values(*shape, dy_dtype, seed=3)
-    mean = torch.zeros(shape[0]) if rms else x.float().mean(1)
-    rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(1) + 1e-5)
-    arguments = dy, x, weight, rstd[None] if rms else torch.stack((mean, rstd))
-    options = Norm(0.0, rms, zero_centered), not rms
-    actual = kernels_of(norm_backward_op)(*(moved(tensor, device) for tensor in arguments), *options)
-    expected = reference_of(norm_backward_op)(*arguments, *options)
-    for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
-        assert_close(a, b, name)
+    casts.check_norm_backward(dy, x, weight, Norm(0.0, rms, zero_centered), not rms, device)
 
 
 def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:

@@ -11,22 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch import Tensor
-
-from cuda_kernels.gemm.spec import GemmConfig, MmaConfig
 from cuda_kernels.host import gemm_selection, launch
-from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, legal_choices
-from lightning_fp8.formats import float8_of
+from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, legal_choices
 from lightning_fp8.ops import plans
-from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.checks import DTYPE_NAMES
-from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
-from lightning_fp8.ops.gemm_cuda import aligned_operand
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
-from tests.cuda_kernels.cases.fused_cases import moved
-from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32, Case
-from tests.op_sides import kernels_of, reference_of
+from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.proofs import products
+from lightning_fp8.proofs.cases import Case, tile_of
+from lightning_fp8.proofs.comparing import kernels_of
+from lightning_fp8.scaled import Layout
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 PAIRS = {
     "tensor": (Layout.TENSOR, Layout.TENSOR),
@@ -39,75 +33,9 @@ scaled_mm, scaled_mm_accumulate = kernels_of(scaled_mm_op), kernels_of(scaled_mm
 scaled_mm_observed = kernels_of(scaled_mm_observed_op)
 
 
-def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
-    """Integers up to 3, or normal numbers; every 128 of every row of another size."""
-    generator = torch.Generator().manual_seed(1000 * rows + columns + seed)
-    if exact:
-        return torch.randint(-3, 4, (rows, columns), generator=generator).float()
-    x = torch.randn(rows, columns, generator=generator)
-    sizes = torch.exp2(torch.randn(rows, -(-columns // 128), generator=generator))
-    return x * sizes.repeat_interleave(128, 1)[:, :columns]
-
-
-def operand(x: Tensor, dtype: torch.dtype, layout: Layout, power_2: bool) -> ScaledTensor:
-    """``x`` as the reference casts it."""
-    data, scale_inv, *_ = reference_of(quantize_op)(x, Cast(float8_of(dtype), layout, power_2))
-    return ScaledTensor(data, scale_inv, layout)
-
-
-def aligned(x: ScaledTensor, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Codes and scales where kernels can read them."""
-    return aligned_operand(moved(x.data, device), moved(x.scale_inv, device), x.layout)
-
-
-def check_product(
-    scaling: str,
-    shape: tuple[int, int, int],
-    device: str,
-    *,
-    formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
-    out: torch.dtype = BF16,
-    bias: torch.dtype | None = None,
-    accumulate: bool = False,
-    fast: bool = False,
-    amax: bool = False,
-    exact: bool = True,
-) -> None:
-    """``shape``: m, n and k."""
-    m, n, k = shape
-    a, b = (
-        operand(numbers(rows, k, seed, exact), dtype, layout, exact)
-        for rows, seed, dtype, layout in zip((m, n), (0, 1), formats, PAIRS[scaling])
-    )
-    added = None if bias is None else numbers(1, n, 2, exact)[0].to(bias)
-    before = numbers(m, n, 3, exact) if accumulate else None
-    right = a.dequantize().double() @ b.dequantize().double().t()
-    size = float(right.abs().max())
-    for more in (added, before):
-        right = right if more is None else right + more.double()
-    operands = *aligned(a, device), *aligned(b, device), Gemm(a.layout, b.layout, out, fast)
-    if before is not None:
-        actual = moved(before.clone(), device)
-        scaled_mm_accumulate(actual, *operands)
-    else:
-        largest = torch.tensor(0.5, device=device) if amax else None
-        with_bias = *operands, moved(added, device)
-        actual = scaled_mm(*with_bias) if largest is None else scaled_mm_observed(*with_bias, largest)
-        if largest is not None:
-            assert torch.equal(largest, actual.abs().max().float()), (largest, actual.abs().max())
-    assert actual.dtype == out
-    assert actual.is_contiguous()
-    if exact:
-        assert torch.equal(actual.cpu(), right.to(out)), mismatch(actual.cpu(), right.to(out))
-    else:
-        relative = {FP32: 2.0**-22, FP16: 2.0**-11, BF16: 2.0**-8}[out]
-        torch.testing.assert_close(actual.cpu().double(), right, rtol=relative, atol=size * (k + 2) * 2.0**-24)
-
-
-def mismatch(actual: Tensor, right: Tensor) -> str:
-    wrong = (actual != right).nonzero()
-    first = wrong[0].tolist()
-    return f"{len(wrong)} of {right.numel()} differ, first at {first}: {actual[tuple(first)]} for {right[tuple(first)]}"
+def check_product(scaling: str, shape: tuple[int, int, int], device: str, **options: Any) -> None:
+    """:func:`lightning_fp8.proofs.products.check_product` of operands of one of :data:`PAIRS`."""
+    products.check_product(PAIRS[scaling], shape, device, **options)
 
 
 @contextmanager
@@ -117,11 +45,7 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
 
     def chosen(problem: GemmProblem, *rest: object) -> GemmChoice:
         for choice in legal_choices(problem):
-            if isinstance(choice, GemmConfig):
-                made_of = choice.mma_warpgroups, choice.waves, choice.tile_n, choice.cluster, int(choice.pingpong)
-                if made_of == (*numbers, 0)[:5]:
-                    return choice
-            if isinstance(choice, MmaConfig) and (choice.tile_m, choice.tile_n) == numbers:
+            if not isinstance(choice, Library) and tile_of(choice) in (numbers, (*numbers, 0)):
                 return choice
         raise AssertionError(f"{numbers} is not legal for {problem}")
 

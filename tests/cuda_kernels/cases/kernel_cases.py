@@ -6,69 +6,26 @@ A case runs on the CPU, where kernels are emulated, and on a card.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.formats import float8_of
-from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op
-from lightning_fp8.ops.scales import update_scales_op
-from lightning_fp8.ops.transpose import transpose_op
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.casts import (
+    check_cast,
+    check_observe,
+    check_quantize_columns,
+    check_transpose,
+    check_update_scales,
+)
+from lightning_fp8.proofs.drawing import every_code, sample
 from lightning_fp8.scaled import Cast, Layout
-from tests.op_sides import kernels_of, reference_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call and its check.
-
-    Attributes:
-        name: of the test.
-        run: takes a device, calls the kernels there, and asserts what they gave.
-    """
-
-    name: str
-    run: Callable[[str], None]
-
-
-def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values over many binades, with zeros of both signs, a NaN-free row maximum and some tiny numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator)
-    x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
-    x[torch.rand(rows, columns, generator=generator) < 0.05] = 0.0
-    x[torch.rand(rows, columns, generator=generator) < 0.05] = -0.0
-    return x.to(dtype)
-
-
-def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to the bit, but for the payload of a NaN; wherever either lies."""
-    actual, expected = actual.cpu(), expected.cpu()
-    assert actual.shape == expected.shape, what
-    assert actual.dtype == expected.dtype, what
-    if actual.dtype == torch.float8_e8m0fnu:
-        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8)), what
-        return
-    a, b = actual.float(), expected.float()
-    assert torch.equal(a.isnan(), b.isnan()), f"{what}: NaN elsewhere"
-    a, b = a.nan_to_num(nan=0.0).view(torch.int32), b.nan_to_num(nan=0.0).view(torch.int32)
-    wrong = (a != b).nonzero()
-    assert not len(wrong), f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}"
-
-
-def assert_padded_with_zeros(data: Tensor) -> None:
-    """The gap between the rows of ``data`` holds zeros, for a GEMM to read; NaN only where the row has some."""
-    if data.numel() and data.stride(0) > data.shape[1] and data.dim() == 2:
-        whole = data.view(torch.uint8).as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
-        assert not whole[~data.float().isnan().any(1), data.shape[1] :].any()
-
-
 RESULTS = ("data", "scale_inv", "data_t", "scale_inv_t")
 
 
@@ -85,19 +42,8 @@ def check_quantize(
     count: bool = False,
 ) -> None:
     """A tensor scaled from itself is what the reference gives."""
-    overflow_counts, expected_counts = (
-        torch.zeros(2, dtype=torch.int64, device=on) if count else None for on in (device, "cpu")
-    )
-    on_device = x if x.device.type == device else _moved(x, device)
     cast = Cast(float8_of(dtype), layout, power_2, epsilon, rowwise, columnwise)
-    actual = kernels_of(quantize_op)(on_device, cast, None, None, overflow_counts)
-    expected = reference_of(quantize_op)(x, cast, None, None, expected_counts)
-    for name, a, b in zip(RESULTS, actual, expected):
-        assert_same(a, b, name)
-    assert_padded_with_zeros(actual[0])
-    assert_padded_with_zeros(actual[2])
-    if count:
-        assert_same(overflow_counts, expected_counts, "overflow_counts")  # type: ignore[arg-type]
+    check_cast(quantize_op, (x,), cast, device, count=count, exact=True)
 
 
 def check_quantize_with_scale(
@@ -112,82 +58,8 @@ def check_quantize_with_scale(
     count: bool = False,
 ) -> None:
     """A tensor with a given scale (0: its own) is what the reference gives, amax and overflow_counts included."""
-    results = []
     cast = Cast(float8_of(dtype), Layout.TENSOR).usage(rowwise, columnwise)
-    for quantize, on in ((kernels_of(quantize_op), device), (reference_of(quantize_op), "cpu")):
-        scale_tensor = torch.tensor(scale, device=on)
-        collected = torch.tensor(amax, device=on) if amax is not None else None
-        overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        where = _moved(x, on)
-        results.append((*quantize(where, cast, scale_tensor, collected, overflow_counts), collected, overflow_counts))
-    for name, a, b in zip((*RESULTS, "amax", "overflow_counts"), *results):
-        if b is not None:
-            assert_same(a, b, name)
-
-
-def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:
-    """A tensor with a given scale for each column is what the reference gives."""
-    # Of NaN, infinity and 0 a column each, where there are so many.
-    scale = torch.exp2(torch.linspace(-10, 14, x.shape[1])) * 1.1
-    scale[5:8] = torch.tensor([torch.nan, torch.inf, 0.0])[: len(scale[5:8])]
-    actual = kernels_of(quantize_columns_op)(_moved(x, device), scale.to(device), dtype)
-    assert_same(actual, reference_of(quantize_columns_op)(x, scale, dtype), "codes")
-    assert_aligned(actual)
-
-
-def check_transpose(codes: Tensor, device: str) -> None:
-    """Every byte is where the transposed tensor has it, in rows as a GEMM's operand has them."""
-    actual = kernels_of(transpose_op)(_moved(codes.view(torch.uint8), device).view(codes.dtype))
-    assert actual.dtype == codes.dtype
-    assert torch.equal(actual.view(torch.uint8).cpu(), codes.view(torch.uint8).t())
-    assert_aligned(actual)
-
-
-def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """All 256 codes, NaN included, in an order that differs from row to row."""
-    generator = torch.Generator().manual_seed(rows + columns)
-    return torch.randint(256, (rows, columns), dtype=torch.uint8, generator=generator).view(dtype)
-
-
-def assert_aligned(codes: Tensor) -> None:
-    """Rows of an operand's codes begin at multiples of 16 bytes; the gap between them holds zeros."""
-    assert codes.stride(1) == 1
-    assert codes.stride(0) % 16 == codes.data_ptr() % 16 == 0
-    whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
-    assert not whole[:, codes.shape[1] :].any()
-
-
-def check_observe(x: Tensor, amax: float, device: str) -> None:
-    actual, expected = torch.tensor(amax, device=device), torch.tensor(amax)
-    kernels_of(observe_op)(_moved(x, device), actual)
-    reference_of(observe_op)(x, expected)
-    assert_same(actual, expected, "amax")
-
-
-def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0, algorithm: str = "max") -> None:
-    generator = torch.Generator().manual_seed(length + n)
-    amax = torch.rand(n, generator=generator) * 10
-    amax[0], amax[n // 2], amax[-1] = 0.0, torch.nan, torch.inf
-    amax_history, scale = torch.rand(length, n, generator=generator), torch.rand(n, generator=generator)
-    amax_history[:, n // 3] = 0.0
-    fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, 448.0, 57344.0)
-    amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
-    amax[n // 3], fp8_max[n // 3] = 1e-36, 448.0  # only without the margin
-    results = []
-    for update, on in ((kernels_of(update_scales_op), device), (reference_of(update_scales_op), "cpu")):
-        state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
-        update(*state, fp8_max.to(on), margin, algorithm)
-        results.append(state)
-    for name, a, b in zip(("amax", "amax_history", "scale"), *results):
-        assert_same(a, b, name)
-
-
-def _moved(x: Tensor, device: str) -> Tensor:
-    """``x`` on ``device`` with its strides."""
-    if device == "cpu":
-        return x
-    moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return moved.copy_(x)
+    check_cast(quantize_op, (x,), cast, device, scale=scale, amax=amax, count=count, exact=True)
 
 
 def _name(*parts: Any) -> str:

@@ -1,0 +1,233 @@
+"""Which kernels a card has proven: a verdict for each machine code on a card with a driver, kept in files.
+
+No kernel is started in a process that trains before it has computed right results on that card in another process. A
+launch calls :func:`require` as it loads a kernel: a *refused* kernel is an error with the reason, and an *unproven*
+one too, which says that a proof is missing. Who plans launches then has it made (``lightning_fp8/ops/proving.py``) and
+plans again.
+
+Verdicts are files of the kernel cache's folder, one for each :func:`key_of`: another machine code, card or driver needs
+another proof. A file appears whole, by a rename; a damaged one counts as none. ``proven.txt`` lists the keys that cards
+of this package's authors have proven.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from cuda_kernels.host.cache_folder import cache_folder, warn_once, write_whole
+from cuda_kernels.kernel import Kernel, KernelError
+
+VARIABLE = "LIGHTNING_FP8_PROVE"
+"""Environment variable: ``0`` starts kernels without a proof, ``always`` proves them again in each process."""
+
+HOW_TO_REPEAT = "lightning-fp8 doctor --prove"
+"""The command that proves all kernels anew and prints what came out."""
+
+
+class Card(NamedTuple):
+    """A GPU as far as a proof depends on it.
+
+    Attributes:
+        name: of the GPU.
+        capability: its compute capability, major and minor.
+        driver: versions of the driver.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    driver: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (driver {self.driver})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proof found.
+
+    Attributes:
+        kernel: its name.
+        card, driver: where it ran.
+        proven: the results were right.
+        reason: why not.
+    """
+
+    kernel: str
+    card: str
+    driver: str
+    proven: bool
+    reason: str = ""
+
+
+class Unproven(KernelError):
+    """This card has not proven a kernel yet.
+
+    Attributes:
+        key: of the verdict that is missing.
+        card: where it is.
+    """
+
+    def __init__(self, kernel: Kernel, card: Card, key: str) -> None:
+        super().__init__(f"{kernel.name} has not been proven on {card}")
+        self.key = key
+        self.card = card
+
+
+class Refused(KernelError):
+    """A kernel failed its proof on this card."""
+
+
+class Watcher(Protocol):
+    """What a process that proves kernels learns of them."""
+
+    def loading(self, kernel: Kernel, key: str) -> None:
+        """The kernel is being loaded; its verdict has this key."""
+
+    def starting(self, kernel: Kernel) -> None:
+        """The kernel is about to be started, for the first time by a launch."""
+
+
+_known: dict[str, Verdict] = {}
+_required: dict[str, tuple[str, Card]] = {}
+_watcher: Watcher | None = None
+
+
+def require(kernel: Kernel, card: Card, code: bytes) -> None:
+    """Refuse to load machine code that ``card`` has not proven.
+
+    Raises:
+        Unproven: there is no verdict.
+        Refused: it failed.
+    """
+    key = key_of(card, code)
+    if _watcher is not None:
+        return _watcher.loading(kernel, key)
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    _required[kernel.name] = key, card
+    verdict = verdict_of(key)
+    if verdict is None:
+        raise Unproven(kernel, card, key)
+    if not verdict.proven:
+        raise refusal(verdict)
+    return None
+
+
+def refusal(verdict: Verdict) -> Refused:
+    """The error of a kernel that failed its proof."""
+    return Refused(
+        f"{verdict.kernel} is not used on {verdict.card} (driver {verdict.driver}): {verdict.reason}; repeat the test "
+        f"with {HOW_TO_REPEAT}"
+    )
+
+
+def starting(kernel: Kernel) -> None:
+    """Tell the watcher, if there is one, that the kernel is about to be started."""
+    if _watcher is not None:
+        _watcher.starting(kernel)
+
+
+def watch(watcher: Watcher | None) -> None:
+    """Let this process start every kernel, and tell ``watcher`` of it; None ends that."""
+    global _watcher
+    _watcher = watcher
+
+
+def withdraw(kernel_name: str, reason: str) -> None:
+    """Refuse a kernel from now on that was loaded in this process: it computed wrong results after its proof."""
+    if kernel_name in _required:
+        key, card = _required[kernel_name]
+        keep(key, Verdict(kernel_name, card.name, card.driver, False, reason))
+
+
+# --- Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def key_of(card: Card, code: bytes) -> str:
+    """The key of a verdict on machine code."""
+    return hashlib.sha256(f"{hashlib.sha256(code).hexdigest()} {tuple(card)}".encode()).hexdigest()
+
+
+def verdict_of(key: str) -> Verdict | None:
+    """The verdict that was kept, or None; with ``always``, only what this process has kept."""
+    if key in _known:
+        return _known[key]
+    if os.environ.get(VARIABLE) == "always":
+        return None
+    verdict = Verdict("", "", "", True) if key in _proven_by_authors() else _read(_path_of(key))
+    if verdict is not None:
+        _known[key] = verdict
+    return verdict
+
+
+def keep(key: str, verdict: Verdict) -> None:
+    """Keep a verdict, for other processes too unless the folder cannot be written, of which one warning tells."""
+    _known[key] = verdict
+    path = _path_of(key)
+    try:
+        write_whole(path, json.dumps({"key": key, **asdict(verdict)}, indent=1).encode())
+    except OSError as error:
+        warn_once(
+            f"tests of FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are repeated by each process;"
+            " set LIGHTNING_FP8_CACHE to a folder that can be written"
+        )
+
+
+def forget() -> None:
+    """Forget what this process knows, but no file."""
+    _known.clear()
+
+
+@contextmanager
+def one_prover() -> Iterator[None]:
+    """Let one process of this machine prove kernels at a time, as far as they share the cache's folder."""
+    try:
+        import fcntl
+    except ImportError:  # no Unix
+        yield
+        return
+    path = _folder() / "lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:  # `keep` warns
+        yield
+        return
+    with file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _folder() -> Path:
+    return cache_folder() / "proofs"
+
+
+def _path_of(key: str) -> Path:
+    return _folder() / f"{key}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    """The verdict in a file; None where there is no file, or a damaged one."""
+    try:
+        content = json.loads(path.read_bytes())
+        key = content.pop("key")
+        verdict = Verdict(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    types = all(isinstance(getattr(verdict, name), str) for name in ("kernel", "card", "driver", "reason"))
+    return verdict if key == path.stem and types and isinstance(verdict.proven, bool) else None
+
+
+@cache
+def _proven_by_authors() -> frozenset[str]:
+    lines = Path(__file__).with_name("proven.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))

@@ -1,0 +1,175 @@
+"""Attention's ops on a device that runs kernels, from a model's tensors to gradients, against those on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.attention.ops import Attention, AttentionCall, Band, Gradients, Kept, attention_tables
+from lightning_fp8.attention.ops.attention import reference_attention_backward, reference_attention_forward
+from lightning_fp8.attention.ops.codes import reference_attention_cast, reference_attention_forward_of_codes
+from lightning_fp8.attention.ops.cuda import (
+    attention_backward_on_cuda,
+    attention_cast_on_cuda,
+    attention_forward_of_codes_on_cuda,
+    attention_forward_on_cuda,
+)
+from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, relative_error, require
+
+ALL = Band()
+CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
+"""What float32's last bits make of a result, since they move some codes; on a card also about 14 bits of sums."""
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
+
+
+def drawn(
+    shape: tuple[int, ...], heads: int, channels: int, seed: int, *, mean: float = 0.0, device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16, shifted: int = 0,
+) -> Tensor:  # fmt: skip
+    """Channels side by side but rows not next to each other, as a slice of one projection is.
+
+    ``shifted``: elements before the first one, so that no vector is aligned.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, 2 * heads, channels, generator=generator) + mean
+    memory = torch.empty(x.numel() + shifted, dtype=dtype, device=device)
+    return memory[shifted:].view(x.shape).copy_(x)[..., heads:, :]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the ops.
+
+    Attributes:
+        lengths: of queries and keys of each sequence.
+        heads: of queries, and of keys.
+        tail: rows of a padded batch, or behind the last sequence of ``thd``, that belong to no sequence.
+        uniform: without ``cu_seqlens``.
+        shared: tables are made before both ops, as layers share them.
+        centered: keys are cast without their mean.
+        dtype: of q, k, v and the gradient.
+        shifted: of each of them, see :func:`drawn`.
+    """
+
+    qkv_format: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (1, 1)
+    channels: int = 64
+    band: Band = ALL
+    tail: int = 0
+    uniform: bool = False
+    shared: bool = False
+    centered: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    shifted: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def shape(self, which: int) -> tuple[int, ...]:
+        """Of queries or of keys, but for heads and channels."""
+        lengths = [each[which] for each in self.lengths]
+        rows = (sum(lengths) if self.qkv_format == "thd" else max(lengths)) + self.tail
+        return {"thd": (rows,), "bshd": (len(lengths), rows), "sbhd": (rows, len(lengths))}[self.qkv_format]
+
+    def rows(self, which: int) -> int:
+        """L of queries or of keys, or T."""
+        return self.shape(which)[1 if self.qkv_format == "bshd" else 0]
+
+    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Q, K, V and dO."""
+        q, k, v, do = (
+            drawn(
+                self.shape(which), self.heads[which], self.channels, seed, mean=seed == 1, device=device,
+                dtype=self.dtype, shifted=self.shifted[seed],
+            )
+            for seed, which in enumerate((0, 1, 1, 0))
+        )  # fmt: skip
+        return q, k, v, do
+
+    def call(self, device: str) -> AttentionCall:
+        config = Attention(self.qkv_format, self.band, self.centered)
+        if self.uniform:
+            return AttentionCall(config)
+        queries, keys = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device)
+            for each in zip(*self.lengths)
+        )
+        tables = None
+        if self.shared:
+            tables = attention_tables(queries, keys, config, self.rows(0), self.rows(1), queries.device)
+        return AttentionCall(config, None, queries, keys, tables)
+
+    def tolerance(self, device: str) -> float:
+        """How far a result may be off, relative."""
+        return ROUNDING[self.dtype] + CODES_THAT_MOVE[torch.device(device).type]
+
+
+def check_forward(problem: Problem, device: str) -> tuple[Tensor, Kept]:
+    """The forward op gives what the CPU gives; returned on the CPU, what ``device`` gave."""
+    (q, k, v, _), call = problem.tensors("cpu"), problem.call("cpu")
+    on = problem.tensors(device)[:3]
+    with nan_in_new_memory():
+        o, kept = attention_forward_on_cuda(*on, problem.call(device))
+    o, kept = o.cpu(), Kept(*(each.cpu() for each in kept))
+    right_o, right = reference_attention_forward(q, k, v, call)
+    require(o.is_contiguous(), "o is not contiguous")
+    _require_near("o", o, right_o, problem.tolerance(device))
+    for name in ("q8", "q_scale_inv", "v8", "v_scale_inv"):
+        assert_same(getattr(kept, name), getattr(right, name), name)
+    moved = (kept.k8.view(torch.uint8) != right.k8.view(torch.uint8)).float().mean().item()
+    require(moved < 1e-3, f"k8: {moved:.1%} of the codes differ, more than sums in another order explain")
+    assert_within(kept.k_scale_inv, right.k_scale_inv, 1.3e-6, 1e-5, "k_scale_inv")
+    moves = 1e-3 if device == "cpu" else 2e-2
+    assert_within(kept.m, right.m, moves, moves, "m")
+    assert_within(kept.l, right.l, 20 * moves, moves, "l")
+    if problem.qkv_format == "thd":
+        require(not o[sum(each for each, _ in problem.lengths) :].any(), "o is not 0 behind the last sequence")
+    return o, kept
+
+
+def check_backward(problem: Problem, device: str, forward: tuple[Tensor, Kept] | None = None) -> None:
+    """The backward op gives what the CPU gives, of what ``forward`` gave or else of what the CPU's gives."""
+    (q, k, v, do), call = problem.tensors("cpu"), problem.call("cpu")
+    o, kept = forward or reference_attention_forward(q, k, v, call)
+    do_on, rows = problem.tensors(device)[3], problem.rows(1)
+    with nan_in_new_memory():
+        gradients = attention_backward_on_cuda(
+            do_on, o.to(device), Kept(*(each.to(device) for each in kept)), rows, problem.call(device)
+        )
+    expected: Gradients = reference_attention_backward(do, o, kept, rows, call)
+    for name, which, actual, truth in zip(("dq", "dk", "dv"), (0, 1, 1), gradients, expected):
+        require(actual.is_contiguous(), f"{name} is not contiguous")
+        _require_near(name, actual.cpu(), truth, problem.tolerance(device))
+        if problem.qkv_format == "thd":
+            tail = actual[sum(each[which] for each in problem.lengths) :]
+            require(not tail.any(), f"{name} is not 0 behind the last sequence")
+
+
+def check_cast(x: Tensor, device: str) -> None:
+    """The cast of keys or values ``[B, L, H, D]`` to codes."""
+    for name, actual, expected in zip(
+        ("codes", "scale_inv"), attention_cast_on_cuda(x.to(device)), reference_attention_cast(x)
+    ):
+        assert_same(actual, expected, name)
+
+
+def check_forward_of_codes(problem: Problem, device: str) -> None:
+    """The forward op over codes of keys and values."""
+    (q, k, v, _), call, rows = problem.tensors("cpu"), problem.call("cpu"), problem.rows(1)
+    k8, k_scale_inv, v8, v_scale_inv = codes = *reference_attention_cast(k), *reference_attention_cast(v)
+    on = k8.to(device), k_scale_inv.to(device), v8.to(device), v_scale_inv.to(device)
+    with nan_in_new_memory():
+        o, kept = attention_forward_of_codes_on_cuda(problem.tensors(device)[0], *on, rows, problem.call(device))
+    right_o, right = reference_attention_forward_of_codes(q, *codes, rows, call)
+    _require_near("o", o.cpu(), right_o, problem.tolerance(device))
+    moves = 1e-3 if device == "cpu" else 2e-2
+    assert_within(kept.m, right.m, moves, moves, "m")
+    assert_within(kept.l, right.l, 20 * moves, moves, "l")
+    assert_same(kept.q8, right.q8, "q8")
+    assert_same(kept.q_scale_inv, right.q_scale_inv, "q_scale_inv")
+
+
+def _require_near(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    off = relative_error(actual, expected)
+    require(off <= tolerance, f"{what} is {off:.2%} off, and rounding explains {tolerance:.2%}")

@@ -1,0 +1,378 @@
+"""The cases of a plan: calls that start its kernels on tensors that are small, ragged, or fill the card twice.
+
+A plan's key says dtypes, options and how tensors are aligned. Its cases have tensors that are aligned alike, of other
+sizes, so that they start the same machine code. Rows of a norm are as long as the plan's, since its kernels depend on
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_kernels.gemm.spec import GemmConfig
+from cuda_kernels.host import gemm_selection, launch
+from cuda_kernels.host.gemm_configs import KernelConfig, Library, fastest_by_estimate, legal_configs
+from lightning_fp8.attention.ops import Band
+from lightning_fp8.ops.activation import (
+    activated_shape,
+    activation_backward_quantize_op,
+    activation_quantize_op,
+    gated_backward_quantize_op,
+    gated_quantize_op,
+    is_gated,
+)
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.cast_cuda import CastVariant, variant_of
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, bind_gemm, build_gemm
+from lightning_fp8.ops.memory import OperandKey, PlainKey, TensorKey, operand_key, tensor_key
+from lightning_fp8.ops.norm import Norm, norm_quantize_op
+from lightning_fp8.ops.op import Op
+from lightning_fp8.proofs import attention
+from lightning_fp8.proofs.attention import Problem
+from lightning_fp8.proofs.casts import (
+    check_cast,
+    check_norm_backward,
+    check_observe,
+    check_quantize_columns,
+    check_transpose,
+    check_update_scales,
+)
+from lightning_fp8.proofs.drawing import every_code, like, sample, values
+from lightning_fp8.proofs.products import check_product
+
+RESIDUE = 16
+"""Sizes of a case are those of the plan modulo this: no kernel is compiled for more of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and its check.
+
+    Attributes:
+        name: of the case.
+        run: takes a device, starts the kernels there, and raises where a result is wrong.
+    """
+
+    name: str
+    run: Callable[[str], None]
+
+
+def cases_of(plan: str, key: tuple[Any, ...]) -> list[Case]:
+    """The cases of a plan, by its name and key."""
+    return list(CASES[plan](*key))
+
+
+def _waves(device: str, blocks_per_multiprocessor: int = 4) -> int:
+    """Blocks that are more than two waves on ``device``, where so many run on a multiprocessor at a time."""
+    return 2 * blocks_per_multiprocessor * launch.multiprocessors(torch.device(device)) + 1
+
+
+def _sized(check: Callable[[int, int, str], None], columns: int) -> Iterator[Case]:
+    """Cases of tensors in tiles of 128 × 128; ``check`` takes rows, columns and a device."""
+    rest = columns % RESIDUE
+    yield Case("small", partial(check, 128, 128 + rest))
+    yield Case("ragged", partial(check, 140, 272 + rest))
+    yield Case("waves", lambda device: check(-(-_waves(device) // 9) * 128 + 5, 1040 + rest, device))
+
+
+# --- Casts ------------------------------------------------------------------------------------------------------------
+
+
+def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact: bool, device: str) -> None:
+    """With a given scale, and with 0 where that may be given."""
+    scales = (3.7,) if variant.scale_is_known else (3.7, 0.0) if variant.has_scale else (None,)
+    amax = 0.25 if variant.has_amax else None
+    for scale in scales:
+        check_cast(
+            op, inputs, variant.cast, device, scale=scale, amax=amax, count=variant.has_overflow_counts, exact=exact
+        )
+
+
+def _quantize(x_key: PlainKey, variant_key: Any) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        x = like(x_key, sample(rows, columns, x_key[0]))
+        _check_variant(quantize_op, (x,), variant_of(variant_key), True, device)
+
+    return _sized(check, x_key[1][-1])
+
+
+def _activation(x_key: PlainKey, variant_key: Any, activation: str) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        wide = 2 * columns if is_gated(activation) else columns
+        x = like(x_key, values(rows, wide, x_key[0], spread=2.0))
+        exact = _has_one_order(activation)
+        _check_variant(activation_quantize_op, (x, activation), variant_of(variant_key), exact, device)
+
+    return _sized(check, activated_shape(activation, torch.Size(x_key[1]))[1])
+
+
+def _activation_backward(
+    x_key: PlainKey, dy_key: PlainKey, activation: str, bias_dtype: torch.dtype | None, variant_key: Any
+) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        wide = 2 * columns if is_gated(activation) else columns
+        x = like(x_key, values(rows, wide, x_key[0], spread=2.0))
+        dy = like(dy_key, values(rows, columns, dy_key[0], seed=1))
+        inputs = dy, x, activation, bias_dtype
+        variant, exact = variant_of(variant_key), _has_one_order(activation)
+        _check_variant(activation_backward_quantize_op, inputs, variant, exact, device)
+
+    return _sized(check, dy_key[1][-1])
+
+
+def _gated(op: Op, keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        drawn = (values(rows, columns, key[0], seed=seed, spread=2.0) for seed, key in enumerate(keys))
+        inputs = *map(like, keys, drawn), activation
+        _check_variant(op, inputs, variant_of(variant_key), activation == "relu", device)
+
+    return _sized(check, keys[0][1][-1])
+
+
+def _has_one_order(activation: str) -> bool:
+    """Whether its formula is a product, which has one order and no exponential."""
+    return "relu" in activation or "reglu" in activation
+
+
+def _quantize_columns(x_key: PlainKey, dtype: torch.dtype) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        check_quantize_columns(like(x_key, sample(rows, columns, x_key[0])), dtype, device)
+
+    return _sized(check, x_key[1][-1])
+
+
+def _transpose(key: PlainKey) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        check_transpose(like(key, every_code(rows, columns, key[0])), device)
+
+    return _sized(check, key[1][-1])
+
+
+def _observe(x_key: PlainKey) -> Iterator[Case]:
+    def check(rows: int, columns: int, device: str) -> None:
+        for amax in (0.25, 1e30):
+            check_observe(like(x_key, sample(rows, columns, x_key[0])), amax, device)
+
+    return _sized(check, x_key[1][-1])
+
+
+def _update_scales(shape: tuple[int, int], margin: float, algorithm: str) -> Iterator[Case]:
+    for name, length, n in (("small", 16, 5), ("ragged", 1024, 70), ("waves", 257, 40_009)):
+        yield Case(name, partial(check_update_scales, length, n, margin=margin, algorithm=algorithm))
+
+
+# --- Norms ------------------------------------------------------------------------------------------------------------
+
+MOST_ELEMENTS = 2**23
+"""Of a norm's case: what its specification computes in some tenths of a second."""
+
+
+def _of_rows(check: Callable[[int, str], None], columns: int) -> Iterator[Case]:
+    """Cases of so long rows; ``check`` takes how many, and a device."""
+    yield Case("small", partial(check, 5))
+    yield Case("ragged", partial(check, 53))
+
+    def waves(device: str) -> None:
+        check(min(16 * _waves(device), max(_waves(device), MOST_ELEMENTS // columns)) + 7, device)
+
+    yield Case("waves", waves)
+
+
+def _parameters(columns: int, dtype: torch.dtype, misalignment: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of a norm."""
+    key = dtype, torch.Size((columns,)), (1,), misalignment
+    weight, bias = (like(key, values(1, columns, dtype, seed=seed)[0]) for seed in (1, 2))
+    return weight, bias if has_bias else None
+
+
+def _norm(
+    x_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, has_bias: bool, norm: tuple[Any, ...],
+    variant_key: Any,
+) -> Iterator[Case]:  # fmt: skip
+    columns, formula = x_key[1][1], Norm(*norm)
+
+    def check(rows: int, device: str) -> None:
+        x = like(x_key, values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0))
+        parameters = _parameters(columns, weight_dtype, misalignment, has_bias)
+        _check_variant(norm_quantize_op, (x, *parameters, formula), variant_of(variant_key), False, device)
+
+    return _of_rows(check, columns)
+
+
+def _norm_backward(
+    x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, norm: tuple[Any, ...],
+    bias_gradient: bool,
+) -> Iterator[Case]:  # fmt: skip
+    columns, formula = x_key[1][1], Norm(*norm)
+
+    def check(rows: int, device: str) -> None:
+        x = like(x_key, values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0))
+        dy = like(dy_key, values(rows, columns, dy_key[0], seed=3))
+        weight, _ = _parameters(columns, weight_dtype, misalignment, False)
+        check_norm_backward(dy, x, weight, formula, bias_gradient, device)
+
+    return _of_rows(check, columns)
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+def _gemm(
+    a_key: OperandKey, b_key: OperandKey, flat: tuple[Any, ...], bias_key: PlainKey | None, out_key: PlainKey | None,
+    has_amax: bool, tile: tuple[int, ...] | None = None,
+) -> Iterator[Case]:  # fmt: skip
+    """Of the tile that is chosen for the plan on the device, or of ``tile``: see :func:`tile_of`."""
+    gemm = Gemm.from_flat(*flat)
+    (m, k), n = a_key[1], b_key[1][0]
+    rest_m, rest_n, rest_k = m % RESIDUE, n % RESIDUE, k % RESIDUE
+
+    def check(shape: Callable[[KernelConfig, str], tuple[int, int, int]], exact: bool, device: str) -> None:
+        where = torch.device(device)
+        of_a = GemmOperand.from_key(gemm.layout_a, a_key, where)
+        of_b = GemmOperand.from_key(gemm.layout_b, b_key, where)
+        of_bias, of_out = (None if key is None else TensorKey(*key, where) for key in (bias_key, out_key))
+        config = _config(bind_gemm(where, of_a, of_b, gemm, of_bias, of_out, has_amax), tile)
+
+        def multiply(
+            a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None,
+            amax: Tensor | None, out: Tensor | None,
+        ) -> Tensor:  # fmt: skip
+            of_a = GemmOperand.from_key(gemm.layout_a, operand_key(a, scale_a), where)
+            of_b = GemmOperand.from_key(gemm.layout_b, operand_key(b, scale_b), where)
+            added, before = (None if each is None else TensorKey(*tensor_key(each), where) for each in (bias, out))
+            bound = bind_gemm(where, of_a, of_b, gemm, added, before, amax is not None)
+            return build_gemm(bound, config)(a, scale_a, b, scale_b, gemm, bias, amax, out)
+
+        check_product(
+            (gemm.layout_a, gemm.layout_b), shape(config, device), device, multiply=multiply,
+            formats=(a_key[0], b_key[0]), out=gemm.out_dtype, bias=None if bias_key is None else bias_key[0],
+            accumulate=out_key is not None, fast=gemm.fast_accum, amax=has_amax, exact=exact,
+        )  # fmt: skip
+
+    def waves(config: KernelConfig, device: str) -> tuple[int, int, int]:
+        side = int(_waves(device, 1) ** 0.5) + 1
+        rows, columns = config.cluster_tile
+        return side * rows + rest_m, side * columns + RESIDUE + rest_n, 272 + rest_k
+
+    yield Case("small", partial(check, lambda *_: (16 + rest_m, 16 + rest_n, 16 + rest_k), True))
+    yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True))
+    yield Case("not exact", partial(check, lambda *_: (144 + rest_m, 272 + rest_n, 656 + rest_k), False))
+    yield Case("waves", partial(check, waves, True))
+
+
+def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
+    """The config that the plan is built of, or that it falls back to."""
+    if tile is not None:
+        return next(config for config in legal_configs(bound.problem) if tile_of(config) == tile)
+    choice = gemm_selection.choose_gemm_on(launch.name_of(bound.device), bound.problem)
+    choice = fastest_by_estimate(bound.problem) if isinstance(choice, Library) else choice
+    assert not isinstance(choice, Library)
+    return choice
+
+
+def tile_of(config: KernelConfig) -> tuple[int, ...]:
+    """A config in few numbers: warpgroups, times 64 rows, columns, cluster, and whether they take turns on Hopper;
+    else rows and columns."""
+    if isinstance(config, GemmConfig):
+        return config.mma_warpgroups, config.waves, config.tile_n, config.cluster, int(config.pingpong)
+    return config.tile_m, config.tile_n
+
+
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+
+Shifts = tuple[int, int, int, int]
+"""Of q, k, v and the gradient of o: see :class:`~lightning_fp8.proofs.attention.Problem`."""
+
+
+def _problems(
+    call_key: Any, heads: tuple[int, int], dtype: torch.dtype, channels: int, shifted: Shifts
+) -> Iterator[tuple[str, Callable[[str], Problem]]]:
+    """Problems of few lengths by their names, as functions of a device."""
+    (qkv_format, left, right, bottom_right, centered, _), _, sequences = call_key
+    band = Band(left and 40, right and 20, bottom_right)
+    few = (2, 1) if heads[0] > heads[1] else (2, 2)
+
+    def problem(lengths: tuple[tuple[int, int], ...], heads: tuple[int, int], **more: Any) -> Problem:
+        # One sequence alone needs no lengths, but in `thd`.
+        uniform = len(lengths) == 1 and sequences is None
+        return Problem(
+            qkv_format, lengths, heads, channels, band, uniform=uniform, centered=centered, dtype=dtype,
+            shifted=shifted, **more,
+        )  # fmt: skip
+
+    ragged = (1, 60), (130, 3), (0, 5), (140, 300)
+    whole = ((128, 128),) if sequences is None else ((128, 128), (128, 128))
+    yield "small", lambda device: problem(whole, few)
+    yield "ragged", lambda device: problem(((140, 300),) if sequences is None else ragged, few)
+    yield "waves", lambda device: problem(((260, 260),), (_waves(device, 1) // 2 + 1,) * 2)
+
+
+def _shift(key: PlainKey) -> int:
+    """1 of a tensor whose elements cannot be read four at a time."""
+    dtype, _, strides, misalignment = key
+    return int(misalignment % (4 * dtype.itemsize) != 0 or any(stride % 4 for stride in strides[:-1]))
+
+
+def _attention_forward(q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: Any) -> Iterator[Case]:
+    heads, shifted = (q_key[1][-2], k_key[1][-2]), (_shift(q_key), _shift(k_key), _shift(v_key), 0)
+    return _attention(attention.check_forward, _problems(call_key, heads, q_key[0], q_key[1][-1], shifted))
+
+
+def _attention_backward(do_key: PlainKey, heads: int, key_rows: int, call_key: Any) -> Iterator[Case]:
+    of_both, shifted = (do_key[1][-2], heads), (0, 0, 0, _shift(do_key))
+    return _attention(attention.check_backward, _problems(call_key, of_both, do_key[0], do_key[1][-1], shifted))
+
+
+def _attention_forward_of_codes(q_key: PlainKey, heads: int, key_rows: int, call_key: Any) -> Iterator[Case]:
+    of_both, shifted = (q_key[1][-2], heads), (_shift(q_key), 0, 0, 0)
+    return _attention(attention.check_forward_of_codes, _problems(call_key, of_both, q_key[0], q_key[1][-1], shifted))
+
+
+def _attention(
+    check: Callable[[Problem, str], object], problems: Iterator[tuple[str, Callable[[str], Problem]]]
+) -> Iterator[Case]:
+    def run(problem: Callable[[str], Problem], device: str) -> None:
+        check(problem(device), device)
+
+    return (Case(name, partial(run, problem)) for name, problem in problems)
+
+
+def _attention_cast(key: PlainKey) -> Iterator[Case]:
+    channels, shifted = key[1][-1], _shift(key)
+
+    def check(rows: int, heads: int, device: str) -> None:
+        x = attention.drawn((2, rows), heads, channels, 0, dtype=key[0], shifted=shifted)
+        attention.check_cast(x, device)
+
+    yield Case("small", partial(check, 128, 1))
+    yield Case("ragged", partial(check, 200, 2))
+    yield Case("waves", lambda device: check(300, _waves(device) // 6 + 1, device))
+
+
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "quantize": _quantize,
+    "quantize_columns": _quantize_columns,
+    "observe": _observe,
+    "transpose": _transpose,
+    "update_scales": _update_scales,
+    "activation": _activation,
+    "activation_backward": _activation_backward,
+    "gated": partial(_gated, gated_quantize_op),
+    "gated_backward": partial(_gated, gated_backward_quantize_op),
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "gemm": _gemm,
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
+    "attention_forward_of_codes": _attention_forward_of_codes,
+    "attention_cast": _attention_cast,
+}
+"""By the names that plans have (:func:`lightning_fp8.ops.plans.planned`): what takes the rest of the key."""

@@ -1,0 +1,126 @@
+"""Casts, norms, activations and scales: one call of an op by its kernels gives what its specification gives.
+
+Kernel and specification of a fused op both compute in float32, in another order and with other exponentials: where a
+value is that close to the middle between two codes, either code is right. All others have one order and are equal to
+the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops.cast import observe_op, quantize_columns_op
+from lightning_fp8.ops.norm import Norm, norm_backward_op
+from lightning_fp8.ops.op import Op
+from lightning_fp8.ops.scales import update_scales_op
+from lightning_fp8.ops.transpose import transpose_op
+from lightning_fp8.proofs.comparing import (
+    assert_aligned,
+    assert_close,
+    assert_operands,
+    assert_same,
+    assert_within,
+    kernels_of,
+    reference_of,
+    require,
+)
+from lightning_fp8.proofs.drawing import moved
+from lightning_fp8.scaled import Cast
+
+
+def check_cast(
+    op: Op, inputs: Sequence[Any], cast: Cast, device: str, *,
+    scale: float | None = None, amax: float | None = None, count: bool = False, exact: bool = False,
+) -> None:  # fmt: skip
+    """An op that casts gives both operands, what it gives beside them, the amax and the counts.
+
+    Args:
+        inputs: the op's first arguments on the CPU, those before the cast.
+        scale: the given one; 0 is none yet, None is the tensor's own.
+        amax: what was collected before; None collects none.
+        count: count saturated and flushed values.
+        exact: equal to the bit.
+    """
+    results, collected = [], []
+    for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):
+        given = None if scale is None else torch.tensor(scale, device=on)
+        largest = None if amax is None else torch.tensor(amax, device=on)
+        overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
+        results.append(side(*(moved(x, on) for x in inputs), cast, given, largest, overflow_counts))
+        collected.append((largest, overflow_counts))
+    actual, expected = results
+    assert_operands(actual[:4], expected[:4], exact)
+    for index in range(4, len(expected)):
+        assert_close(actual[index], expected[index], f"result {index}")
+    (largest, overflow_counts), (expected_largest, expected_counts) = collected
+    if largest is not None and expected_largest is not None:
+        if exact:
+            assert_same(largest, expected_largest, "amax")
+        else:
+            assert_within(largest, expected_largest, 1e-6, 0.0, "amax")
+    if overflow_counts is not None and expected_counts is not None:
+        # The amax is saturated by its own scale, or not, with its last bit.
+        apart = int((overflow_counts.cpu() - expected_counts).abs().max())
+        require(apart <= (0 if exact else 2), f"overflow_counts: {overflow_counts.tolist()} for {expected_counts}")
+
+
+def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:
+    """A tensor with a given scale for each column."""
+    # Of NaN, infinity and 0 a column each, where there are so many.
+    scale = torch.exp2(torch.linspace(-10, 14, x.shape[1])) * 1.1
+    scale[5:8] = torch.tensor([torch.nan, torch.inf, 0.0])[: len(scale[5:8])]
+    actual = kernels_of(quantize_columns_op)(moved(x, device), scale.to(device), dtype)
+    assert_same(actual, reference_of(quantize_columns_op)(x, scale, dtype), "codes")
+    assert_aligned(actual)
+
+
+def check_transpose(codes: Tensor, device: str) -> None:
+    """Every byte is where the transposed tensor has it, in rows as a GEMM's operand has them."""
+    actual = kernels_of(transpose_op)(moved(codes.view(torch.uint8), device).view(codes.dtype))
+    require(actual.dtype == codes.dtype, f"{actual.dtype} for {codes.dtype}")
+    wrong = int((actual.view(torch.uint8).cpu() != codes.view(torch.uint8).t()).sum())
+    require(not wrong, f"{wrong} codes of {codes.numel()} are elsewhere")
+    assert_aligned(actual)
+
+
+def check_observe(x: Tensor, amax: float, device: str) -> None:
+    """``amax`` is raised to the largest size of a value."""
+    actual, expected = torch.tensor(amax, device=device), torch.tensor(amax)
+    kernels_of(observe_op)(moved(x, device), actual)
+    reference_of(observe_op)(x, expected)
+    assert_same(actual, expected, "amax")
+
+
+def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0, algorithm: str = "max") -> None:
+    """``n`` delayed scales of histories of ``length`` steps; among amaxes 0, infinity and NaN."""
+    generator = torch.Generator().manual_seed(length + n)
+    amax = torch.rand(n, generator=generator) * 10
+    amax[0], amax[n // 2], amax[-1] = 0.0, torch.nan, torch.inf
+    amax_history, scale = torch.rand(length, n, generator=generator), torch.rand(n, generator=generator)
+    amax_history[:, n // 3] = 0.0
+    fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, E4M3.max, E5M2.max)
+    amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
+    amax[n // 3], fp8_max[n // 3] = 1e-36, E4M3.max  # only without the margin
+    results = []
+    for update, on in ((kernels_of(update_scales_op), device), (reference_of(update_scales_op), "cpu")):
+        state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
+        update(*state, fp8_max.to(on), margin, algorithm)
+        results.append(state)
+    for name, a, b in zip(("amax", "amax_history", "scale"), *results):
+        assert_same(a, b, name)
+
+
+def check_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, norm: Norm, bias_gradient: bool, device: str) -> None:
+    """The gradients of a norm of ``x``."""
+    means = torch.zeros(x.shape[0]) if norm.rms else x.float().mean(1)
+    rstd = torch.rsqrt((x.float() - means[:, None]).square().mean(1) + 1e-5)
+    arguments = dy, x, weight, rstd[None] if norm.rms else torch.stack((means, rstd))
+    actual = kernels_of(norm_backward_op)(*(moved(tensor, device) for tensor in arguments), norm, bias_gradient)
+    expected = reference_of(norm_backward_op)(*arguments, norm, bias_gradient)
+    for name, a, b in zip(("dx", "dweight", "dbias"), actual, expected):
+        assert_close(a, b, name)

@@ -1,0 +1,165 @@
+"""Comparisons of what kernels computed with the specification. They raise, also under ``python -O``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor
+
+from lightning_fp8.ops.op import Op
+
+NEIGHBOURS = 0.005
+"""Share of the codes that may differ, by one, where kernel and specification round in another order."""
+
+
+_deterministic: Any = torch.utils.deterministic  # whose attribute is a property of the module's class
+
+
+class WrongResult(AssertionError):
+    """A kernel computed something else than its specification."""
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """What no kernel writes is NaN."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        _deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    _deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        _deterministic.fill_uninitialized_memory = before[2]
+
+
+def kernels_of(op: Op) -> Callable[..., Any]:
+    """The side of an op that starts kernels, for tensors on any device; trailing arguments may be left out.
+
+    New memory holds NaN, so that no result is right because memory held it; plans are made for that.
+    """
+    side = _side(op, "cuda")
+
+    def call(*args: Any) -> Any:
+        with nan_in_new_memory():
+            return side(*args)
+
+    return call
+
+
+def reference_of(op: Op) -> Callable[..., Any]:
+    """The side in plain torch."""
+    return _side(op, "cpu")
+
+
+def _side(op: Op, device_type: str) -> Callable[..., Any]:
+    function, num_arguments = op.implementations[device_type], len(op.types())
+    return lambda *args: function(*args, *[None] * (num_arguments - len(args)))
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raises:
+    WrongResult: it does not hold.
+    """
+    if not holds:
+        raise WrongResult(problem)
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to the bit, but for the payload of a NaN, on whichever devices they are."""
+    actual, expected = actual.cpu(), expected.cpu()
+    _require_alike(actual, expected, what)
+    if actual.dtype == torch.float8_e8m0fnu:
+        a, b = actual.view(torch.uint8), expected.view(torch.uint8)
+    else:
+        a, b = actual.float(), expected.float()
+        require(torch.equal(a.isnan(), b.isnan()), f"{what}: NaN elsewhere")
+        a, b = a.nan_to_num(nan=0.0).view(torch.int32), b.nan_to_num(nan=0.0).view(torch.int32)
+    wrong = (a != b).nonzero()
+    if len(wrong):
+        raise WrongResult(f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}")
+
+
+def assert_padded_with_zeros(codes: Tensor) -> None:
+    """The gap between rows of an operand's codes holds zeros, for a GEMM to read; NaN only where the row has some."""
+    if codes.numel() and codes.dim() == 2 and codes.stride(0) > codes.shape[1]:
+        whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
+        gap = whole[~codes.float().isnan().any(1), codes.shape[1] :]
+        require(not gap.any(), "the padding of codes is not 0")
+
+
+def assert_aligned(codes: Tensor) -> None:
+    """Rows of an operand's codes begin at multiples of 16 bytes; the gap between them holds zeros."""
+    rows_begin = codes.stride(1) == 1 and codes.stride(0) % 16 == codes.data_ptr() % 16 == 0
+    require(rows_begin, f"rows of codes begin anywhere: strides {codes.stride()}")
+    whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
+    require(not whole[:, codes.shape[1] :].any(), "the padding of codes is not 0")
+
+
+def assert_close_codes(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for few neighbours; NaN where NaN is expected."""
+    actual, expected = actual.cpu(), expected.cpu()
+    _require_alike(actual, expected, what)
+    missing = expected.float().isnan()
+    require(torch.equal(actual.float().isnan(), missing), f"{what}: NaN elsewhere")
+    apart = (_steps(actual) - _steps(expected)).abs()[~missing]
+    far, off = int((apart > 1).sum()), int((apart > 0).sum())
+    require(far == 0, f"{what}: {far} codes of {apart.numel()} are not neighbours of what they must be")
+    require(off <= max(1, NEIGHBOURS * apart.numel()), f"{what}: {off} codes of {apart.numel()} differ")
+
+
+def _steps(codes: Tensor) -> Tensor:
+    """FP8 codes as integers in the order of their values; -0 and 0 are one."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for the order of a sum and the last rounding."""
+    relative = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[expected.dtype]
+    absolute = 2e-5 * float(expected.float().abs().max()) if expected.numel() else 0.0
+    assert_within(actual, expected, relative, absolute, what)
+
+
+def assert_within(actual: Tensor, expected: Tensor, relative: float, absolute: float, what: str) -> None:
+    """``|actual - expected| <= absolute + relative |expected|``; NaN where NaN is expected."""
+    actual = actual.cpu()
+    _require_alike(actual, expected, what)
+    if torch.allclose(actual, expected, rtol=relative, atol=absolute, equal_nan=True):
+        return
+    off = ~torch.isclose(actual, expected, rtol=relative, atol=absolute, equal_nan=True)
+    first = off.nonzero()[0].tolist()
+    pair = f"{actual[tuple(first)]} for {expected[tuple(first)]}"
+    raise WrongResult(f"{what}: {int(off.sum())} of {off.numel()} differ, first at {first}: {pair}")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """``‖actual - expected‖ / ‖expected‖`` in float64; NaN if there is one in ``actual``."""
+    a, b = actual.cpu().double(), expected.cpu().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def assert_operands(actual: Sequence[Tensor], expected: Sequence[Tensor], exact: bool) -> None:
+    """Both operands of a cast and their scales; if not ``exact``, within the rounding of the values' order."""
+    for at, name in enumerate(("data", "scale_inv", "data_t", "scale_inv_t")):
+        codes = expected[at].element_size() == 1
+        if exact or (codes and expected[at].dtype == torch.float8_e8m0fnu):
+            assert_same(actual[at], expected[at], name)
+        elif codes:
+            assert_close_codes(actual[at], expected[at], name)
+        else:
+            assert_within(actual[at], expected[at], 1e-6, 0.0, name)
+    assert_padded_with_zeros(actual[0])
+    assert_padded_with_zeros(actual[2])
+
+
+def _require_alike(actual: Tensor, expected: Tensor, what: str) -> None:
+    alike = actual.shape == expected.shape and actual.dtype == expected.dtype
+    require(alike, f"{what}: {actual.dtype} {list(actual.shape)} for {expected.dtype} {list(expected.shape)}")

@@ -1,0 +1,75 @@
+"""Tensors that kernels are proven with: the same in every process, of many sizes, with zeros of both signs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.memory import ALIGNMENT, PlainKey
+
+
+def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """``[rows, columns]`` over many binades, with zeros of both signs and some tiny numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
+    x[torch.rand(rows, columns, generator=generator) < 0.05] = 0.0
+    x[torch.rand(rows, columns, generator=generator) < 0.05] = -0.0
+    return x.to(dtype)
+
+
+def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
+    """``[rows, columns]`` whose size differs from row to row, as activations' does, with zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
+    x[torch.rand(rows, columns, generator=generator) < 0.02] = 0.0
+    x[torch.rand(rows, columns, generator=generator) < 0.02] = -0.0
+    return x.to(dtype)
+
+
+def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """All 256 codes, NaN included, in an order that differs from row to row."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    return torch.randint(256, (rows, columns), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
+    """Integers up to 3, whose sums of products are exact, or normal numbers; every 128 of every row of another size."""
+    generator = torch.Generator().manual_seed(1000 * rows + columns + seed)
+    if exact:
+        return torch.randint(-3, 4, (rows, columns), generator=generator).float()
+    x = torch.randn(rows, columns, generator=generator)
+    sizes = torch.exp2(torch.randn(rows, -(-columns // 128), generator=generator))
+    return x * sizes.repeat_interleave(128, 1)[:, :columns]
+
+
+def like(key: PlainKey, x: Tensor) -> Tensor:
+    """``x [rows, columns]``, or ``[columns]``, in memory that is aligned as that of a tensor of this key.
+
+    The first element is as far behind a multiple of 16 bytes, and rows begin at such distances. ``x`` has the key's
+    dtype; its rows and columns may be others.
+    """
+    dtype, _, strides, misalignment = key
+    item = dtype.itemsize
+    if x.dim() == 1:
+        return _laid_out(x, (1,), misalignment // item, "cpu")
+    columns = x.shape[1]
+    stride = columns + (strides[0] - columns) % ALIGNMENT if x.shape[0] > 1 else columns
+    return _laid_out(x, (stride, 1), misalignment // item, "cpu")
+
+
+def moved(x: Any, device: str) -> Any:
+    """A tensor ``x`` on ``device`` with its strides and its alignment; anything else as it is."""
+    if not isinstance(x, Tensor) or device == "cpu":
+        return x
+    return _laid_out(x, x.stride(), x.data_ptr() % ALIGNMENT // x.element_size(), device)
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...], offset: int, device: str) -> Tensor:
+    """A copy of ``x`` with these strides, whose first element is ``offset`` elements behind that of new memory."""
+    size = offset + 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides)) if x.numel() else 0
+    memory = torch.empty(size, dtype=x.dtype, device=device)
+    return memory.as_strided(x.shape, strides, min(offset, size)).copy_(x)

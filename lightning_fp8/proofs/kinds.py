@@ -1,0 +1,161 @@
+"""One plan of each kind of kernel: what ``lightning-fp8 doctor --prove`` proves ahead of time.
+
+A kind has a name, and the name and key of a plan as :mod:`lightning_fp8.proofs.cases` takes them. The simplest come
+first, so that the first to fail says most. Training proves whatever its own plans start; many of them are these.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuda_kernels.gemm.spec import MMA_ARCHITECTURES, WGMMA_ARCHITECTURES
+from cuda_kernels.host import launch
+from cuda_kernels.kernel import ARCHITECTURES, Kernel
+from lightning_fp8.attention.ops import Attention, Band
+from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.memory import OperandKey, PlainKey, operand_allocations
+from lightning_fp8.ops.plans import clear_plan_cache
+from lightning_fp8.proofs.cases import Case, cases_of
+from lightning_fp8.proofs.comparing import WrongResult
+from lightning_fp8.scaled import Cast, Layout
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ATTENTION = (*WGMMA_ARCHITECTURES, *MMA_ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A plan whose kernels are of one kind.
+
+    Attributes:
+        plan, key: its name, and the rest of its key.
+        architectures: those that have these kernels.
+    """
+
+    plan: str
+    key: tuple[Any, ...]
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+    def cases(self) -> list[Case]:
+        """The cases that prove it."""
+        return cases_of(self.plan, self.key)
+
+
+def kernels_of_kind(kind: Kind) -> list[Kernel]:
+    """The kernels that the first case of a kind starts, on the first of its architectures; none runs."""
+    started: list[Kernel] = []
+    clear_plan_cache()
+    with launch.executing(lambda kernel, *rest: started.append(kernel), kind.architectures[0]), suppress(WrongResult):
+        kind.cases()[0].run("cpu")
+    clear_plan_cache()
+    return started
+
+
+# --- Keys -------------------------------------------------------------------------------------------------------------
+
+
+def _tensor(rows: int, columns: int, dtype: torch.dtype = BF16) -> PlainKey:
+    return dtype, torch.Size((rows, columns)), (columns, 1), 0
+
+
+def _variant(
+    layout: Layout = Layout.TENSOR, *, scale: bool = False, amax: bool = False, counts: bool = False,
+    float8: Float8 = E4M3, known: bool = False, power_2: bool = False, rowwise: bool = True, columnwise: bool = True,
+) -> Any:  # fmt: skip
+    cast = Cast(float8, layout, power_2, 0.0, rowwise, columnwise, known)
+    return *cast.key, scale, amax, counts
+
+
+def _operand(layout: Layout, rows: int, k: int, float8: Float8 = E4M3) -> OperandKey:
+    data, scale_inv = operand_allocations(layout, float8.dtype, rows, k)
+    return float8.dtype, torch.Size((rows, k)), data.strides, 0, scale_inv.strides, 0
+
+
+def _product(
+    tile: tuple[int, ...], layouts: tuple[Layout, Layout], *, fast: bool = False, out: torch.dtype = BF16,
+    bias: torch.dtype | None = None, accumulate: bool = False, amax: bool = False,
+    formats: tuple[Float8, Float8] = (E4M3, E4M3), n: int = 4096,
+) -> Kind:  # fmt: skip
+    gemm = Gemm(*layouts, out, fast)
+    operands = _operand(layouts[0], 4096, 4096, formats[0]), _operand(layouts[1], n, 4096, formats[1])
+    bias_key = None if bias is None else (bias, torch.Size((n,)), (1,), 0)
+    added = _tensor(4096, n, FP32) if accumulate else None
+    architectures = WGMMA_ARCHITECTURES if len(tile) > 2 else MMA_ARCHITECTURES
+    return Kind("gemm", (*operands, gemm.flat, bias_key, added, amax, tile), architectures)
+
+
+def _heads(channels: int, rows: int = 256, heads: int = 2) -> PlainKey:
+    return BF16, torch.Size((1, rows, heads, channels)), (rows * heads * channels, heads * channels, channels, 1), 0
+
+
+def _call(band: Band, qkv_format: str = "bshd", sequences: int | None = None, centered: bool = True) -> Any:
+    return Attention(qkv_format, band, centered).flat, None, sequences
+
+
+X, HALF, LONG, RAGGED = _tensor(4096, 4096), _tensor(4096, 2048), _tensor(64, 16400), _tensor(131, 203)
+OF_GRADIENT = _variant(scale=True, amax=True, float8=E5M2)
+ONE = Layout.TENSOR, Layout.TENSOR
+ROWS = Layout.ROW, Layout.ROW
+BLOCK = Layout.BLOCK_1X128, Layout.BLOCK_128X128
+BLOCKS = Layout.BLOCK_1X128, Layout.BLOCK_1X128
+RMS, LAYER = (1e-5, True, False), (1e-5, False, False)
+CAUSAL, OF_CODES = _call(Band(right=0)), _call(Band(), centered=False)
+
+KINDS: dict[str, Kind] = {
+    "amax": Kind("observe", (X,)),
+    "quantize": Kind("quantize", (X, _variant(scale=True, amax=True))),
+    "quantize, own scale, counted": Kind("quantize", (X, _variant(counts=True, rowwise=True, columnwise=False))),
+    "quantize ragged rows": Kind("quantize", (RAGGED, _variant(scale=True, known=True, float8=E5M2))),
+    "quantize rows": Kind("quantize", (X, _variant(Layout.ROW))),
+    "quantize 1x128": Kind("quantize", (X, _variant(Layout.BLOCK_1X128))),
+    "quantize 128x128": Kind("quantize", (X, _variant(Layout.BLOCK_128X128, columnwise=False, power_2=True))),
+    "quantize 1x32": Kind("quantize", (X, _variant(Layout.MX_1X32))),
+    "quantize by columns' scales": Kind("quantize_columns", (X, E4M3.dtype)),
+    "transpose": Kind("transpose", (_tensor(4096, 4096, E4M3.dtype),)),
+    "update_scales": Kind("update_scales", ((1024, 70), 0.0, "max")),
+    "normalize": Kind("norm", (X, BF16, 0, False, RMS, _variant(scale=True, amax=True, columnwise=False))),
+    "normalize, transposed": Kind("norm", (X, BF16, 0, False, RMS, _variant(scale=True, amax=True, known=True))),
+    "statistics": Kind("norm", (X, BF16, 0, True, LAYER, _variant(Layout.BLOCK_1X128))),
+    "statistics of long rows": Kind("norm", (LONG, FP32, 0, True, LAYER, _variant(Layout.ROW))),
+    "norm backward": Kind("norm_backward", (X, X, BF16, 0, RMS, False)),
+    "norm backward of long rows": Kind("norm_backward", (LONG, LONG, BF16, 0, LAYER, True)),
+    "SwiGLU": Kind("activation", (X, _variant(scale=True, amax=True), "swiglu")),
+    "SwiGLU backward": Kind("activation_backward", (X, HALF, "swiglu", BF16, OF_GRADIENT)),
+    "gated": Kind("gated", ((X, X), "silu", _variant(scale=True, amax=True))),
+    "gated backward": Kind("gated_backward", ((X, X, X), "silu", OF_GRADIENT)),
+    "product, 1 warpgroup": _product((1, 1, 64, 1, 0), ONE, out=torch.float16),
+    "product, 1 warpgroup of 64 × 128": _product((1, 1, 128, 1, 0), ONE, fast=True, n=4098),
+    "product, 2 warpgroups": _product((2, 1, 256, 1, 0), ONE, fast=True, bias=BF16),
+    "product, alternating": _product((2, 1, 128, 1, 1), ONE, fast=True),
+    "product, cluster of 2": _product((1, 1, 256, 2, 0), ONE, fast=True, formats=(E4M3, E5M2)),
+    "product, 2 warpgroups, cluster of 2": _product((2, 1, 256, 2, 0), ONE, fast=True, bias=FP32),
+    "product, alternating, cluster of 2": _product((2, 1, 256, 2, 1), ROWS, fast=True, bias=BF16, amax=True),
+    "product, added": _product((2, 2, 128, 2, 0), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
+    "product, 1x128 by 128x128": _product((2, 2, 128, 2, 0), BLOCK, bias=BF16),
+    "product, 1x128 by 1x128": _product((2, 2, 128, 2, 0), BLOCKS, out=FP32, accumulate=True),
+    "product, mma.sync": _product((128, 128), ONE, fast=True, formats=(E4M3, E5M2)),
+    "product of rows, mma.sync": _product((128, 128), ROWS, bias=BF16),
+    "product, 1x128 by 128x128, mma.sync": _product((128, 128), BLOCK, bias=BF16),
+    "product, 1x128 by 1x128, mma.sync": _product((64, 64), BLOCKS, out=FP32, accumulate=True),
+    "attention's cast": Kind("attention_cast", (_heads(128),), ATTENTION),
+    **{
+        f"attention {which}, {channels} channels": Kind(f"attention_{which}", key(_heads(channels)), ATTENTION)
+        for channels in (64, 128, 96, 256)
+        for which, key in {
+            "forward": lambda heads: (heads, heads, heads, CAUSAL),
+            "backward": lambda heads: (heads, 2, 256, CAUSAL),
+        }.items()
+    },
+    "attention over codes": Kind("attention_forward_of_codes", (_heads(128), 2, 256, OF_CODES), ATTENTION),
+}  # fmt: skip
+"""By name."""
+
+
+def kinds_for(architecture: str) -> dict[str, Kind]:
+    """The kinds that a card of an architecture has kernels of."""
+    return {name: kind for name, kind in KINDS.items() if architecture in kind.architectures}

@@ -1,0 +1,85 @@
+"""Products of FP8 operands against float64.
+
+Values are small integers times powers of two, so that sums are exact and a result is the exact one, rounded once; where
+scales are no powers of two, it is within float32's rounding of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.formats import E4M3, float8_of
+from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
+from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, reference_of, require
+from lightning_fp8.proofs.drawing import moved, numbers
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+
+BF16 = torch.bfloat16
+
+
+def operand(x: Tensor, dtype: torch.dtype, layout: Layout, power_2: bool) -> ScaledTensor:
+    """``x [R, K]`` as the specification casts it."""
+    data, scale_inv, *_ = reference_of(quantize_op)(x, Cast(float8_of(dtype), layout, power_2))
+    return ScaledTensor(data, scale_inv, layout)
+
+
+def aligned(x: ScaledTensor, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Codes and scales on ``device`` where kernels can read them."""
+    return aligned_operand(moved(x.data, device), moved(x.scale_inv, device), x.layout)
+
+
+def check_product(
+    layouts: tuple[Layout, Layout],
+    shape: tuple[int, int, int],
+    device: str,
+    *,
+    multiply: Callable[..., Tensor] = gemm_on_cuda,
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3.dtype, E4M3.dtype),
+    out: torch.dtype = BF16,
+    bias: torch.dtype | None = None,
+    accumulate: bool = False,
+    fast: bool = False,
+    amax: bool = False,
+    exact: bool = True,
+) -> None:
+    """``a @ bᵀ + bias``, or what is added to, its amax included.
+
+    Args:
+        layouts: of a and b.
+        shape: m, n and k.
+        multiply: ``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``.
+        out: the result's dtype.
+        bias: its dtype; None is none.
+        exact: with numbers whose sums are exact.
+    """
+    m, n, k = shape
+    a, b = (
+        operand(numbers(rows, k, seed, exact), dtype, layout, exact)
+        for rows, seed, dtype, layout in zip((m, n), (0, 1), formats, layouts)
+    )
+    added = None if bias is None else numbers(1, n, 2, exact)[0].to(bias)
+    before = numbers(m, n, 3, exact) if accumulate else None
+    right = a.dequantize().double() @ b.dequantize().double().t()
+    size = float(right.abs().max())
+    for more in (added, before):
+        right = right if more is None else right + more.double()
+    actual = None if before is None else moved(before.clone(), device)
+    largest = torch.tensor(0.5, device=device) if amax else None
+    gemm = Gemm(a.layout, b.layout, out, fast)
+    operands = *aligned(a, device), *aligned(b, device)
+    with nan_in_new_memory():
+        actual = multiply(*operands, gemm, moved(added, device), largest, actual)
+    if largest is not None:
+        assert_same(largest, actual.abs().max().float().clamp(min=0.5), "amax")
+    require(actual.is_contiguous(), "the result is not contiguous")
+    if exact:
+        assert_within(actual, right.to(out), 0.0, 0.0, "the product")
+    else:
+        relative = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, BF16: 2.0**-8}[out]
+        require(actual.dtype == out, f"{actual.dtype} for {out}")
+        assert_within(actual.cpu().double(), right, relative, size * (k + 2) * 2.0**-24, "the product")

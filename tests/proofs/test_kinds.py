@@ -1,0 +1,92 @@
+"""The cases that prove kernels, on emulated ones: what a card runs before it trusts them."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+
+import lightning_fp8.ops.plans
+from cuda_kernels.host.launch import executing
+from cuda_kernels.kernel import ARCHITECTURES
+from lightning_fp8.proofs.cases import CASES as PLANS
+from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.comparing import WrongResult
+from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind, kinds_for
+from tests.cuda_kernels.cases import proof_cases
+from tests.cuda_kernels.emulated import Emulator, builders, kernels_of, needs_compilers
+from tests.tiers import thorough
+
+ROOT = Path(lightning_fp8.__file__).parent
+
+
+def test_there_is_a_kind_of_every_kernel() -> None:
+    started = {kernel.function.__name__ for case in proof_cases.FIRST for kernel in kernels_of(case.run)}
+    emulated_without_wgmma = {name for name in builders() if name.startswith("mma_attention")}
+    assert started == builders() - emulated_without_wgmma
+
+
+def test_every_architecture_has_kinds() -> None:
+    assert {architecture: bool(kinds_for(architecture)) for architecture in ARCHITECTURES} == dict.fromkeys(
+        ARCHITECTURES, True
+    )
+    assert "attention forward, 64 channels" in kinds_for("89")
+    assert "attention forward, 64 channels" not in kinds_for("100")
+    assert "product, mma.sync" not in kinds_for("90a")
+
+
+def test_every_plan_has_cases() -> None:
+    """All planners name their cases, and no case is of a plan that is none."""
+    named = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("planned", "planned_cast", "_planned_gated"):
+                names = [word.value for word in node.keywords if word.arg == "name"]
+                (name,) = names or node.args[:1]
+                named |= {name.value if isinstance(name, ast.Constant) else ast.unparse(name)}
+    assert named == (PLANS.keys() - {"gemm"}) | {"name", "PLAN"}
+    assert {kind.plan for kind in KINDS.values()} == PLANS.keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_cases_of_a_kind_start_the_same_kernels(name: str) -> None:
+    """What one size proves holds for others only if these start the same machine code."""
+    kind = KINDS[name]
+    started = {kernel.name for kernel in kernels_of_kind(kind)}
+    assert started
+    for case in kind.cases():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = {kernel.name for kernel in kernels_of(lambda device: proof_cases.run(kind, case, device))}  # noqa: B023
+        assert found == started, case.name
+
+
+FEW = ("amax", "normalize", "product, cluster of 2", "attention forward, 64 channels")
+
+
+@needs_compilers
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case.name in [f"{name}: small" for name in FEW] else pytest.param(case, marks=thorough)
+        for case in proof_cases.CASES
+    ],
+    ids=lambda case: case.name,
+)
+def test_emulated_kernels_are_right(case: Case, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuda_kernels.host.launch.multiprocessors", lambda device: 2)
+    emulator.races = False
+    case.run("cpu")
+    assert emulator.launched
+
+
+def test_what_memory_holds_does_not_pass() -> None:
+    """Of every kind: kernels that compute nothing leave what memory holds, which no comparison takes."""
+    for case in proof_cases.FIRST:
+        started = kernels_of(case.run)
+        assert started, case.name
+        with pytest.raises(WrongResult), executing(lambda *launched: None):
+            case.run("cpu")
