@@ -2,6 +2,9 @@
 
     lightning-fp8 doctor
     lightning-fp8 doctor --compile --json report.json
+    lightning-fp8 doctor --prove
+
+With ``--prove`` each kind of kernel is proven anew on the GPU (:mod:`lightning_fp8.proofs.report`).
 
 This process imports neither torch nor a compiler. What may hang or crash runs in a process of its own, under a time
 limit: ``python -m lightning_fp8.doctor PROBE SECONDS``. Exit status 1 says that something that should work does not.
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cuda_kernels.host import toolchain
 from cuda_kernels.host.cache_folder import CACHE_VARIABLE, CARRIED_VARIABLE
+from cuda_kernels.host.proofs import VARIABLE as PROOF_VARIABLE
 from lightning_fp8.version import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ PACKAGES = ("torch", "lightning", *toolchain.COMPANIONS, *toolchain.TOOLS, "trit
 
 VARIABLES = (
     "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LIGHTNING_FP8_GEMM",
-    "NUMBA_ENABLE_CUDASIM", CACHE_VARIABLE, CARRIED_VARIABLE,
+    "NUMBA_ENABLE_CUDASIM", CACHE_VARIABLE, CARRIED_VARIABLE, PROOF_VARIABLE,
 )  # fmt: skip
 """Environment variables that change what runs."""
 
@@ -140,9 +144,15 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--compile", action="store_true", help="kernels must compile here, with or without a GPU")
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the findings there too")
+    parser.add_argument(
+        "--prove", action="store_true", help="test every kind of kernel on the GPU and keep the results"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="with --prove: list the kernels; needs no GPU")
     parser.add_argument("--seconds", type=_seconds, default=60.0, help="for each thing that is started (60)")
     args = parser.parse_args(argv)
-    findings = report(args.seconds, args.compile)
+    if args.dry_run and not args.prove:
+        parser.error("--dry-run is of --prove")
+    findings = proofs(args.dry_run) if args.prove else report(args.seconds, args.compile)
     status = int(any(finding.verdict == "fail" for finding in findings))
     if args.json is not None:
         document = {"status": status, "findings": [asdict(finding) for finding in findings]}
@@ -178,6 +188,30 @@ def report(seconds: float, compiling: bool) -> list[Finding]:
             print(line_of(finding, width), flush=True)
     print(f"\n{advice_of(findings)}", flush=True)
     return findings
+
+
+def proofs(dry_run: bool) -> list[Finding]:
+    """What became of each kind of kernel, printed as soon as it is known; ``dry_run``: only which kernels they are.
+
+    The value of the last finding is the keys of what was proven, as ``cuda_kernels/host/proven.txt`` lists them.
+    """
+    from lightning_fp8.proofs.report import listed, proven
+
+    on = device()
+    if not dry_run and not _has_fp8(on):
+        finding = Finding("GPU", "no GPU with FP8 tensor cores", "fail", "lightning-fp8 doctor says what torch sees")
+        print(line_of(finding))
+        return [finding]
+    width = shutil.get_terminal_size((120, 24)).columns
+    findings: list[Finding] = []
+    keys: list[str] = []
+    for line in listed() if dry_run else proven(on):
+        findings.append(Finding(line.kind, line.text, "fail" if line.problem else "ok"))
+        keys += line.keys
+        print(line_of(findings[-1], width), flush=True)
+    if failed := sum(finding.verdict == "fail" for finding in findings):
+        print(f"\n{failed} of {len(findings)} failed: what needs them runs slower, by torch's operations")
+    return [*findings, Finding("keys", " ".join(dict.fromkeys(keys)))] if keys else findings
 
 
 def line_of(finding: Finding, width: int = 120) -> str:
@@ -334,7 +368,8 @@ def _known_advice(error: str) -> str:
 def probe(name: str, seconds: float, **variables: str) -> Answer:
     """Run one of :data:`PROBES` in a process of its own, with more environment ``variables``."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **variables}
+    # Probes compare results themselves, each in a process of its own.
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", PROOF_VARIABLE: "0", **variables}
     return answer_of([sys.executable, "-m", "lightning_fp8.doctor", name, str(seconds)], seconds, environment)
 
 
@@ -586,6 +621,12 @@ def device() -> torch.device:
     return torch.device("cuda", index) if gpus else torch.device("cpu")
 
 
+def _has_fp8(where: torch.device) -> bool:
+    import torch
+
+    return where.type == "cuda" and torch.cuda.get_device_capability(where) >= FP8_CAPABILITY
+
+
 def _name() -> str:
     import torch
 
@@ -594,9 +635,7 @@ def _name() -> str:
 
 def refuse_fallbacks() -> None:
     """Make errors, which say why, of the warnings that something slower runs on a GPU with FP8 tensor cores."""
-    import torch
-
-    if device().type == "cuda" and torch.cuda.get_device_capability(device()) >= FP8_CAPABILITY:
+    if _has_fp8(device()):
         fallbacks = r"(An )?FP8 kernels? (do|does) not run|torch\._scaled_mm refuses"
         warnings.filterwarnings("error", fallbacks, RuntimeWarning)
 

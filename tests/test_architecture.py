@@ -239,7 +239,7 @@ ROOMS = {
         "proofs",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
-    "doctor": {"attention.function", "attention.ops", "ops"},
+    "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
     "cli": {"autocast", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
 }
 """The rooms of lightning_fp8 upwards, and what each may import of those below it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from benchmarks import first_run
 from benchmarks.__main__ import _parser as benchmarks_parser
 from benchmarks.first_run import Stage, Step, python, stages
+from lightning_fp8.proofs.kinds import KINDS
 from tests.cuda_kernels.emulated import builders, kernels_of, needs_compilers
 from tests.cuda_kernels.run_case import CASES, fits
 from tests.tiers import thorough
@@ -64,22 +66,22 @@ def test_everything_fits_into_half_an_hour(tmp_path: Path) -> None:
 
 
 def test_one_of_each_kernel_is_started_alone_the_simplest_first() -> None:
-    assert set(first_run.KERNELS.values()) <= CASES.keys()
-    cases = [CASES[case] for case in first_run.KERNELS.values()]
-    started = [{kernel.function.__name__ for kernel in kernels_of(case.run)} for case in cases]
-    assert set.union(*started) == builders()
+    assert tuple(KINDS) == first_run.KERNELS
+    assert {*first_run.DRY_KERNELS, *itertools.chain(*first_run.SANITIZED)} <= KINDS.keys()
+    started = [{kernel.function.__name__ for kernel in kernels_of(CASES[name].run)} for name in first_run.KERNELS]
+    assert set.union(*started) >= {name for name in builders() if not name.startswith("mma_attention")}
     assert started[0] == {"amax"}
-    tiles = [case.split("-")[3].split("/") for case in first_run.KERNELS.values() if case.startswith("product")]
-    hopper = [list(map(int, [*tile, "0"][:5])) for tile in tiles if len(tile) > 2]
+    hopper = [kind.key[-1] for kind in KINDS.values() if kind.plan == "gemm" and len(kind.key[-1]) > 2]
     groups, clusters, alternating = (next(i for i, tile in enumerate(hopper) if tile[at] == value)
                                      for at, value in ((0, 2), (3, 2), (4, 1)))  # fmt: skip
     assert 0 < groups < alternating < clusters
 
 
 def test_cases_know_their_cards() -> None:
-    of_hopper, of_others = first_run.KERNELS["product, cluster of 2"], first_run.KERNELS["product, mma.sync"]
-    assert [fits(name, "90a") for name in (of_hopper, of_others, "observe-bf16")] == [True, False, True]
-    assert [fits(name, "89") for name in (of_hopper, of_others, "observe-bf16")] == [False, True, True]
+    names = "product, cluster of 2", "product, mma.sync", "observe-bf16", "attention forward, 96 channels"
+    assert [fits(name, "90a") for name in names] == [True, False, True, True]
+    assert [fits(name, "89") for name in names] == [False, True, True, True]
+    assert [fits(name, "100") for name in names] == [False, False, True, False]
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from cuda_kernels.host import compile_cache, launch
+from cuda_kernels.host.proofs import VARIABLE
+from lightning_fp8.proofs.kinds import KINDS
 from tests.cuda_kernels import emulated
 from tests.cuda_kernels.cases import (
     attention_backward_cases,
@@ -27,17 +29,20 @@ from tests.cuda_kernels.cases import (
     fused_cases,
     gemm_cases,
     kernel_cases,
+    proof_cases,
 )
 
 ATTENTION = attention_kernel_cases, attention_backward_cases, attention_mma_cases, attention_op_cases
 MODULES = kernel_cases, fused_cases, gemm_cases, *ATTENTION
-CASES = {case.name: case for module in MODULES for case in module.CASES}
+CASES = {case.name: case for module in MODULES for case in module.CASES} | proof_cases.ALL
 NOT_FOR_THIS_CARD = 77
 """What automake's tests exit with when they are skipped."""
 
 
 def fits(name: str, architecture: str) -> bool:
     """Whether the case is for cards of ``architecture``: products name their tile, more than two numbers on Hopper."""
+    if name in KINDS:
+        return architecture in KINDS[name].architectures
     if name.startswith("attention_"):
         return architecture == "90a"
     if name.startswith("mma_attention_"):
@@ -70,6 +75,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="compile the cases' kernels, of all cases by default")
     parser.add_argument("--emulated", action="store_true", help="on the CPU")
     args = parser.parse_args()
+    os.environ[VARIABLE] = "0"  # each case compares
     if unknown := set(args.names) - CASES.keys():
         parser.error(f"no case is called {', '.join(sorted(unknown))}; see tests/*_cases.py")
     on_card = torch.cuda.is_available() and not args.emulated

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,15 @@ import torch
 from packaging.version import Version
 
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE
+from cuda_kernels.host.proofs import VARIABLE
 from lightning_fp8 import doctor, ops
 from lightning_fp8.attention import function
 from lightning_fp8.attention import ops as attention_ops
 from lightning_fp8.doctor import Answer, Finding, advice_of, answer_of, line_of
 from lightning_fp8.ops import plans
+from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind
+from tests.cuda_kernels.emulated import needs_compilers
+from tests.proofs.emulated_card import CARD, emulated_card
 from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -646,3 +651,61 @@ def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeWarning, match="no such kernel"):
             plan(torch.device("cpu"), False)(0)
     plans.clear_plan_cache()
+
+
+# --- Proofs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_lists_the_kernels_of_every_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as status:
+        doctor.main(["--prove", "--dry-run", "--json", str(tmp_path / "report.json")])
+    assert status.value.code == 0
+    found = json.loads((tmp_path / "report.json").read_text())["findings"]
+    assert [each["what"] for each in found] == list(KINDS)
+    for each in found:
+        assert {kernel.name for kernel in kernels_of_kind(KINDS[each["what"]])} == set(
+            re.split(r", (?=[a-z_]+\()", each["value"])
+        )
+    assert "attention_forward(d=128" in capsys.readouterr().out
+
+
+def test_proofs_need_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        doctor.main(["--prove"])
+    assert status.value.code == 1
+    assert "no GPU with FP8 tensor cores" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as status:
+        doctor.main(["--dry-run"])
+    assert status.value.code == 2
+
+
+@pytest.fixture
+def proven_on_an_emulated_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """All that ``--prove`` asks of a card, where kernels are emulated and casts of gradients are wrong; few kinds."""
+    monkeypatch.setattr(doctor, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(doctor, "_has_fp8", lambda device: True)
+    monkeypatch.setattr("cuda_kernels.host.launch.card", lambda index: CARD)
+    few = {name: KINDS[name] for name in ("amax", "quantize", "quantize ragged rows", "transpose")}
+    monkeypatch.setattr("lightning_fp8.proofs.report.kinds_for", lambda architecture: few)
+    monkeypatch.setenv(VARIABLE, "")
+    with emulated_card("wrong numbers", tmp_path):
+        yield tmp_path / "proofs"
+
+
+@thorough
+@needs_compilers
+def test_proofs_of_all_kinds(
+    proven_on_an_emulated_card: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        doctor.main(["--prove", "--json", str(tmp_path / "report.json")])
+    assert status.value.code == 1
+    *found, keys = json.loads((tmp_path / "report.json").read_text())["findings"]
+    assert [each["verdict"] for each in found] == ["ok", "ok", "fail", "ok"]
+    assert "wrong results in its case 'small'" in found[2]["value"]
+    kept = {path.stem: json.loads(path.read_text()) for path in proven_on_an_emulated_card.glob("*.json")}
+    assert sorted(keys["value"].split()) == sorted(key for key, verdict in kept.items() if verdict["proven"])
+    assert [verdict["kernel"] for verdict in kept.values() if not verdict["proven"]] == [
+        "quantize_tensor(bfloat16, vector=1, e5m2, rowwise=True, columnwise=True, observe=False, count=False)"
+    ]
+    assert "1 of 4 failed" in capsys.readouterr().out

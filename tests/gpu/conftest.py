@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+from cuda_kernels.host.proofs import VARIABLE
+
+os.environ.setdefault(VARIABLE, "0")  # the tests are the proof
 
 
 def why_not() -> str | None:

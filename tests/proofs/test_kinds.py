@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import WrongResult
 from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind, kinds_for
 from tests.cuda_kernels.cases import proof_cases
-from tests.cuda_kernels.emulated import Emulator, builders, kernels_of, needs_compilers
+from tests.cuda_kernels.emulated import Emulator, builders, kernels_of, needs_compilers, ptx_of
+from tests.ptx_on_cpu import EmulatorError
 from tests.tiers import thorough
 
 ROOT = Path(lightning_fp8.__file__).parent
@@ -81,6 +83,33 @@ def test_emulated_kernels_are_right(case: Case, emulator: Emulator, monkeypatch:
     emulator.races = False
     case.run("cpu")
     assert emulator.launched
+
+
+ARRIVE = re.compile(r"^\s*(?:@%p\d+ )?mbarrier\.arrive[^;]*;", re.MULTILINE)
+
+
+@thorough
+@needs_compilers
+@pytest.mark.parametrize(
+    "name",
+    [
+        "product, 1 warpgroup",
+        "product, cluster of 2",
+        "attention forward, 64 channels",
+        "attention backward, 64 channels",
+    ],
+)
+def test_a_dropped_arrive_is_found(name: str) -> None:
+    """In each kernel that has barriers: the first arrive of its code is left out, and a wait for it never ends."""
+    kind = KINDS[name]
+    broken = {kernel.name: kernel for kernel in kernels_of_kind(kind) if ARRIVE.search(ptx_of(kernel))}
+    assert broken
+    for kernel_name in broken:
+        emulator = Emulator(
+            rewrite=lambda kernel, ptx: ARRIVE.sub("", ptx, count=1) if kernel.name == kernel_name else ptx  # noqa: B023
+        )
+        with pytest.raises((EmulatorError, WrongResult)), executing(emulator):
+            proof_cases.ALL[name].run("cpu")
 
 
 def test_what_memory_holds_does_not_pass() -> None:
