@@ -276,7 +276,7 @@ class FP8FabricPrecision(FabricPrecision):
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
-                first_steps.begin()
+                first_steps.begin(self._models)
                 self._report_first_steps(self._stepped_in_backward)
                 self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
@@ -407,7 +407,9 @@ _watching: WeakSet[FP8FabricPrecision] = WeakSet()
 def _report_step(optimizer: Any, *_: Any) -> None:
     for plugin in list(_watching):
         plugin.report_step(optimizer)
-    if not in_backward():
+    if in_backward():
+        first_steps.steps_in_backward()
+    else:
         first_steps.stepped()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -64,10 +65,16 @@ class Look(NamedTuple):
 
 
 class FirstSteps:
-    """Stands in front of the casts and products of a type of devices, until it has ended."""
+    """Stands in front of the casts and products of a type of devices, until it has ended.
+
+    Attributes:
+        paused: nothing is looked at.
+        stepped_in_backward: optimizers have stepped while gradients were computed, where nothing is read.
+    """
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.paused = False
+        self.stepped_in_backward = False
         self._looks: list[Look] = []
         self._seen: set[Hashable] = set()
         self._steps = 0
@@ -91,11 +98,17 @@ class FirstSteps:
                 kinds = (op.name, *(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)), *kernels
                 if not self._seen.issuperset(kinds):
                     self._seen.update(kinds)
-                    shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor) and arg.dim() == 2)
-                    self._looks.append(Look(op.name, shapes, kernels, args[0].device, is_right(results)))
+                    self._look(op.name, args, kernels, lambda: is_right(results))
             return results
 
         return computed
+
+    def _look(self, op: str, args: Sequence[Any], kernels: tuple[str, ...], is_right: Callable[[], Tensor]) -> None:
+        shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor) and arg.dim() == 2)
+        try:
+            self._looks.append(Look(op, shapes, kernels, args[0].device, is_right()))
+        except RuntimeError as error:  # of torch, which may have no memory left: no reason to stop
+            warnings.warn(f"the first {op} of its kind was not looked at: {error}", RuntimeWarning, stacklevel=2)
 
     def _looks_away(self, args: Sequence[Any]) -> bool:
         capturing = self._device_type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -142,9 +155,17 @@ _first_steps: FirstSteps | None = None
 _begun = False
 
 
-def begin() -> None:
-    """Look from now on, if this process has a card and never did before."""
+def begin(models: Iterable[nn.Module]) -> None:
+    """Called as a training forward begins: look from now on, if this process has a card and never did before.
+
+    Raises:
+        WrongNumbers: of steps in a backward pass.
+    """
     global _first_steps, _begun
+    if _first_steps is not None and _first_steps.stepped_in_backward:
+        _first_steps.stepped_in_backward = False
+        _first_steps.read(models)
+        _first_steps.stepped()
     if not _begun and torch.cuda.is_available() and os.environ.get(proofs.VARIABLE) != "0":
         _begun, _first_steps = True, FirstSteps()
 
@@ -159,6 +180,12 @@ def stepped() -> None:
     """Called after an optimizer has stepped."""
     if _first_steps is not None:
         _first_steps.stepped()
+
+
+def steps_in_backward() -> None:
+    """Called instead where an optimizer steps while gradients are computed: the next forward reads."""
+    if _first_steps is not None:
+        _first_steps.stepped_in_backward = True
 
 
 @contextmanager
@@ -352,7 +379,7 @@ def _by_whom(look: Look) -> tuple[str, str]:
         return ", ".join(look.kernels), f"{variable} goes on without it"
     if is_product:
         return "torch._scaled_mm or plain torch", "LIGHTNING_FP8_GEMM=numba goes on with kernels of this package"
-    return "compiled plain torch, or kernels that were looked at before", "TORCH_COMPILE_DISABLE=1 compiles nothing"
+    return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 compiles nothing"
 
 
 def _layers_of(shapes: Sequence[tuple[int, ...]], models: Sequence[nn.Module]) -> str:

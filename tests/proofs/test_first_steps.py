@@ -257,6 +257,36 @@ def test_wrong_numbers_stop_fabric_and_a_bare_optimizer(
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before))
 
 
+def test_steps_of_a_backward_pass_are_read_by_the_next_forward(
+    looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(quantize_op.implementations, "cpu", wrong_gradients)
+    looking()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[FP8FabricPrecision(first_last_layers_bf16=False)])
+    model = fabric.setup(plain := Model())
+    for parameter in plain.parameters():
+        each = torch.optim.SGD([parameter], 0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, each=each: each.step())
+    model(torch.randn(8, 32)).float().square().mean().backward()
+    with pytest.raises(WrongNumbers, match=r"quantize of \[8, 32\]"):
+        model(torch.randn(8, 32))
+
+
+def test_what_cannot_be_looked_at_stops_nothing(
+    looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Outputs:
+        raise torch.OutOfMemoryError("no memory")
+
+    first = looking()
+    monkeypatch.setattr(first_steps, "reference_quantize", full)
+    x, cast = torch.randn(40, 32), Cast(E4M3, Layout.ROW)
+    with pytest.warns(RuntimeWarning, match="the first quantize of its kind was not looked at: no memory"):
+        results = quantize_op(x, cast, None, None, None)
+    assert results[0].shape == x.shape
+    first.read(())
+
+
 def test_evaluations_and_inference_are_not_looked_at(looking: Callable[[], FirstSteps]) -> None:
     first, model = looking(), Model()
     plugin = FP8Precision("tensorwise", first_last_layers_bf16=False)
@@ -298,11 +328,11 @@ def test_a_kernel_loses_its_proof(
 
 def test_a_process_without_a_card_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_steps, "_begun", False)
-    first_steps.begin()
+    first_steps.begin(())
     assert first_steps._first_steps is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(proofs.VARIABLE, "0")
-    first_steps.begin()
+    first_steps.begin(())
     assert first_steps._first_steps is None
 
 
