@@ -236,8 +236,9 @@ ROOMS = {
         "master_weights",
         "modules",
         "ops",
+        "proofs",
     },
-    "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "te", "te.model"},
+    "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
     "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
     "cli": {"autocast", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
 }

@@ -18,6 +18,9 @@ CARRIED_VARIABLE = "LIGHTNING_FP8_KERNELS"
 """Environment variable: a folder of kernels made by ``lightning-fp8 kernels build``, here or elsewhere; they are taken
 whatever compilers are here."""
 
+OFF = "off"
+"""Value of :data:`CARRIED_VARIABLE`: no device runs kernels."""
+
 _DIGEST = 32
 """A file begins with so many bytes of SHA-256 of the rest."""
 
@@ -64,7 +67,7 @@ def carried(key: str, what: str) -> bytes | None:
         what: the kernel, as the warning names it.
     """
     folder = os.environ.get(CARRIED_VARIABLE)
-    if not folder:
+    if not folder or folder == OFF:
         return None
     code = _read(Path(folder) / key)
     if code is None:
@@ -75,7 +78,7 @@ def carried(key: str, what: str) -> bytes | None:
 def is_carried(key: str) -> bool:
     """Whether something lies under ``key`` in the folder of :data:`CARRIED_VARIABLE`; it may be damaged."""
     folder = os.environ.get(CARRIED_VARIABLE)
-    return folder is not None and folder != "" and Path(folder, key).exists()
+    return folder not in (None, "", OFF) and Path(folder, key).exists()
 
 
 def carry(folder: Path, key: str, code: bytes) -> None:

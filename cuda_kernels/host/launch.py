@@ -7,11 +7,13 @@ when a launch is bound. A launch rewrites only the first part of a prefilled par
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.host import compile_cache, proofs
+from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
 from cuda_kernels.host.toolchain import conflicts, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
@@ -32,6 +35,20 @@ Executor = Callable[[Kernel, int, Sequence["Argument | float"]], None]
 
 class NoKernels(KernelError):
     """None of the kernels run on a device."""
+
+
+_noted: ContextVar[list[Kernel] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Kernel]]:
+    """A list of the kernels that launches of this thread are bound to inside."""
+    kernels: list[Kernel] = []
+    token = _noted.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _noted.reset(token)
 
 
 class Launch:
@@ -49,6 +66,9 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, blocks: int, scalars: Sequence[int | float], device: torch.device) -> None:
+        noted = _noted.get()
+        if noted is not None:
+            noted.append(kernel)
         self.kernel = kernel
         self.blocks = blocks
         self.scalars = tuple(scalars)
@@ -208,6 +228,8 @@ def architecture(index: int) -> str:
     Raises:
         NoKernels: there are none for it.
     """
+    if os.environ.get(CARRIED_VARIABLE) == OFF:
+        raise NoKernels(f"{CARRIED_VARIABLE}={OFF}")
     major, minor = torch.cuda.get_device_capability(index)
     for arch in ARCHITECTURES:
         for_major, for_minor, *only = compute_capability(arch)

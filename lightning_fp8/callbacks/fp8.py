@@ -14,6 +14,7 @@ from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.plugin.precision import FP8Precision
+from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.te.load import load_hook, planned_fp8_roles
 from lightning_fp8.te.remap import LoadReport
@@ -88,6 +89,10 @@ class FP8Callback(Callback):
         plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
         if self._first_step is None and plugin.plan is not None:
             self._first_step = plugin.watched = FirstStep(pl_module, plugin.plan)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Behind the closure that ran the step, and before the parameters change."""
+        first_steps.read([pl_module])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

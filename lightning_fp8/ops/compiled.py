@@ -38,7 +38,8 @@ def compiled_on_cards(function: Callable[P, T]) -> Callable[P, T]:
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """``function`` of tensors and hashable options, compiled whole and for all shapes, once for each set of options.
 
-    Where ``torch.compile`` is missing or fails, one warning says so, and ``function`` runs as it is from then on.
+    It has no gradient. Where ``torch.compile`` is missing or fails, one warning says so, and ``function`` runs as it is
+    from then on.
     """
     variants: dict[Hashable, Callable[P, T]] = {}
     failed = False
@@ -47,17 +48,23 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal failed
         if not failed:
-            options = tuple(isinstance(arg, Tensor) or arg for arg in args)
+            variant = *_state(), *(isinstance(arg, Tensor) or arg for arg in args)
             try:
-                if options not in variants:
-                    variants[options] = _compile(function)
-                return variants[options](*args, **kwargs)
+                if variant not in variants:
+                    variants[variant] = _compile(function)
+                with torch.no_grad():
+                    return variants[variant](*args, **kwargs)
             except (_NoCompiler, TorchDynamoException) as error:
                 failed = True
                 _warn(args[0], error)
         return function(*args, **kwargs)
 
     return run
+
+
+def _state() -> tuple[Hashable, ...]:
+    """What Dynamo compiles for anew beside options and shapes: forward and backward passes differ in it."""
+    return torch.get_default_dtype(), torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
 
 
 class _NoCompiler(Exception):

@@ -73,6 +73,12 @@ def linear_backward(
     return results
 
 
+def forget_plans() -> None:
+    """Put passes together anew, of other implementations of the ops."""
+    _forward_plan.cache_clear()
+    _backward_plan.cache_clear()
+
+
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial, wraps
+from functools import _lru_cache_wrapper, lru_cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +131,7 @@ def proven(name: str, build: Callable[[], Run], device: torch.device, key: Seque
     return build()
 
 
-def cached(plan: Callable[..., T]) -> Callable[..., T]:
+def cached(plan: Callable[..., T]) -> _lru_cache_wrapper[T]:
     """Decorate a function that puts together plans of ops, or asks for them: memoise it until the cache is cleared."""
     cache = lru_cache(MAX_PLANS)(plan)
     _plan_caches.append(cache)
@@ -150,6 +150,11 @@ def clear_plan_cache() -> None:
     """
     _without_kernels.clear()
     _warned.clear()
+    replan()
+
+
+def replan() -> None:
+    """Plan everything anew from now on, by what is known of devices."""
     for cache in _plan_caches:
         cache.cache_clear()
 

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.precision.precision import Precision as FabricPrec
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_bool, require_module
@@ -50,6 +50,7 @@ from lightning_fp8.plugin.dtypes import (
 )
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
+from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
 
 
@@ -275,6 +276,7 @@ class FP8FabricPrecision(FabricPrecision):
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
+                first_steps.begin(self._models)
                 self._report_first_steps(self._stepped_in_backward)
                 self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
@@ -330,6 +332,7 @@ class FP8FabricPrecision(FabricPrecision):
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
         """Do what the hook of torch's optimizers does, where ``optimizer`` is none and calls none of them."""
         before = optimizer_step_number()
+        first_steps.read(self._models)
         yield
         if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
             after_optimizer_step(optimizer)
@@ -404,6 +407,17 @@ _watching: WeakSet[FP8FabricPrecision] = WeakSet()
 def _report_step(optimizer: Any, *_: Any) -> None:
     for plugin in list(_watching):
         plugin.report_step(optimizer)
+    if in_backward():
+        first_steps.steps_in_backward()
+    else:
+        first_steps.stepped()
 
 
+@torch.compiler.disable
+def _look_before_step(*_: Any) -> None:
+    if not in_backward():
+        first_steps.read(())
+
+
+register_optimizer_step_pre_hook(_look_before_step)
 register_optimizer_step_post_hook(_report_step)  # behind the one that updates the scales

@@ -25,6 +25,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
+from lightning_fp8.proofs import first_steps
 
 
 # Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
@@ -103,7 +104,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def _evaluating(self) -> Iterator[None]:
         self._observes = False
         try:
-            with self.forward_context():
+            with self.forward_context(), first_steps.paused():
                 yield
         finally:
             self._observes = True

@@ -7,6 +7,7 @@
 | one call of an op by its kernels, compared with its specification | ``casts.py``, ``products.py``, ``attention.py`` |
 | tensors to call it with; comparisons | ``drawing.py``, ``comparing.py`` |
 | the process that a training process asks (``lightning_fp8/ops/proving.py``) | ``__main__.py`` |
+| a look at the numbers of a model's first two training steps | ``first_steps.py`` |
 
 The same cases run in the tests, on emulated kernels, and in ``python -m benchmarks.first_run``.
 """

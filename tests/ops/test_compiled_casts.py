@@ -154,6 +154,24 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning() -> None:
     assert calls[-3:] == [2, 3, 2]
 
 
+def test_passes_that_differ_in_torchs_state_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight recompilations in one function Dynamo takes no more."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    fast = compiled(lambda x, option: x * option if x.shape[0] % 2 else x + option)
+    x = torch.ones(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            torch.set_default_dtype(dtype)
+            try:
+                for state in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+                    with state:
+                        for rows in (4, 3, 2):
+                            assert fast(x[:rows], 3).unique().tolist() == [3.0 if rows % 2 else 4.0]
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+
 def test_without_a_compiler_functions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_compiler(*args: object, **kwargs: object) -> None:
         raise RuntimeError("torch.compile is not supported on Python 4.0+")

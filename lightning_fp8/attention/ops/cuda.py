@@ -364,7 +364,7 @@ def failing_kernel(
 def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, center_keys: bool, of_codes: bool) -> str:
     shape, strides = torch.Size((ROWS, 1, head_dim)), (head_dim, head_dim, 1)
     key = dtype, shape, strides, 0
-    call_key = Attention("thd", Band(), center_keys, None).flat, None, 1
+    call_key = Attention("thd", Band(right=0), center_keys, None).flat, None, 1
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         on_device = device, device.type == "cuda" and current_device()
         plans = {
