@@ -78,11 +78,13 @@ class Launch:
         if is_cuda_device(device):
             self._index = device.index or 0
             self._handle = compile_cache.loaded(kernel, self._index, partial(_load, kernel, self._index))
+            proofs.binding(kernel)
             self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"nothing runs kernels on {device.type}")
         elif device.type in PROVEN_CODE:
             proofs.require(kernel, *PROVEN_CODE[device.type](kernel))
+            proofs.binding(kernel)
 
     def run(self, *addresses: Argument) -> None:
         """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
@@ -91,7 +93,8 @@ class Launch:
             KernelError: the driver refuses.
         """
         if self._index is None:
-            proofs.starting(self.kernel)
+            if self.device.type in PROVEN_CODE:
+                proofs.starting(self.kernel)
             return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
         try:
             write, launch_kernel, stream, parameters = self._local.binding
@@ -111,13 +114,14 @@ class Launch:
         assert self._index is not None
         enter_context(self._index)
         kernel = self.kernel
-        proofs.starting(kernel)
         block = _ParameterBlock(self.kernel)
         struct_codes = kernel.struct_codes[:addresses]
         nothing = [b"" if code == "128s" else 0 for code in struct_codes]
         kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
         shape = self.blocks, 1, 1, kernel.threads, 1, 1
-        launch_kernel = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
+        launch_kernel: Callable[..., Any] = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
+        if proofs.is_watched():
+            launch_kernel = partial(_told_before, kernel, launch_kernel)
         write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, block.buffer, 0)
         self._local.block = block  # which owns the memory
         return write, launch_kernel, torch._C._cuda_getCurrentRawStream, block.pointers
@@ -158,6 +162,12 @@ def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:
     return TypeError(
         f"{kernel.name} has the parameters {', '.join(kernel.parameter_names)}; it is bound with {', '.join(names)}"
     )
+
+
+def _told_before(kernel: Kernel, launch_kernel: Callable[..., Any], *args: Any) -> Any:
+    """Start a kernel in a process that proves it."""
+    proofs.starting(kernel)
+    return launch_kernel(*args)
 
 
 class _ParameterBlock:
@@ -301,6 +311,7 @@ _OUT_OF_MEMORY = 2
 def _load(kernel: Kernel, index: int) -> int:
     """Load ``kernel`` on CUDA device ``index``, which is the current one, and return its handle."""
     _driver()  # where it is missing nothing need be compiled
+    proofs.compiling(kernel)
     code = _machine_code(kernel, architecture(index))
     proofs.require(kernel, card(index), code)
     try:

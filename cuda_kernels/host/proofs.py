@@ -5,9 +5,9 @@ launch calls :func:`require` as it loads a kernel: a *refused* kernel is an erro
 one too, which says that a proof is missing. Who plans launches then has it made (``lightning_fp8/ops/proving.py``) and
 plans again.
 
-Verdicts are files of the kernel cache's folder, one for each :func:`key_of`: another machine code, card or driver needs
-another proof. A file appears whole, by a rename; a damaged one counts as none. ``proven.txt`` lists the keys that cards
-of this package's authors have proven.
+Verdicts are files of the kernel cache's folder, one for each :func:`key_of`: another machine code, card or driver, or
+other sources of what starts and checks it, need another proof. A file appears whole, by a rename; a damaged one counts
+as none. ``proven.txt`` lists the keys that cards of this package's authors have proven.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -88,12 +90,21 @@ class Refused(KernelError):
 class Watcher(Protocol):
     """What a process that proves kernels learns of them."""
 
+    def compiling(self, kernel: Kernel) -> None:
+        """The kernel is about to be compiled, or read from the cache."""
+
     def loading(self, kernel: Kernel, key: str) -> None:
-        """The kernel is being loaded; its verdict has this key."""
+        """A launch binds the kernel; its verdict has this key."""
 
-    def starting(self, kernel: Kernel) -> None:
-        """The kernel is about to be started, for the first time by a launch."""
+    def starting(self, kernel: Kernel, key: str) -> None:
+        """The kernel is about to be started."""
 
+
+SOURCES = [Path(__file__).parents[1]]
+"""Folders whose Python files count in :func:`key_of`."""
+
+WAITING = 600.0
+"""Seconds to wait for another process that proves kernels."""
 
 _known: dict[str, Verdict] = {}
 _required: dict[str, tuple[str, Card]] = {}
@@ -107,12 +118,12 @@ def require(kernel: Kernel, card: Card, code: bytes) -> None:
         Unproven: there is no verdict.
         Refused: it failed.
     """
-    key = key_of(card, code)
-    if _watcher is not None:
-        return _watcher.loading(kernel, key)
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE) == "0" and _watcher is None:
         return None
+    key = key_of(card, code)
     _required[kernel.name] = key, card
+    if _watcher is not None:
+        return None
     verdict = verdict_of(key)
     if verdict is None:
         raise Unproven(kernel, card, key)
@@ -129,10 +140,31 @@ def refusal(verdict: Verdict) -> Refused:
     )
 
 
+def is_watched() -> bool:
+    """Whether this process proves kernels."""
+    return _watcher is not None
+
+
+def compiling(kernel: Kernel) -> None:
+    """Tell the watcher, if there is one, that the kernel is about to be compiled."""
+    if _watcher is not None:
+        _watcher.compiling(kernel)
+
+
+def binding(kernel: Kernel) -> None:
+    """Tell the watcher, if there is one, of a launch that binds a loaded kernel.
+
+    Raises:
+        Refused: the kernel failed its proof before.
+    """
+    if _watcher is not None:
+        _watcher.loading(kernel, _required[kernel.name][0])
+
+
 def starting(kernel: Kernel) -> None:
     """Tell the watcher, if there is one, that the kernel is about to be started."""
     if _watcher is not None:
-        _watcher.starting(kernel)
+        _watcher.starting(kernel, _required[kernel.name][0])
 
 
 def watch(watcher: Watcher | None) -> None:
@@ -153,7 +185,15 @@ def withdraw(kernel_name: str, reason: str) -> None:
 
 def key_of(card: Card, code: bytes) -> str:
     """The key of a verdict on machine code."""
-    return hashlib.sha256(f"{hashlib.sha256(code).hexdigest()} {tuple(card)}".encode()).hexdigest()
+    words = hashlib.sha256(code).hexdigest(), tuple(card), _hash_of(tuple(SOURCES))
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+@cache
+def _hash_of(folders: tuple[Path, ...]) -> str:
+    """Of all Python files in these folders."""
+    files = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
 
 def verdict_of(key: str) -> Verdict | None:
@@ -162,7 +202,7 @@ def verdict_of(key: str) -> Verdict | None:
         return _known[key]
     if os.environ.get(VARIABLE) == "always":
         return None
-    verdict = Verdict("", "", "", True) if key in _proven_by_authors() else _read(_path_of(key))
+    verdict = _read(_path_of(key)) or (Verdict("", "", "", True) if key in _proven_by_authors() else None)
     if verdict is not None:
         _known[key] = verdict
     return verdict
@@ -188,7 +228,10 @@ def forget() -> None:
 
 @contextmanager
 def one_prover() -> Iterator[None]:
-    """Let one process of this machine prove kernels at a time, as far as they share the cache's folder."""
+    """Let one process of this machine prove kernels at a time, as far as they share the cache's folder.
+
+    One that waits says so, and goes on without the lock after :data:`WAITING`.
+    """
     try:
         import fcntl
     except ImportError:  # no Unix
@@ -201,10 +244,24 @@ def one_prover() -> Iterator[None]:
     except OSError:  # `keep` warns
         yield
         return
+    start, told = time.monotonic(), False
     with file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        while time.monotonic() - start < WAITING:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told and time.monotonic() - start > 5:
+                    told = True
+                    print("waiting for another process that tests FP8 kernels on this machine", file=sys.stderr)
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        try:
+            yield
+        finally:  # a process that was forked meanwhile keeps the file open
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _folder() -> Path:

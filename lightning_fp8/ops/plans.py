@@ -124,11 +124,15 @@ def proven(name: str, build: Callable[[], Run], device: torch.device, key: Seque
     Raises:
         KernelError: a kernel cannot be made, or failed its proof.
     """
-    try:
-        return build()
-    except Unproven as unproven:
-        prove(name, device, key, unproven)
-    return build()
+    asked: set[str] = set()
+    while True:
+        try:
+            return build()
+        except Unproven as unproven:
+            if unproven.key in asked:
+                raise
+            asked.add(unproven.key)
+            prove(name, device, key, unproven)
 
 
 def cached(plan: Callable[..., T]) -> _lru_cache_wrapper[T]:

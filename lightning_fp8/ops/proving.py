@@ -20,20 +20,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from cuda_kernels.host import proofs
-from cuda_kernels.host.proofs import Card, Refused, Unproven, Verdict, refusal
+from cuda_kernels.host.proofs import Card, Unproven, Verdict, refusal
 from cuda_kernels.kernel import KernelError
 
 MARK = "lightning-fp8 proof: "
 """Before each line of JSON that the other process says."""
 
-SECONDS = {"starting": 30.0, "loading": 300.0, "case": 60.0, "": 300.0}
+SECONDS = {"starting": 30.0, "compiling": 300.0, "loading": 60.0, "case": 60.0, "": 300.0}
 """How long the process may stay silent after it said this: a kernel runs, one is compiled, a reference is computed."""
+
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, getattr(signal, "SIGBUS", signal.SIGABRT)}
+"""Signals by which a kernel or the driver ends a process; others come from outside."""
+
+proofs.SOURCES.extend(Path(__file__).parents[1] / folder for folder in ("ops", "attention/ops", "proofs"))
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "lightning_fp8.proofs")
 
@@ -53,16 +59,18 @@ class Outcome:
 
     Attributes:
         problem: why it failed; empty where all results were right.
-        kernel: the last one that was started.
-        loaded: the names of all that were loaded, by the keys of their verdicts.
+        culprit: the key of the kernel that was started last.
+        loaded: the names of all that launches were bound to, by the keys of their verdicts.
+        started: the keys of those that were started.
         wrong: results were wrong, by any of these kernels.
         hung: the process did not answer in time.
         passing: the reason is not the kernels'.
     """
 
     problem: str = ""
-    kernel: str = ""
+    culprit: str = ""
     loaded: dict[str, str] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)
     wrong: bool = False
     hung: bool = False
     passing: bool = False
@@ -83,23 +91,22 @@ class Prover:
 
     def outcome(self, request: Mapping[str, Any]) -> Outcome:
         """Prove one plan."""
-        outcome = Outcome()
-        try:
-            self._send(request)
-        except OSError as error:
-            self.end()
-            return Outcome(f"no process can be started for it ({error})", passing=True)
-        said = ""
-        while True:
+        outcome, said = Outcome(), ""
+        for again in (True, False):
             try:
-                line = self._lines.get(timeout=SECONDS[said])
-            except queue.Empty:
+                self._send(request)
+            except (OSError, TypeError, ValueError) as error:
                 self.end()
-                outcome.problem = f"it still ran after {SECONDS[said]:g} s"
-                outcome.hung, outcome.passing = said == "starting", said != "starting"
-                return outcome
+                return Outcome(f"no process can be started for it ({error})", passing=True)
+            line = self._next(said)
+            if line is not None or not again:
+                break
+            self.end()  # it ended just when it was asked, as it does when nothing is asked for some time
+        while True:
             if line is None:
-                outcome.problem, outcome.passing = self._death(), not outcome.kernel
+                outcome.problem, outcome.passing = self._death(said)
+                outcome.passing = outcome.passing or not outcome.culprit
+                outcome.hung = self._is_alive() and said == "starting"
                 self.end()
                 return outcome
             message = json.loads(line)
@@ -107,15 +114,27 @@ class Prover:
             if said == "loading":
                 outcome.loaded[message["key"]] = message["kernel"]
             elif said == "starting":
-                outcome.kernel = message["kernel"]
+                outcome.culprit = message["key"]
+                outcome.started.add(message["key"])
             elif said == "proven":
                 return outcome
             elif said == "failed":
                 outcome.problem, outcome.wrong = message["problem"], message["wrong"]
-                outcome.passing = message["passing"] or not outcome.kernel
+                outcome.passing = message["passing"] or not outcome.culprit
                 if not message["goes_on"]:
                     self.end()
                 return outcome
+            line = self._next(said)
+
+    def _next(self, said: str) -> str | None:
+        """The next line that the process says; None if it ended, or stays silent for too long."""
+        try:
+            return self._lines.get(timeout=SECONDS[said])
+        except queue.Empty:
+            return None
+
+    def _is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def end(self) -> None:
         """End the process; one that hangs inside a driver is not waited for."""
@@ -168,15 +187,21 @@ class Prover:
         _read_along(process.stdout, take, at_end=lambda: lines.put(None))
         _read_along(process.stderr, errors.append)
 
-    def _death(self) -> str:
+    def _death(self, said: str) -> tuple[str, bool]:
+        """Why no more is said, and whether that is no kernel's fault."""
         assert self._process is not None
-        status = self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            if self._lines.empty():
+                self._process.wait(0.5)
+        status = self._process.poll()
+        if status is None:
+            return f"it still ran after {SECONDS[said]:g} s", said != "starting"
         last = next((line.strip() for line in reversed(self._errors) if line.strip()), "")
-        how = f"exit status {status}"
-        if status < 0:
-            with suppress(ValueError):
-                how = signal.Signals(-status).name
-        return f"its process ended with {how}" + (f": {last}" if last and status > 0 else "")
+        if status >= 0:
+            return f"its process ended with exit status {status}" + (f": {last}" if last else ""), True
+        with suppress(ValueError):
+            return f"its process ended with {signal.Signals(-status).name}", -status not in CRASHES
+        return f"its process ended with signal {-status}", True
 
 
 def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Callable[[], None] = lambda: None) -> None:
@@ -195,6 +220,8 @@ def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Cal
 _prover = Prover()
 _lock = threading.Lock()
 _announced: set[Card] = set()
+_unable: dict[Card, str] = {}
+"""Cards on which no process could prove anything, and why: it is not tried again."""
 atexit.register(_prover.end)
 
 
@@ -214,6 +241,8 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
     with _lock, proofs.one_prover():
         if proofs.verdict_of(unproven.key) is not None:  # another process proved it meanwhile
             return
+        if card in _unable:
+            raise NoProof(f"{unproven}: {_unable[card]}; {proofs.VARIABLE}=0 uses it without the test")
         if card not in _announced:
             _announced.add(card)
             print(
@@ -225,25 +254,30 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
         outcome = _outcome(plan, device, key)
         names = ", ".join(dict.fromkeys(outcome.loaded.values())) or plan
         print(f"  {names}: {outcome.problem or 'right'} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
-    _judge(outcome, unproven)
+        if outcome.passing and not outcome.loaded:
+            _unable[card] = outcome.problem
+        _judge(outcome, unproven)
 
 
 def prove_anew(plan: str, device: torch.device, key: Sequence[Any], card: Card) -> tuple[str, dict[str, str]]:
     """Prove the kernels of a plan whatever is known of them, and keep the verdicts.
 
     Returns:
-        Why it failed, empty if all results were right; and the kernels' names by the keys of their verdicts.
+        Why it failed, empty if all results were right; and the names of its kernels by the keys of their verdicts.
     """
     with _lock, proofs.one_prover():
         outcome = _outcome(plan, device, key)
-    if not outcome.passing:
-        _keep(outcome, outcome.loaded, card)
+        if not outcome.passing:
+            _keep(outcome, card)
     return outcome.problem, outcome.loaded
 
 
 def _outcome(plan: str, device: torch.device, key: Sequence[Any]) -> Outcome:
     """Of a plan's proof; one that hangs is tried again with barriers that trap, for the message."""
-    request = {"plan": plan, "device": str(device), "key": encoded(key)}
+    try:
+        request = {"plan": plan, "device": str(device), "key": encoded(key)}
+    except TypeError as error:
+        return Outcome(str(error), passing=True)
     outcome = _prover.outcome(request)
     if outcome.hung:
         with_traps = Prover(TRAPS)
@@ -260,31 +294,39 @@ def _judge(outcome: Outcome, unproven: Unproven) -> None:
         Refused, NoProof: see :func:`prove`.
     """
     card = unproven.card
-    new = {key: kernel for key, kernel in outcome.loaded.items() if proofs.verdict_of(key) is None}
+    if outcome.problem:
+        for key in outcome.loaded:
+            known = proofs.verdict_of(key)
+            if known is not None and not known.proven:
+                raise refusal(known)
+        if outcome.passing:
+            raise NoProof(f"{unproven}: {outcome.problem}; {proofs.VARIABLE}=0 uses it without the test")
+    kept = _keep(outcome, card)
     if not outcome.problem:
-        _keep(outcome, new, card)
-        if unproven.key not in outcome.loaded:
+        if unproven.key not in outcome.started:
             raise NoProof(f"{unproven}, and no test starts it")
-        return
-    for key in outcome.loaded:
-        known = proofs.verdict_of(key)
-        if known is not None and not known.proven:
-            raise refusal(known)
-    if outcome.passing:
-        raise NoProof(f"{unproven}: {outcome.problem}; {proofs.VARIABLE}=0 uses it without the test")
-    refused = _keep(outcome, new, card)
-    if not refused:  # all that ran had been proven before
-        raise Refused(f"{outcome.kernel} is not used on {card} for this plan: {outcome.problem}")
-    raise refusal(refused[-1])
+    else:
+        raise refusal(kept[-1])
 
 
-def _keep(outcome: Outcome, kernels: Mapping[str, str], card: Card) -> list[Verdict]:
-    """Keep the verdicts on ``kernels``: of a proof that failed, on those that may have made it fail."""
+def _keep(outcome: Outcome, card: Card) -> list[Verdict]:
+    """Keep the verdicts on the kernels that were started; one that was refused stays refused.
+
+    A proof that failed is of the kernel that was started last, or, where results were wrong, of all that had not been
+    proven before; if there is none, of all.
+    """
+    known = {key: proofs.verdict_of(key) for key in outcome.started}
+    new = [key for key, verdict in known.items() if verdict is None]
+    meant = new
+    if outcome.problem:
+        meant = (new or [*known]) if outcome.wrong else [outcome.culprit]
     verdicts = []
-    for key, kernel in kernels.items():
-        if not outcome.problem or outcome.wrong or kernel == outcome.kernel:
-            verdicts.append(Verdict(kernel, card.name, card.driver, not outcome.problem, outcome.problem))
-            proofs.keep(key, verdicts[-1])
+    for key in meant:
+        before = known[key]
+        if before is None or before.proven:
+            verdict = Verdict(outcome.loaded[key], card.name, card.driver, not outcome.problem, outcome.problem)
+            proofs.keep(key, verdict)
+            verdicts.append(verdict)
     return verdicts
 
 
@@ -301,8 +343,10 @@ def encoded(value: Any) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (tuple, list)):
         return [encoded(each) for each in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, Real):  # NumPy's, too
+        return float(value)
     raise TypeError(f"a plan's key holds {value!r}")
 
 

@@ -38,14 +38,17 @@ class Saying:
     def __init__(self, say: Say) -> None:
         self._say = say
 
+    def compiling(self, kernel: Kernel) -> None:
+        self._say("compiling", kernel=kernel.name)
+
     def loading(self, kernel: Kernel, key: str) -> None:
         self._say("loading", kernel=kernel.name, key=key)
         verdict = proofs.verdict_of(key)
         if verdict is not None and not verdict.proven:
             raise proofs.refusal(verdict)
 
-    def starting(self, kernel: Kernel) -> None:
-        self._say("starting", kernel=kernel.name)
+    def starting(self, kernel: Kernel, key: str) -> None:
+        self._say("starting", kernel=kernel.name, key=key)
 
 
 def serve(say: Say, idle: float = IDLE) -> None:
@@ -105,9 +108,13 @@ def answer(request: dict[str, Any], say: Say) -> bool:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the error says that the card is full or busy, which is no kernel's fault."""
+    """Whether the error is no kernel's fault: the card, the memory or the disk is full or busy, or a case has a defect.
+
+    Errors of a kernel are torch's and the driver's, which are ``RuntimeError``.
+    """
     words = "out of memory", "busy or unavailable", "CUDA_ERROR_OUT_OF_MEMORY"
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+    is_a_kernels = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+    return not is_a_kernels or any(word in str(error) for word in words)
 
 
 def speaker() -> Say:

@@ -2,13 +2,14 @@
 
 A plan's key says dtypes, options and how tensors are aligned. Its cases have tensors that are aligned alike, of other
 sizes, so that they start the same machine code. Rows of a norm are as long as the plan's, since its kernels depend on
-that.
+that. What machine code does not depend on, as masks, margins, or whether a scale is given, is varied by the cases and
+not taken from the key: another plan that starts the same code asks for no proof.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from lightning_fp8.proofs.casts import (
 )
 from lightning_fp8.proofs.drawing import every_code, like, sample, values
 from lightning_fp8.proofs.products import check_product
+from lightning_fp8.scaled import Cast
 
 RESIDUE = 16
 """Sizes of a case are those of the plan modulo this: no kernel is compiled for more of them."""
@@ -74,39 +76,53 @@ def _waves(device: str, blocks_per_multiprocessor: int = 4) -> int:
     return 2 * blocks_per_multiprocessor * launch.multiprocessors(torch.device(device)) + 1
 
 
-def _sized(check: Callable[[int, int, str], None], columns: int) -> Iterator[Case]:
-    """Cases of tensors in tiles of 128 × 128; ``check`` takes rows, columns and a device."""
+def _sized(check: Callable[..., None], columns: int) -> Iterator[Case]:
+    """Cases of tensors in tiles of 128 × 128; ``check`` takes rows, columns and a device, and options.
+
+    The ragged one has rows that lie apart, and end within the padding of codes.
+    """
     rest = columns % RESIDUE
     yield Case("small", partial(check, 128, 128 + rest))
-    yield Case("ragged", partial(check, 140, 272 + rest))
+    yield Case("ragged", partial(check, 140, 272 + (rest or 8), gap=2 * RESIDUE))
+    yield Case("not finite", partial(check, 140, 272 + rest, special=True))
     yield Case("waves", lambda device: check(-(-_waves(device) // 9) * 128 + 5, 1040 + rest, device))
+
+
+def _with_special(x: Tensor) -> Tensor:
+    """``x`` with NaN and both infinities, in different rows and columns."""
+    x[5, 7], x[77, 130], x[100, 3] = torch.nan, torch.inf, -torch.inf
+    return x
 
 
 # --- Casts ------------------------------------------------------------------------------------------------------------
 
 
 def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact: bool, device: str) -> None:
-    """With a given scale, and with 0 where that may be given."""
-    scales = (3.7,) if variant.scale_is_known else (3.7, 0.0) if variant.has_scale else (None,)
-    amax = 0.25 if variant.has_amax else None
-    for scale in scales:
-        check_cast(
-            op, inputs, variant.cast, device, scale=scale, amax=amax, count=variant.has_overflow_counts, exact=exact
-        )
+    """In all ways in which a scale may be known. Amaxes are collected for given scales only."""
+    cast, amax = variant.cast, 0.25 if variant.has_amax else None
+    own = replace(cast, scale_is_nonzero=False)
+    ways: list[tuple[Cast, float | None]] = []
+    if cast.layout.has_one_scale:
+        ways += [(own, 0.0), (replace(cast, scale_is_nonzero=True), 3.7)]
+    if not variant.has_amax:
+        ways += [(replace(own, power_2_scale=power_2, amax_epsilon=power_2 / 2), None) for power_2 in (False, True)]
+    for way, scale in ways:
+        check_cast(op, inputs, way, device, scale=scale, amax=amax, count=variant.has_overflow_counts, exact=exact)
 
 
 def _quantize(x_key: PlainKey, variant_key: Any) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        x = like(x_key, sample(rows, columns, x_key[0]))
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        x = sample(rows, columns, x_key[0])
+        x = like(x_key, _with_special(x) if special else x, gap)
         _check_variant(quantize_op, (x,), variant_of(variant_key), True, device)
 
     return _sized(check, x_key[1][-1])
 
 
 def _activation(x_key: PlainKey, variant_key: Any, activation: str) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        wide = 2 * columns if is_gated(activation) else columns
-        x = like(x_key, values(rows, wide, x_key[0], spread=2.0))
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        x = values(rows, 2 * columns if is_gated(activation) else columns, x_key[0], spread=2.0)
+        x = like(x_key, _with_special(x) if special else x, gap)
         exact = _has_one_order(activation)
         _check_variant(activation_quantize_op, (x, activation), variant_of(variant_key), exact, device)
 
@@ -116,10 +132,10 @@ def _activation(x_key: PlainKey, variant_key: Any, activation: str) -> Iterator[
 def _activation_backward(
     x_key: PlainKey, dy_key: PlainKey, activation: str, bias_dtype: torch.dtype | None, variant_key: Any
 ) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        wide = 2 * columns if is_gated(activation) else columns
-        x = like(x_key, values(rows, wide, x_key[0], spread=2.0))
-        dy = like(dy_key, values(rows, columns, dy_key[0], seed=1))
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        x = like(x_key, values(rows, 2 * columns if is_gated(activation) else columns, x_key[0], spread=2.0), gap)
+        dy = values(rows, columns, dy_key[0], seed=1)
+        dy = like(dy_key, _with_special(dy) if special else dy, gap)
         inputs = dy, x, activation, bias_dtype
         variant, exact = variant_of(variant_key), _has_one_order(activation)
         _check_variant(activation_backward_quantize_op, inputs, variant, exact, device)
@@ -128,9 +144,10 @@ def _activation_backward(
 
 
 def _gated(op: Op, keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        drawn = (values(rows, columns, key[0], seed=seed, spread=2.0) for seed, key in enumerate(keys))
-        inputs = *map(like, keys, drawn), activation
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        first, *others = (values(rows, columns, key[0], seed=seed, spread=2.0) for seed, key in enumerate(keys))
+        drawn = _with_special(first) if special else first, *others
+        inputs = *(like(key, x, gap) for key, x in zip(keys, drawn)), activation
         _check_variant(op, inputs, variant_of(variant_key), activation == "relu", device)
 
     return _sized(check, keys[0][1][-1])
@@ -142,30 +159,32 @@ def _has_one_order(activation: str) -> bool:
 
 
 def _quantize_columns(x_key: PlainKey, dtype: torch.dtype) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        check_quantize_columns(like(x_key, sample(rows, columns, x_key[0])), dtype, device)
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        x = sample(rows, columns, x_key[0])
+        check_quantize_columns(like(x_key, _with_special(x) if special else x, gap), dtype, device)
 
     return _sized(check, x_key[1][-1])
 
 
 def _transpose(key: PlainKey) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
-        check_transpose(like(key, every_code(rows, columns, key[0])), device)
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        check_transpose(like(key, every_code(rows, columns, key[0]), gap), device)
 
     return _sized(check, key[1][-1])
 
 
 def _observe(x_key: PlainKey) -> Iterator[Case]:
-    def check(rows: int, columns: int, device: str) -> None:
+    def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
+        x = sample(rows, columns, x_key[0])
         for amax in (0.25, 1e30):
-            check_observe(like(x_key, sample(rows, columns, x_key[0])), amax, device)
+            check_observe(like(x_key, _with_special(x) if special else x, gap), amax, device)
 
     return _sized(check, x_key[1][-1])
 
 
 def _update_scales(shape: tuple[int, int], margin: float, algorithm: str) -> Iterator[Case]:
-    for name, length, n in (("small", 16, 5), ("ragged", 1024, 70), ("waves", 257, 40_009)):
-        yield Case(name, partial(check_update_scales, length, n, margin=margin, algorithm=algorithm))
+    for name, length, n, digits in (("small", 16, 5, 0.0), ("ragged", 1024, 70, 1.0), ("waves", 257, 40_009, 0.0)):
+        yield Case(name, partial(check_update_scales, length, n, margin=digits, algorithm=algorithm))
 
 
 # --- Norms ------------------------------------------------------------------------------------------------------------
@@ -174,13 +193,18 @@ MOST_ELEMENTS = 2**23
 """Of a norm's case: what its specification computes in some tenths of a second."""
 
 
-def _of_rows(check: Callable[[int, str], None], columns: int) -> Iterator[Case]:
-    """Cases of so long rows; ``check`` takes how many, and a device."""
-    yield Case("small", partial(check, 5))
-    yield Case("ragged", partial(check, 53))
+def _of_rows(check: Callable[..., None], columns: int, formula: Norm) -> Iterator[Case]:
+    """Cases of so long rows; ``check`` takes how many, a formula, a device, and options.
+
+    The formulas differ in what kernels take as parameters: epsilon, and whether the weight holds gamma - 1.
+    """
+    one, other = formula._replace(eps=1e-5, zero_centered=False), formula._replace(eps=1e-2, zero_centered=True)
+    yield Case("small", partial(check, 5, one))
+    yield Case("ragged", partial(check, 53, other, gap=2 * RESIDUE))
+    yield Case("not finite", partial(check, 53, one, special=True))
 
     def waves(device: str) -> None:
-        check(min(16 * _waves(device), max(_waves(device), MOST_ELEMENTS // columns)) + 7, device)
+        check(min(16 * _waves(device), max(_waves(device), MOST_ELEMENTS // columns)) + 7, one, device)
 
     yield Case("waves", waves)
 
@@ -196,29 +220,53 @@ def _norm(
     x_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, has_bias: bool, norm: tuple[Any, ...],
     variant_key: Any,
 ) -> Iterator[Case]:  # fmt: skip
-    columns, formula = x_key[1][1], Norm(*norm)
+    columns, variant = x_key[1][1], variant_of(variant_key)
+    cast = variant.cast
+    one_read = cast.layout.has_one_scale and not variant.has_overflow_counts and (
+        cast.columnwise != cast.rowwise or variant.scale_is_known
+    )  # fmt: skip
 
-    def check(rows: int, device: str) -> None:
-        x = like(x_key, values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0))
+    def check(rows: int, formula: Norm, device: str, gap: int = 0, special: bool = False) -> None:
+        x = values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0)
+        if special:
+            x[5, 7 % columns] = torch.nan
         parameters = _parameters(columns, weight_dtype, misalignment, has_bias)
-        _check_variant(norm_quantize_op, (x, *parameters, formula), variant_of(variant_key), False, device)
+        inputs = like(x_key, x, gap), *parameters, formula
+        if one_read:  # by a kernel of its own, which another way of knowing the scale may not start
+            _check_as_given(norm_quantize_op, inputs, variant, device)
+        else:
+            _check_variant(norm_quantize_op, inputs, variant, False, device)
 
-    return _of_rows(check, columns)
+    return _of_rows(check, columns, Norm(*norm))
+
+
+def _check_as_given(op: Op, inputs: tuple[Any, ...], variant: CastVariant, device: str) -> None:
+    """In the ways in which a scale may be known to a plan."""
+    cast, amax = variant.cast, 0.25 if variant.has_amax else None
+    ways: list[tuple[Cast, float | None]] = [(cast, 3.7)]
+    if not variant.scale_is_known:
+        ways = [(cast, 0.0), (cast, 3.7)]
+        if not variant.has_amax:
+            ways += [(replace(cast, power_2_scale=power_2), None) for power_2 in (False, True)]
+    for way, scale in ways:
+        check_cast(op, inputs, way, device, scale=scale, amax=amax, count=variant.has_overflow_counts)
 
 
 def _norm_backward(
     x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, norm: tuple[Any, ...],
     bias_gradient: bool,
 ) -> Iterator[Case]:  # fmt: skip
-    columns, formula = x_key[1][1], Norm(*norm)
+    columns = x_key[1][1]
 
-    def check(rows: int, device: str) -> None:
-        x = like(x_key, values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0))
-        dy = like(dy_key, values(rows, columns, dy_key[0], seed=3))
+    def check(rows: int, formula: Norm, device: str, gap: int = 0, special: bool = False) -> None:
+        x = like(x_key, values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0), gap)
+        dy = values(rows, columns, dy_key[0], seed=3)
+        if special:
+            dy[5, 7 % columns] = torch.nan
         weight, _ = _parameters(columns, weight_dtype, misalignment, False)
-        check_norm_backward(dy, x, weight, formula, bias_gradient, device)
+        check_norm_backward(like(dy_key, dy, gap), x, weight, formula, bias_gradient, device)
 
-    return _of_rows(check, columns)
+    return _of_rows(check, columns, Norm(*norm))
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------
@@ -233,7 +281,9 @@ def _gemm(
     (m, k), n = a_key[1], b_key[1][0]
     rest_m, rest_n, rest_k = m % RESIDUE, n % RESIDUE, k % RESIDUE
 
-    def check(shape: Callable[[KernelConfig, str], tuple[int, int, int]], exact: bool, device: str) -> None:
+    def check(
+        shape: Callable[[KernelConfig, str], tuple[int, int, int]], exact: bool, device: str, gap: int = 0
+    ) -> None:
         where = torch.device(device)
         of_a = GemmOperand.from_key(gemm.layout_a, a_key, where)
         of_b = GemmOperand.from_key(gemm.layout_b, b_key, where)
@@ -253,7 +303,7 @@ def _gemm(
         check_product(
             (gemm.layout_a, gemm.layout_b), shape(config, device), device, multiply=multiply,
             formats=(a_key[0], b_key[0]), out=gemm.out_dtype, bias=None if bias_key is None else bias_key[0],
-            accumulate=out_key is not None, fast=gemm.fast_accum, amax=has_amax, exact=exact,
+            accumulate=out_key is not None, fast=gemm.fast_accum, amax=has_amax, exact=exact, gap=gap,
         )  # fmt: skip
 
     def waves(config: KernelConfig, device: str) -> tuple[int, int, int]:
@@ -262,7 +312,7 @@ def _gemm(
         return side * rows + rest_m, side * columns + RESIDUE + rest_n, 272 + rest_k
 
     yield Case("small", partial(check, lambda *_: (16 + rest_m, 16 + rest_n, 16 + rest_k), True))
-    yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True))
+    yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True, gap=2 * RESIDUE))
     yield Case("not exact", partial(check, lambda *_: (144 + rest_m, 272 + rest_n, 656 + rest_k), False))
     yield Case("waves", partial(check, waves, True))
 
@@ -293,26 +343,37 @@ Shifts = tuple[int, int, int, int]
 
 
 def _problems(
-    call_key: Any, heads: tuple[int, int], dtype: torch.dtype, channels: int, shifted: Shifts
+    call_key: Any, dtype: torch.dtype, channels: int, shifted: Shifts, lengths_come: bool = True
 ) -> Iterator[tuple[str, Callable[[str], Problem]]]:
-    """Problems of few lengths by their names, as functions of a device."""
-    (qkv_format, left, right, bottom_right, centered, _), _, sequences = call_key
-    band = Band(left and 40, right and 20, bottom_right)
-    few = (2, 1) if heads[0] > heads[1] else (2, 2)
+    """Problems by their names, as functions of a device: all masks, groups, formats and ways to give lengths.
 
-    def problem(lengths: tuple[tuple[int, int], ...], heads: tuple[int, int], **more: Any) -> Problem:
-        # One sequence alone needs no lengths, but in `thd`.
-        uniform = len(lengths) == 1 and sequences is None
-        return Problem(
-            qkv_format, lengths, heads, channels, band, uniform=uniform, centered=centered, dtype=dtype,
-            shifted=shifted, **more,
-        )  # fmt: skip
+    Machine code is the same for all of them. ``lengths_come``: with the call; else those of tensors.
+    """
+    centered = call_key[0][4]
+    common: dict[str, Any] = {"channels": channels, "centered": centered, "dtype": dtype, "shifted": shifted}
+    problems = {
+        "small": Problem("bshd", ((128, 128),), heads=(2, 2), uniform=True, **common),
+        "causal": Problem("bshd", ((140, 300),), heads=(4, 1), band=CAUSAL, uniform=True, scale=0.03, **common),
+        "window": Problem("bshd", ((260, 260),), heads=(2, 1), band=Band(40, 20), uniform=True, **common),
+    }  # fmt: skip
+    if lengths_come:
+        lengths = (1, 60), (130, 3), (0, 5), (140, 300)
+        problems["lengths"] = Problem(
+            "thd", lengths, heads=(2, 1), band=Band(right=0), tail=140, shared=True, longest_query=140, **common
+        )
+        problems["padded"] = Problem("sbhd", ((140, 20), (60, 130)), heads=(2, 2), tail=2, **common)
+    for name, problem in problems.items():
+        yield name, partial(_same, problem)
+    yield "waves", lambda device: Problem(
+        "bshd", ((260, 260),), heads=(_waves(device, 1) // 2 + 1,) * 2, uniform=True, **common
+    )  # fmt: skip
 
-    ragged = (1, 60), (130, 3), (0, 5), (140, 300)
-    whole = ((128, 128),) if sequences is None else ((128, 128), (128, 128))
-    yield "small", lambda device: problem(whole, few)
-    yield "ragged", lambda device: problem(((140, 300),) if sequences is None else ragged, few)
-    yield "waves", lambda device: problem(((260, 260),), (_waves(device, 1) // 2 + 1,) * 2)
+
+CAUSAL = Band(right=0, bottom_right=True)
+
+
+def _same(problem: Problem, device: str) -> Problem:
+    return problem
 
 
 def _shift(key: PlainKey) -> int:
@@ -322,18 +383,18 @@ def _shift(key: PlainKey) -> int:
 
 
 def _attention_forward(q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: Any) -> Iterator[Case]:
-    heads, shifted = (q_key[1][-2], k_key[1][-2]), (_shift(q_key), _shift(k_key), _shift(v_key), 0)
-    return _attention(attention.check_forward, _problems(call_key, heads, q_key[0], q_key[1][-1], shifted))
+    shifted = _shift(q_key), _shift(k_key), _shift(v_key), 0
+    return _attention(attention.check_forward, _problems(call_key, q_key[0], q_key[1][-1], shifted))
 
 
 def _attention_backward(do_key: PlainKey, heads: int, key_rows: int, call_key: Any) -> Iterator[Case]:
-    of_both, shifted = (do_key[1][-2], heads), (0, 0, 0, _shift(do_key))
-    return _attention(attention.check_backward, _problems(call_key, of_both, do_key[0], do_key[1][-1], shifted))
+    problems = _problems(call_key, do_key[0], do_key[1][-1], (0, 0, 0, _shift(do_key)))
+    return _attention(attention.check_backward, problems)
 
 
 def _attention_forward_of_codes(q_key: PlainKey, heads: int, key_rows: int, call_key: Any) -> Iterator[Case]:
-    of_both, shifted = (q_key[1][-2], heads), (_shift(q_key), 0, 0, 0)
-    return _attention(attention.check_forward_of_codes, _problems(call_key, of_both, q_key[0], q_key[1][-1], shifted))
+    problems = _problems(call_key, q_key[0], q_key[1][-1], (_shift(q_key), 0, 0, 0), lengths_come=False)
+    return _attention(attention.check_forward_of_codes, problems)
 
 
 def _attention(

@@ -81,7 +81,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     else:
         a, b = actual.float(), expected.float()
         require(torch.equal(a.isnan(), b.isnan()), f"{what}: NaN elsewhere")
-        a, b = a.nan_to_num(nan=0.0).view(torch.int32), b.nan_to_num(nan=0.0).view(torch.int32)
+        a, b = (x.masked_fill(x.isnan(), 0.0).view(torch.int32) for x in (a, b))
     wrong = (a != b).nonzero()
     if len(wrong):
         raise WrongResult(f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}")
@@ -124,7 +124,8 @@ def _steps(codes: Tensor) -> Tensor:
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
     """Equal but for the order of a sum and the last rounding."""
     relative = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[expected.dtype]
-    absolute = 2e-5 * float(expected.float().abs().max()) if expected.numel() else 0.0
+    largest = expected.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max() if expected.numel() else 0.0
+    absolute = 2e-5 * float(largest)
     assert_within(actual, expected, relative, absolute, what)
 
 

@@ -46,19 +46,38 @@ def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
     return x * sizes.repeat_interleave(128, 1)[:, :columns]
 
 
-def like(key: PlainKey, x: Tensor) -> Tensor:
+def like(key: PlainKey, x: Tensor, gap: int = 0) -> Tensor:
     """``x [rows, columns]``, or ``[columns]``, in memory that is aligned as that of a tensor of this key.
 
     The first element is as far behind a multiple of 16 bytes, and rows begin at such distances. ``x`` has the key's
     dtype; its rows and columns may be others.
+
+    Args:
+        gap: more elements between its rows, a multiple of 16.
     """
     dtype, _, strides, misalignment = key
     item = dtype.itemsize
     if x.dim() == 1:
         return _laid_out(x, (1,), misalignment // item, "cpu")
     columns = x.shape[1]
-    stride = columns + (strides[0] - columns) % ALIGNMENT if x.shape[0] > 1 else columns
+    stride = columns + gap + (strides[0] - columns) % ALIGNMENT if x.shape[0] > 1 else columns
     return _laid_out(x, (stride, 1), misalignment // item, "cpu")
+
+
+def apart(x: Tensor, gap: int) -> Tensor:
+    """``x [rows, columns]`` with ``gap`` more elements between its rows."""
+    rows = x.new_zeros(x.shape[0], x.stride(0) + gap)[:, : x.shape[1]]
+    return rows.copy_(x)
+
+
+def sizes_of_blocks(rows: int, columns: int, seed: int, block: tuple[int | None, int | None]) -> Tensor:
+    """Powers of two from 1 to 8 ``[rows, columns]``: for each block of scales another; one for all of a tensor."""
+    generator = torch.Generator().manual_seed(rows + columns + seed)
+    num = (1 if side is None else -(-length // side) for length, side in zip((rows, columns), block))
+    sizes = torch.exp2(torch.randint(0, 4, tuple(num), generator=generator).float())
+    for dim, (length, side) in enumerate(zip((rows, columns), block)):
+        sizes = sizes.repeat_interleave(side or length, dim).narrow(dim, 0, length)
+    return sizes
 
 
 def moved(x: Any, device: str) -> Any:

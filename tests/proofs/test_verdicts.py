@@ -112,6 +112,28 @@ def test_a_damaged_verdict_counts_as_none(change: Any, folder: Path) -> None:
     require(KERNEL, CARD, CODE)
 
 
+def test_other_sources_are_another_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what starts kernels, and of the cases that prove them."""
+    file = tmp_path / "cases.py"
+    file.write_text("1")
+    monkeypatch.setattr(proofs, "SOURCES", [tmp_path])
+    before = key_of(CARD, CODE)
+    proofs._hash_of.cache_clear()
+    assert key_of(CARD, CODE) == before
+    file.write_text("2")
+    proofs._hash_of.cache_clear()
+    assert key_of(CARD, CODE) != before
+    proofs._hash_of.cache_clear()
+
+
+def test_a_refusal_counts_more_than_the_authors_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_proven_by_authors", lambda: frozenset({KEY}))
+    proofs.keep(KEY, verdict(False, "not here"))
+    proofs.forget()
+    with pytest.raises(Refused, match="not here"):
+        require(KERNEL, CARD, CODE)
+
+
 def test_the_variable_skips_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(proofs.VARIABLE, "0")
     require(KERNEL, CARD, CODE)
@@ -162,11 +184,13 @@ def answering(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, Any], then: str
     monkeypatch.setattr(proving, "COMMAND", (sys.executable, "-c", code))
     monkeypatch.setattr(proving, "SECONDS", dict.fromkeys(proving.SECONDS, 20.0) | {"starting": 1.0})
     proving._prover.end()
+    proving._unable.clear()
 
 
 LOADING = {"what": "loading", "kernel": KERNEL.name, "key": KEY}
 OTHER = {"what": "loading", "kernel": "another", "key": key_of(CARD, b"other code")}
-STARTING = {"what": "starting", "kernel": KERNEL.name}
+STARTING = {"what": "starting", "kernel": KERNEL.name, "key": KEY}
+STARTING_OTHER = STARTING | {"kernel": "another", "key": OTHER["key"]}
 FAILED = {"what": "failed", "problem": "so it is", "wrong": False, "passing": False, "goes_on": False}
 
 
@@ -182,7 +206,7 @@ def known() -> dict[str, tuple[bool, str]]:
 
 
 def test_all_kernels_of_a_plan_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, LOADING, OTHER, STARTING, {"what": "proven"})
+    answering(monkeypatch, LOADING, OTHER, STARTING_OTHER, STARTING, {"what": "proven"})
     prove()
     assert known() == {KERNEL.name: (True, ""), "another": (True, "")}
 
@@ -190,14 +214,15 @@ def test_all_kernels_of_a_plan_are_proven(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_results_refuse_all_that_may_have_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs.keep(OTHER["key"], Verdict("another", "", "", True))
     third = {"what": "loading", "kernel": "third", "key": key_of(CARD, b"third code")}
-    answering(monkeypatch, OTHER, LOADING, third, STARTING, FAILED | {"wrong": True})
+    third_starts = STARTING | {"kernel": "third", "key": third["key"]}
+    answering(monkeypatch, OTHER, LOADING, third, STARTING_OTHER, STARTING, third_starts, FAILED | {"wrong": True})
     with pytest.raises(Refused, match="so it is"):
         prove()
     assert known() == {"another": (True, ""), KERNEL.name: (False, "so it is"), "third": (False, "so it is")}
 
 
 def test_an_error_refuses_the_kernel_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, OTHER, {**STARTING, "kernel": "another"}, LOADING, STARTING, FAILED)
+    answering(monkeypatch, OTHER, STARTING_OTHER, LOADING, STARTING, FAILED)
     with pytest.raises(Refused, match=r"^amax\(.* so it is"):
         prove()
     assert known() == {KERNEL.name: (False, "so it is")}
@@ -216,7 +241,6 @@ def test_a_kernel_that_was_refused_before_refuses_the_plan(monkeypatch: pytest.M
     [
         ((LOADING, STARTING), "time.sleep(60)", "it still ran after 1 s"),
         ((LOADING, STARTING), "os.kill(os.getpid(), 11)", "its process ended with SIGSEGV"),
-        ((LOADING, STARTING), "sys.exit('no more')", "its process ended with exit status 1: no more"),
     ],
 )
 def test_a_kernel_that_ends_or_stops_its_process(
@@ -236,6 +260,9 @@ def test_a_kernel_that_ends_or_stops_its_process(
         ((LOADING, STARTING, FAILED | {"passing": True}), "sys.stdin.read()"),
         ((), "sys.exit('no CUDA')"),
         ((LOADING,), "sys.exit('a compiler crashed')"),
+        ((LOADING, STARTING), "sys.exit('no more')"),
+        ((LOADING, STARTING), "os.kill(os.getpid(), 15)"),
+        ((LOADING, STARTING), "os.kill(os.getpid(), 9)"),
         ((OTHER, {"what": "proven"}), "sys.stdin.read()"),
     ],
 )
@@ -249,8 +276,68 @@ def test_what_is_not_a_kernels_fault_is_not_kept(lines: Any, then: str, monkeypa
 def test_without_a_process_nothing_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proving, "COMMAND", ("/no/such/program",))
     proving._prover.end()
+    proving._unable.clear()
     with pytest.raises(NoProof, match="no process can be started for it .*LIGHTNING_FP8_PROVE=0"):
         prove()
+
+
+def test_wrong_results_of_proven_kernels_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them computes them; a proof in the same process does not overwrite that."""
+    proofs.keep(OTHER["key"], Verdict("another", "", "", True))
+    answering(monkeypatch, OTHER, STARTING_OTHER, FAILED | {"wrong": True})
+    assert proving.prove_anew("quantize", torch.device("cpu"), (), CARD)[0] == "so it is"
+    assert known() == {"another": (False, "so it is")}
+    answering(monkeypatch, OTHER, STARTING_OTHER, {"what": "proven"})
+    assert not proving.prove_anew("quantize", torch.device("cpu"), (), CARD)[0]
+    assert known() == {"another": (False, "so it is")}
+    proving._prover.end()
+
+
+def test_a_kernel_that_no_case_starts_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, LOADING, OTHER, STARTING_OTHER, {"what": "proven"})
+    with pytest.raises(NoProof, match="no test starts it"):
+        prove()
+    assert known() == {"another": (True, "")}
+
+
+def test_a_process_that_ended_while_it_was_asked_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ended once"
+    ends = f"import os, sys\nif not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); sys.exit()\n"
+    answering(monkeypatch, LOADING, STARTING, {"what": "proven"})
+    program, option, code = proving.COMMAND
+    monkeypatch.setattr(proving, "COMMAND", (program, option, ends + code))
+    prove()
+    assert known() == {KERNEL.name: (True, "")}
+
+
+def test_what_no_process_can_prove_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, then="sys.exit('no CUDA')")
+    with pytest.raises(NoProof, match="no CUDA"):
+        prove()
+    monkeypatch.setattr(proving, "COMMAND", ("/no/such/program",))
+    with pytest.raises(NoProof, match="no CUDA"):
+        prove()
+    proving._unable.clear()
+
+
+def test_a_plan_of_several_kernels_asks_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second kernel of a plan may be unproven though another process has proven the first meanwhile."""
+    proofs.keep(KEY, verdict(True))
+    answering(monkeypatch, LOADING, OTHER, STARTING, STARTING_OTHER, {"what": "proven"})
+    asked = []
+
+    def build() -> Any:
+        for code in (CODE, b"other code"):
+            asked.append(code)
+            require(KERNEL, CARD, code)
+        return len
+
+    proofs.forget()
+    assert plans.proven("quantize", build, torch.device("cpu"), ()) is len
+    assert asked == [CODE, b"other code", CODE, b"other code"]
+    proving._prover.end()
 
 
 def test_a_plan_whose_proof_fails_runs_as_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +369,9 @@ IN = "in its case 'one':"
         (torch.OutOfMemoryError("CUDA out of memory"), {"wrong": False, "passing": True}, False),
         (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), {"passing": True}, False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), {"passing": False}, False),
+        (MemoryError(), {"passing": True}, False),
+        (OSError(28, "No space left on device"), {"passing": True}, False),
+        (TypeError("a defect of the case"), {"passing": True}, False),
     ],
 )  # fmt: skip
 def test_an_answer(error: Exception, said: dict[str, Any], goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
