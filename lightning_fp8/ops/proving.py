@@ -37,6 +37,8 @@ SECONDS = {"starting": 30.0, "loading": 300.0, "case": 60.0, "": 300.0}
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "lightning_fp8.proofs")
 
+THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
 """Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
 
@@ -146,8 +148,10 @@ class Prover:
 
     def _start(self) -> None:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        # The specification runs on all cores, though launchers give each of their processes one.
+        inherited = {name: value for name, value in os.environ.items() if name not in THREADS}
         environment = {
-            **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1",
+            **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1",
             "CUDA_LAUNCH_BLOCKING": "1", **self._variables,
         }  # fmt: skip
         self._lines, self._errors = queue.SimpleQueue(), []
