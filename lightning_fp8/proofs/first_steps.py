@@ -26,7 +26,7 @@ from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch, proofs
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
 from lightning_fp8 import scaling
-from lightning_fp8.formats import float8_of
+from lightning_fp8.formats import FORMATS, float8_of
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize, tensor_amax
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
@@ -37,6 +37,8 @@ from lightning_fp8.scaled import Cast, ScaledTensor
 STEPS = 2
 ROWS = 128
 """Rows of a part that is computed again: a multiple of every block of scales."""
+
+_FLOAT8 = tuple(float8.dtype for float8 in FORMATS.values())
 
 Check = Callable[[Any], Tensor]
 """Whether the results of a call are right: a bool on the device, which nothing waits for."""
@@ -51,7 +53,7 @@ class Look(NamedTuple):
 
     Attributes:
         op: its name.
-        shapes: of its tensors.
+        shapes: of the operands, or of what was cast.
         kernels: the names of those that it was the first to bind; empty where a library or plain torch computed it.
         device: where it ran.
         right: whether its numbers are.
@@ -104,7 +106,8 @@ class FirstSteps:
         return computed
 
     def _look(self, op: str, args: Sequence[Any], kernels: tuple[str, ...], is_right: Callable[[], Tensor]) -> None:
-        shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor) and arg.dim() == 2)
+        operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in _FLOAT8] or args[:1]
+        shapes = tuple(tuple(operand.shape) for operand in operands)
         try:
             self._looks.append(Look(op, shapes, kernels, args[0].device, is_right()))
         except RuntimeError as error:  # of torch, which may have no memory left: no reason to stop
@@ -244,15 +247,14 @@ def _check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None
         layout = cast.layout
         columnwise = cast.columnwise and not layout.has_one_scale_per_row  # which needs whole columns
         expected = _specified(x[part], cast.usage(cast.rowwise, columnwise, True), used)
+        if cast.rowwise or layout.has_one_scale:
+            yield _equal(_scales_of(results.scale_inv, 0, layout.block[0], part), expected.scale_inv)
         if cast.rowwise:
             yield _equal(results.data[part], expected.data)
-            yield _equal(_scales_of(results.scale_inv, 0, layout.block[0], part), expected.scale_inv)
         if columnwise:
             yield _equal(results.data_t[:, part], expected.data_t)
-            if layout.has_one_scale:
-                yield _equal(results.scale_inv, expected.scale_inv)
-            else:
-                yield _equal(_scales_of(results.scale_inv_t, 1, layout.block[1], part), expected.scale_inv_t)
+        if columnwise and not layout.has_one_scale:
+            yield _equal(_scales_of(results.scale_inv_t, 1, layout.block[1], part), expected.scale_inv_t)
 
     def of_columns(results: Outputs, part: slice) -> Iterator[Tensor]:
         expected = _specified(x[:, part], cast.usage(False, True, True), None)
@@ -392,6 +394,5 @@ def _layers_of(shapes: Sequence[tuple[int, ...]], models: Sequence[nn.Module]) -
 
 def _products(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """The shape of a weight's gradient, of the operands' rows."""
-    operands = [shape for shape in shapes if len(shape) == 2]
-    if len(operands) > 1:
-        yield operands[0][0], operands[1][0]
+    if len(shapes) > 1:
+        yield shapes[0][0], shapes[1][0]

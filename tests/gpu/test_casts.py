@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,13 +14,21 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.ops.cast import quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import assert_same, reference_of
 from lightning_fp8.proofs.drawing import sample
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases import fused_cases
-from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, RESULTS, check_quantize, check_quantize_with_scale
+from tests.cuda_kernels.cases.kernel_cases import (
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    RESULTS,
+    check_quantize,
+    check_quantize_with_scale,
+)
 from tests.cuda_kernels.test_cast_kernels import SCALES, every_bf16
 from tests.gpu.graphs import captured
 
@@ -62,6 +71,24 @@ def test_every_bfloat16_scaled_from_itself(layout: Layout) -> None:
 @pytest.mark.parametrize("shape", [(8192, 8192), (4096, 14336), (131_072, 17), (33, 100_001), (1, 1)])
 def test_shapes(layout: Layout, shape: tuple[int, int]) -> None:
     check_quantize(sample(*shape, BF16), E4M3.dtype, layout, "cuda")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_casts_without_kernels_are_compiled_to_the_same_bits(
+    layout: Layout, float8: Float8, dtype: torch.dtype
+) -> None:
+    """What a card runs where a kernel does not: by Triton, the first time after it is compiled, without a wait."""
+    x, cast = sample(260, 1040, dtype), Cast(float8, layout, columnwise=True)
+    on_card = x.cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # that torch.compile fails
+        reference_quantize(on_card, cast, None, None, None)
+        with nothing_waits():
+            actual = reference_quantize(on_card, cast, None, None, None)
+    for name, a, b in zip(RESULTS, actual, reference(x, cast)):
+        assert_same(a, b, name)
 
 
 @LAYOUTS

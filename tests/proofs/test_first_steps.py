@@ -91,6 +91,9 @@ def test_a_given_scale_and_its_amax(known: bool) -> None:
         assert looked_at(quantize_op, (x, cast, torch.tensor(scale), amax, None))
         assert not looked_at(quantize_op, (x, cast, torch.tensor(scale), amax, None), lambda _, amax=amax: amax.mul_(2))
     assert looked_at(quantize_op, (x, Cast(E4M3, Layout.TENSOR, True, 10.0), None, None, None))
+    observing = x, cast.usage(False, False, known), torch.tensor(3.0), torch.tensor(0.5), None
+    assert looked_at(quantize_op, observing)
+    assert not looked_at(quantize_op, observing, lambda made: made.scale_inv.mul_(2))
 
 
 def test_columns_with_given_scales() -> None:
@@ -185,8 +188,8 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FirstSteps
         each.end()
 
 
-def fit(model: Model, **options: Any) -> None:
-    plugin = FP8Precision("delayed", first_last_layers_bf16=False)
+def fit(model: Model, recipe: Any = "delayed", **options: Any) -> None:
+    plugin = FP8Precision(recipe, first_last_layers_bf16=False)
     quiet_trainer(plugins=[plugin], callbacks=[FP8Callback()], max_epochs=1, **options).fit(model)
 
 
@@ -238,7 +241,7 @@ def test_a_product_is_named_with_its_layers(looking: Callable[[], FirstSteps], m
     looking()
     layers = r"such shapes have blocks\.0\.0\.weight, blocks\.0\.2\.weight, blocks\.1\.0\.weight and 3 more"
     with pytest.raises(WrongNumbers, match=rf"scaled_mm of \[8, 32\] by \[48, 32\] by torch\._scaled_mm.*{layers}"):
-        fit(Model())
+        fit(Model(), "rowwise")
 
 
 def test_wrong_numbers_stop_fabric_and_a_bare_optimizer(
