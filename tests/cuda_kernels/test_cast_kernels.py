@@ -26,7 +26,7 @@ from tests.cuda_kernels.cases.kernel_cases import (
 )
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.op_sides import kernels_of, reference_of
-from tests.tiers import covering, every_value, thorough
+from tests.tiers import covering, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
@@ -37,7 +37,6 @@ def test_case(case: Case, emulator: Emulator) -> None:
     assert emulator.launched
 
 
-@every_value
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_the_order_of_threads_changes_nothing(layout: Layout, schedule: str, emulator: Emulator) -> None:

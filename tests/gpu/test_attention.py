@@ -28,6 +28,9 @@ from lightning_fp8.attention.ops.cuda import PLANS
 from lightning_fp8.ops import plans
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32, Case
 from tests.cuda_kernels.run_case import ATTENTION, fits
+from tests.tiers import every_row
+
+pytestmark = every_row
 
 CARD = torch.device("cuda", 0)
 CASES = [case for module in ATTENTION for case in module.CASES]
