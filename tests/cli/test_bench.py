@@ -19,6 +19,7 @@ from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, executing, needs_compilers
 from tests.op_sides import kernels_of
+from tests.tiers import thorough
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,7 @@ def test_the_products_of_a_layer() -> None:
     assert (of_weight.m, of_weight.n, of_weight.k, of_weight.fast) == (48, 32, 16, False)
 
 
+@thorough
 @needs_compilers
 def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here our tile is the fastest."""
