@@ -150,11 +150,16 @@ def processor_seconds() -> float:
     """Of this process and its children so far, those that still run included where Linux counts them."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            try:
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
+    for children in Path("/proc/self/task").glob("*/children"):  # of each thread
+        for child in _read(children).split():
+            fields = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
             seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return seconds
+
+
+def _read(path: Path) -> str:
+    """Nothing where the thread or the process has just ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
