@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers of tests")
     group.addoption("--thorough", action="store_true", help="run every test; by default each thing is tested once")
+    group.addoption("--left-out", action="store_true", help="run what the default run leaves out, and nothing else")
     group.addoption(
         "--budget",
         action="store_true",
@@ -42,11 +44,30 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the thorough run takes, unless that is asked for; what ``file.py::test`` names stays."""
     found = config.stash[tiers.COLLECTED] = tiers.collected(items)
+    if config.getoption("left_out"):
+        config.hook.pytest_deselected(items=found.default)
+        items[:] = found.left_out()
+        return
     if config.getoption("thorough") or config.getoption("markexpr").strip() == "thorough":
         return
     kept = {*found.default, *tiers.named(items, config.args, config.invocation_params.dir)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """What is imported and collected stays: Python's collector does not look for garbage there."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 class Run:

@@ -57,11 +57,10 @@ def test_few_rows_hold_all(rows: list[set[int]], costs: list[float] | None, chos
 
 EXAMPLE = """
 import pytest
-from tests.tiers import covering, every_pair, every_value, thorough
+from tests.tiers import covering, every_pair, every_row, thorough
 
 AXES = [pytest.mark.parametrize(name, values) for name, values in (("a", [1, 2, 3]), ("b", "xy"), ("c", [False, True]))]
 
-@every_value
 @AXES[0]
 @AXES[1]
 @AXES[2]
@@ -72,6 +71,15 @@ def test_values(a, b, c): pass
 @AXES[1]
 @AXES[2]
 def test_pairs(a, b, c): pass
+
+@every_row
+@AXES[0]
+@AXES[2]
+def test_rows(a, c): pass
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@AXES[2]
+def test_one_list(a, b, c): pass
 
 @pytest.mark.parametrize("case", covering(["ax", "ay", "bx"], set))
 def test_cases(case): pass
@@ -89,9 +97,8 @@ def test_slow():
 """
 OTHER = """
 import pytest
-from tests.tiers import every_value, thorough
+from tests.tiers import thorough
 
-@every_value
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b", [1, 2])
 def test_other(a, b): pass
@@ -122,17 +129,21 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@tiers.thorough
 def test_the_default_run(run: Callable[..., Any]) -> None:
     done = run("--budget")
     passed = [line.split()[0].partition("::")[2] for line in done.stdout.splitlines() if " PASSED" in line]
-    of = {name: [each for each in passed if each.startswith(name)] for name in ("test_values", "test_pairs")}
+    names = "test_values", "test_pairs", "test_rows", "test_one_list"
+    of = {name: [each for each in passed if each.startswith(name)] for name in names}
     assert {word for each in of["test_values"] for word in each[12:-1].split("-")} == {*"123xy", "False", "True"}
     assert len(of["test_values"]) == 3
     assert 6 <= len(of["test_pairs"]) <= 8
-    assert passed[len(of["test_values"]) + len(of["test_pairs"]) :] == [
+    assert len(of["test_rows"]) == 3 * 2
+    assert len(of["test_one_list"]) == 4, "what is written as one list is not taken apart"
+    assert passed[sum(map(len, of.values())) :] == [
         "test_cases[ay]", "test_cases[bx]", "test_tuples[a-1]", "test_tuples[b-1]", "test_slow",
     ]  # fmt: skip
-    assert f"{12 + 12 + 3 + 3 + 2 - len(passed)} tests are left to pytest --thorough" in done.stdout
+    assert f"{12 + 12 + 6 + 8 + 3 + 3 + 2 - len(passed)} tests are left to pytest --thorough" in done.stdout
     assert "s; 0.2 s allowed: test_example.py::test_slow" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
@@ -141,7 +152,7 @@ def test_the_default_run(run: Callable[..., Any]) -> None:
 def test_the_thorough_run_and_what_is_named(run: Callable[..., Any]) -> None:
     done = run("--thorough")
     assert done.returncode == pytest.ExitCode.OK, "only --budget fails a slow run"
-    assert "32 passed" in done.stdout
+    assert "46 passed" in done.stdout
     assert "left to" not in done.stdout
 
 
@@ -156,6 +167,7 @@ def test_the_thorough_run_and_what_is_named(run: Callable[..., Any]) -> None:
         # of the other file 2 of 5, as by default
         (("test_example.py::test_thorough", "test_other.py"), 3),
         (("-m", "thorough"), 4),
+        (("--left-out", "test_other.py"), 3),
         (("-m", "not thorough", "test_other.py"), 2),
     ],
 )
@@ -172,7 +184,7 @@ def test_every_value_of_every_parameter_is_met(found: tiers.Collected) -> None:
     kept = tiers.by_function(found.default)
     for name, rows in found.functions().items():
         rows = [row for row in rows if not row.get_closest_marker("thorough")]
-        if rows and rows[0].get_closest_marker("every_value"):
+        if rows:
             assert values(rows) == values(kept[name]), name
         if rows and rows[0].get_closest_marker("every_pair"):
             assert {pair for row in rows for pair in tiers.pairs(row)} == {

@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.tiers import thorough
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -105,6 +107,7 @@ def test_whatever_is_imported_has_a_lower_bound() -> None:
     assert unbounded <= {"build", "pre-commit"}
 
 
+@thorough
 def test_kernels_compile_with_a_numpy_that_has_no_row_stack() -> None:
     """As NumPy 2.5, which Numba 0.68 takes and whose missing name ends numba-cuda 0.30.4."""
     code = """

@@ -1,8 +1,8 @@
 """The default run of the tests covers everything once; ``pytest --thorough`` runs all of them.
 
 Parameters are written once, as stacked ``parametrize``, and what the default run takes of their product is computed:
-:data:`every_value` over them takes few rows that meet every value of every parameter, :data:`every_pair` few that meet
-every pair of values of two parameters. Of a list of cases :func:`covering` takes few that meet what is asked for.
+few rows that together meet every row of every ``parametrize``; with :data:`every_pair` few that meet every pair of rows
+of two, and with :data:`every_row` all. Of a list of cases :func:`covering` takes few that meet what is asked for.
 :data:`thorough` leaves a test, a file or a row to the thorough run. ``test_tiers.py`` asserts what the default run
 meets.
 """
@@ -22,13 +22,13 @@ import pytest
 T = TypeVar("T")
 
 thorough = pytest.mark.thorough
-every_value = pytest.mark.every_value
 every_pair = pytest.mark.every_pair
+every_row = pytest.mark.every_row
 
 MARKERS = (
     "thorough: run by pytest --thorough alone",
-    "every_value: by default, few rows of the product of parameters that meet every value of each",
-    "every_pair: by default, few rows of the product of parameters that meet every pair of values of two",
+    "every_pair: by default, few rows of the product of several parametrize that meet every pair of rows of two",
+    "every_row: by default, too, all rows of the product of several parametrize",
 )
 
 SECONDS_OF_A_TEST, SECONDS_OF_THE_RUN = 10, 600
@@ -68,15 +68,26 @@ def covering(cases: Iterable[T], covered: Callable[[T], Iterable[Hashable]]) -> 
     ]
 
 
-def values(item: pytest.Item) -> set[tuple[str, int]]:
-    """Of each parameter of a test: its name, and which object it is in this row."""
-    callspec = getattr(item, "callspec", None)
-    return set() if callspec is None else {(name, id(value)) for name, value in callspec.params.items()}
+Factor = tuple[tuple[str, int], ...]
+"""What a ``parametrize`` or a fixture with parameters gives a row: its names, and which objects they are there."""
 
 
-def pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
-    """Of values of two parameters; the value itself where there is one parameter."""
-    found = sorted(values(item))
+def factors(item: pytest.Item) -> set[Factor]:
+    """Those of a test."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    names = [_names(mark) for mark in item.iter_markers("parametrize")]
+    fixtures = [(name,) for name in params.keys() - {*itertools.chain(*names)}]
+    return {tuple((name, id(params[name])) for name in each) for each in (*names, *fixtures)}
+
+
+def _names(mark: pytest.Mark) -> tuple[str, ...]:
+    names = mark.args[0]
+    return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
+
+
+def pairs(item: pytest.Item) -> set[tuple[Factor, ...]]:
+    """Of two factors; the factor itself where there is one."""
+    found = sorted(factors(item))
     return {*itertools.combinations(found, min(2, len(found)))}
 
 
@@ -91,6 +102,10 @@ class Collected:
 
     tests: list[pytest.Item]
     default: list[pytest.Item]
+
+    def left_out(self) -> list[pytest.Item]:
+        default = {*self.default}
+        return [item for item in self.tests if item not in default]
 
     def functions(self) -> dict[str, list[pytest.Item]]:
         """The rows of each test function, by its id."""
@@ -111,8 +126,8 @@ def collected(items: Sequence[pytest.Item]) -> Collected:
     """``items``, and what the default run takes of them."""
     left = {item for item in items if item.get_closest_marker("thorough")}
     for rows in by_function(item for item in items if item not in left).values():
-        met = pairs if rows[0].get_closest_marker("every_pair") else values
-        if met is pairs or rows[0].get_closest_marker("every_value"):
+        if not rows[0].get_closest_marker("every_row"):
+            met = pairs if rows[0].get_closest_marker("every_pair") else factors
             chosen = cover([met(row) for row in rows])
             left.update(row for index, row in enumerate(rows) if index not in chosen and met(row))
     return Collected([*items], [item for item in items if item not in left])
@@ -135,11 +150,16 @@ def processor_seconds() -> float:
     """Of this process and its children so far, those that still run included where Linux counts them."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            try:
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
+    for children in Path("/proc/self/task").glob("*/children"):  # of each thread
+        for child in _read(children).split():
+            fields = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
             seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return seconds
+
+
+def _read(path: Path) -> str:
+    """Nothing where the thread or the process has just ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -21,6 +21,7 @@ from cuda_kernels.host.launch import Launch, executing
 from cuda_kernels.host.tensor_maps import Box, map_on
 from lightning_fp8.cli.kernels import noted
 from tests.cuda_kernels.emulated import Emulator, needs_compilers, ptx_of
+from tests.tiers import thorough
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,7 @@ def test_copies_reach_their_place(add: bool) -> None:
     assert (out == float(add)).all()
 
 
+@thorough
 def test_warpgroups_without_turns_wait_for_nobody() -> None:
     """Another kernel with another key: neither is taken for the other."""
     spec = AttentionSpec(64, "bfloat16")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import multiprocessing
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +16,8 @@ from lightning_fp8 import Linear, fp8_state_dict
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.scaled import ATTENTION_ROLES
-from tests.checkpoint.te_writer import VERSIONS, Columns
+from tests.checkpoint.te_writer import VERSIONS, Columns, write_all
 from tests.small import Regression, fp8_trainer, regression_data
-
-ROOT = Path(__file__).parents[2]
-
 
 # Where Transformer Engine keeps each tensor: direction, and column among (input, weight, output) and (grad_output,
 # grad_input) of each GEMM.
@@ -84,10 +79,10 @@ def random_columns(gemms: int, length: int, seed: int) -> Columns:
 
 def te_files(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """What the versions named in ``specs`` would save; see ``tests.checkpoint.te_writer``."""
-    torch.save(specs, folder / "specs.pt")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.checkpoint.te_writer", str(folder / "specs.pt"), str(folder / "files.pt")]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    writer = multiprocessing.get_context("fork").Process(target=write_all, args=(specs, folder / "files.pt"))
+    writer.start()
+    writer.join(120)
+    assert writer.exitcode == 0
     return torch.load(folder / "files.pt", weights_only=True)
 
 

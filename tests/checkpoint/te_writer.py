@@ -1,9 +1,9 @@
-"""Writes FP8 states as each Transformer Engine version does: ``python -m tests.checkpoint.te_writer SPEC OUT``.
+"""Writes FP8 states as each Transformer Engine version does.
 
-A process of its own, because the recipe classes of 2.x must be pickled under their real module's name. SPEC is a
-``torch.save`` of ``{"version", "parameters", "states", "attention"}``: parameters by key, the modules' columns
-``(scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd)`` or None by name, and which of them are attention. OUT is
-the state dict that the version would save.
+In a process of its own, because the recipe classes of 2.x must be pickled under their real module's name. A
+specification is ``{"version", "parameters", "states", "attention"}``: parameters by key, the modules' columns
+``(scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd)`` or None by name, and which of them are attention. What is
+written is the state dict that the version would save.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pickle
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def write(spec: dict[str, Any], recipes: Any) -> dict[str, Any]:
     return state_dict
 
 
-if __name__ == "__main__":
-    specs = torch.load(sys.argv[1], weights_only=True)
-    modules = fake_recipes()
-    torch.save([write(spec, modules) for spec in specs], sys.argv[2])
+def write_all(specs: list[dict[str, Any]], path: Path) -> None:
+    """To be called in a process of its own, in which Transformer Engine seems to be installed from then on."""
+    recipes = fake_recipes()
+    torch.save([write(spec, recipes) for spec in specs], path)

@@ -18,6 +18,7 @@ from lightning_fp8.delayed.update import reduce_and_update
 from tests.checkpoint.te_models import blocks
 from tests.checkpoint.te_writer import VERSIONS
 from tests.small import update_all_scales
+from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 RECIPE = fp8.DelayedScaling(margin=1, fp8_format=fp8.Format.E4M3, amax_history_len=6)
@@ -79,6 +80,7 @@ print(json.dumps([sorted(state), recipe.margin, recipe.amax_history_len, recipe.
 """
 
 
+@thorough
 def test_a_2_x_state_unpickles_into_the_recipe_class_it_names(tmp_path: Path) -> None:
     import json
 

@@ -26,6 +26,7 @@ from lightning_fp8 import (
 from tests.checkpoint.te_models import assert_rows, expected_rows, spec, te_files
 from tests.checkpoint.te_writer import VERSIONS
 from tests.small import fp8_trainer
+from tests.tiers import thorough
 from tests.transformer.layer_cases import draw
 
 SPLIT = ("query_weight", "query_bias", "key_weight", "key_bias", "value_weight", "value_bias")
@@ -197,6 +198,7 @@ def lightning_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
     return {kind: (written, folder / f"te_{kind}.ckpt") for kind, written in zip(ours, specs)}
 
 
+@thorough
 @pytest.mark.parametrize("kind", ["split", "fused"])
 def test_fit_resumes_layers(kind: str, lightning_files: Any, tmp_path: Path) -> None:
     written, path = lightning_files[kind]
@@ -234,6 +236,7 @@ def test_a_converted_model_shares_one_history(files: Any) -> None:
     assert len({id(module.history) for module in model.modules() if hasattr(module, "history")}) == 1
 
 
+@thorough
 def test_the_reader_is_imported_where_a_state_is_met() -> None:
     """Lightning's own load of a file of 0.12 to 1.13 comes before, and takes its ``io.BytesIO`` all the same."""
     code = """

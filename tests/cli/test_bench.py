@@ -20,6 +20,7 @@ from lightning_fp8.proofs.comparing import kernels_of
 from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.tiers import thorough
 
 CPU = torch.device("cpu")
 
@@ -44,6 +45,7 @@ def test_the_products_of_a_layer() -> None:
     assert (of_weight.m, of_weight.n, of_weight.k, of_weight.fast) == (48, 32, 16, False)
 
 
+@thorough
 @needs_compilers
 def test_the_winner_is_kept_and_taken(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here our tile is the fastest."""

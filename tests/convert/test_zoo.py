@@ -26,7 +26,7 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand
 from tests.small import equal_weights, quiet_trainer
-from tests.tiers import every_value, thorough
+from tests.tiers import thorough
 
 STEPS = 3
 
@@ -119,9 +119,12 @@ def in_model(text: str) -> set[str]:
     return {f"model.{name}" for name in expand(text)}
 
 
-@every_value
+SEVERAL = "llama", "gpt2", "mixtral", "t5", "vit", "mamba", "timm_swin_v2", "torch_transformer", "peft_lora"
+"""A decoder, Conv1D, experts, an encoder beside a decoder, images, no attention, windows, torch's layers, adapters."""
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name if name in SEVERAL else pytest.param(name, marks=thorough) for name in ZOO])
 def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
     expected = animal(name)
     module = Fit(expected)

@@ -18,7 +18,7 @@ from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, FP16, FP32, check_quantize, check_quantize_with_scale
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import covering, every_value, thorough
+from tests.tiers import covering, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
@@ -29,7 +29,6 @@ def test_case(case: Case, emulator: Emulator) -> None:
     assert emulator.launched
 
 
-@every_value
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_the_order_of_threads_changes_nothing(layout: Layout, schedule: str, emulator: Emulator) -> None:

@@ -18,6 +18,7 @@ from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.gemm_cases import scaled_mm
 from tests.cuda_kernels.cases.kernel_cases import E4M3
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.tiers import thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
@@ -117,7 +118,7 @@ def test_what_no_kernel_multiplies(message: str, emulator: Emulator, monkeypatch
     plans.clear_plan_cache()
 
 
-@pytest.mark.parametrize("backend", ["numba", "cublaslt"])
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=thorough), "cublaslt"])
 def test_a_bias_with_gaps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever multiplies gets it without: torch._scaled_mm takes no other."""
 

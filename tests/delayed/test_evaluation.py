@@ -120,6 +120,7 @@ def test_calibration_observes_in_eval_mode() -> None:
     assert linear.slots[Role.INPUT].scale == 112
 
 
+@thorough
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=thorough)])
 def test_compiled_evaluation_with_gradients_moves_nothing(backend: str) -> None:
     torch._dynamo.reset()

@@ -22,6 +22,7 @@ from lightning_fp8 import (
 from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, Watch
 from tests.delayed.test_optimizer_steps import Manual, fitted
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data
+from tests.tiers import thorough
 
 PATIENCE = 50
 """Instead of more forwards than a step has micro-batches, which would take long."""
@@ -95,6 +96,7 @@ def test_layers_that_no_optimizer_updates_are_told_once(frozen: bool) -> None:
     assert follow["0.input"] == follow["1.weight"] == frozen
 
 
+@thorough
 def test_training_and_evaluation_are_not_told() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -6,6 +6,7 @@ would take longer than what it does, and none finds what another one left.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -95,8 +96,10 @@ def end() -> None:
 def _wait_for_scripts() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # what is imported stays
     for each in sorted((Path(__file__).parent / "scripts").glob("[a-z]*.py")):
         import_module(f"tests.distributed.scripts.{each.stem}")
+    gc.enable()
     for line in sys.stdin:
         answers.write(json.dumps(_run(*json.loads(line))) + "\n")
         answers.flush()

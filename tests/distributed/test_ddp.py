@@ -61,6 +61,7 @@ def test_transformer_engines_files_resume(tmp_path: Path) -> None:
             assert result == {"losses": True, "weights": True, "count": 6}, version
 
 
+@thorough
 def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
     first, second = run_on_two_ranks("raw", str(tmp_path), folder=tmp_path)
     assert first == second  # the same scales from other data, and no rank waits for a collective of another
@@ -73,6 +74,7 @@ def test_steps_that_lightning_does_not_see(tmp_path: Path) -> None:
     assert first["plain"][0]["reduced"] == 2 * 4  # a collective for each step
 
 
+@thorough
 def test_models_that_wait_for_a_collector_on_one_rank_alone(tmp_path: Path) -> None:
     """A loop over models, as for folds or trials: ranks would reduce amaxes of other models together, or wait."""
     assert run_on_two_ranks("cycles", str(tmp_path), folder=tmp_path) == [[2, 2, 2]] * 2

@@ -418,6 +418,7 @@ for file in (sys.stdout, sys.stderr):
 """
 
 
+@thorough
 def test_other_lines_of_a_process_are_no_answer(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NOISE)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

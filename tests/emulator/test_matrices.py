@@ -14,9 +14,9 @@ from tests.emulator.sample_products import hopper_gemm, mma_gemm
 from tests.emulator.samples import TARGETS, needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap
 from tests.ptx_on_cpu.mutants import Span, run_as, with_mutants
-from tests.tiers import every_value, thorough
+from tests.tiers import thorough
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 ONE, WARP = (1, 1, 1), (32, 1, 1)
 MODES: list[dict[str, Any]] = [
@@ -193,7 +193,15 @@ def run_hopper_gemm(text: str, n_tile: int, cluster: int, shape: Sequence[int], 
 
 @modes
 @pytest.mark.parametrize("shape", [(128, 256, 128), (300, 392, 656)], ids=str)
-@pytest.mark.parametrize("kernel", [(128, 1), (256, 1), (128, 2), (256, 2), (128, 1, True), (128, 2, True)], ids=str)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        (256, 1),
+        (128, 2, True),
+        *(pytest.param(kernel, marks=thorough) for kernel in ((128, 1), (128, 2), (256, 2), (128, 1, True))),
+    ],
+    ids=str,
+)
 def test_product_by_wgmma(kernel: tuple[Any, ...], shape: tuple[int, int, int], mode: dict[str, Any]) -> None:
     assert run_hopper_gemm(hopper_gemm(*kernel)[0], kernel[0], kernel[1], shape, **mode)
 

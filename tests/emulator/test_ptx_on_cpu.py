@@ -19,6 +19,7 @@ from tests.emulator.bodies import ONE, WARP, fails, run, words
 from tests.emulator.samples import TARGETS, compiled, needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program, TensorMap, build
 from tests.ptx_on_cpu.mutants import run_as, with_mutants
+from tests.tiers import thorough
 
 pytestmark = needs_gcc
 
@@ -245,6 +246,7 @@ def test_mutants_lack_what_they_say() -> None:
         assert out.item() == right
 
 
+@thorough
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """Two processes that compile the same at the same time both get a whole file."""
     shutil.copy(build.runtime()._name, tmp_path)

@@ -29,6 +29,9 @@ from lightning_fp8.ops import plans
 from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.cuda_kernels.run_case import ATTENTION, fits
+from tests.tiers import every_row
+
+pytestmark = every_row
 
 CARD = torch.device("cuda", 0)
 CASES = [case for module in ATTENTION for case in module.CASES]

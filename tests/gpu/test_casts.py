@@ -217,6 +217,9 @@ def test_the_tensors_device_is_used() -> None:
 SANITIZED = """
 from tests.cuda_kernels.cases import fused_cases
 from tests.cuda_kernels.cases import kernel_cases
+from tests.tiers import every_row
+
+pytestmark = every_row
 for case in [*kernel_cases.CASES, *fused_cases.CASES][::3]:
     case.run("cuda")
 """

@@ -22,6 +22,9 @@ from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 from tests.gpu.graphs import captured
+from tests.tiers import every_row
+
+pytestmark = every_row
 
 CARD = torch.device("cuda", 0)
 

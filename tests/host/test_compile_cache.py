@@ -14,6 +14,7 @@ import pytest
 from cuda_kernels.host import cache_folder, compile_cache
 from cuda_kernels.lowering import compiler
 from tests.host.card import KERNEL
+from tests.tiers import thorough
 
 
 def test_a_kernel_is_compiled_once(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,7 @@ def test_a_damaged_file_is_built_again(cold: Path, damage: Any, monkeypatch: pyt
     assert (cold / "key").read_bytes() == whole
 
 
+@thorough
 def test_two_processes_compile_into_one_cold_cache(cold: Path) -> None:
     """Both start before either has finished, as ranks do; both get the kernel, and the file is whole."""
     program = """

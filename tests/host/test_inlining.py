@@ -19,7 +19,7 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.machine_code.cubin import code_of_entry
-from tests.tiers import covering, every_value, thorough
+from tests.tiers import covering, thorough
 
 KERNELS = {
     "amax": amax_kernel(tensor_loader("bfloat16", 1), False),
@@ -61,7 +61,6 @@ def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
 
 
-@every_value
 @needs_compilers
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [True, False])
@@ -91,6 +90,7 @@ def test_nothing_is_collected_meanwhile(enabled: bool, fails: bool, monkeypatch:
         (gc.enable if was_enabled else gc.disable)()
 
 
+@thorough
 @needs_compilers
 @pytest.mark.parametrize("name", covering(KERNELS, lambda name: {"amax"} & {name}))
 @pytest.mark.parametrize("archs", [("90a", "100"), pytest.param(("120", "89"), marks=thorough)])

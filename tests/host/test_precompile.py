@@ -19,6 +19,7 @@ from cuda_kernels.host.precompile import Build, compile_ahead, missing
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.host.test_gemm_selection import LLAMA
+from tests.tiers import thorough
 
 
 @cache
@@ -29,6 +30,7 @@ def broken_kernel() -> Kernel:
     return Kernel("broken", broken, {}, 32)
 
 
+@thorough
 @needs_compilers
 def test_what_is_missing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(disk.CACHE_VARIABLE, str(tmp_path))

@@ -26,6 +26,7 @@ from lightning_fp8.functions.linear import Product
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.scaled import LINEAR_ROLES, Role
+from tests.tiers import thorough
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
@@ -171,6 +172,7 @@ def test_transformer_engine_has_no_such_module() -> None:
         export_te_state_dict(converted(conv1ds(16, 16, 16)), "1.13")
 
 
+@thorough
 def test_compiles_without_a_break() -> None:
     model = converted(conv1ds(32, 48, 16))
     x = torch.randn(4, 32)

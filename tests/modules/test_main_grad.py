@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
-from tests.tiers import every_value
 
 Call = Callable[[Linear, Tensor, bool], Tensor]
 MICRO_BATCHES = 3
@@ -117,7 +116,6 @@ def left_in_high_precision(module: Any) -> Any:
     return fp8_autocast(fp8_recipe="tensorwise")
 
 
-@every_value
 @pytest.mark.parametrize("surroundings", [lambda module: nullcontext(), calibrating, left_in_high_precision])
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("compiled", [False, True])

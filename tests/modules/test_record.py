@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.modules.record import LayerRecord, was_traced
 from lightning_fp8.recipes import RECIPES
+from tests.tiers import covering
 
 
 def counts(record: LayerRecord) -> dict[str, int]:
@@ -70,8 +72,10 @@ class Block(nn.Module):
         return x + self.linear(x)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    covering(itertools.product(RECIPES, (False, True)), lambda row: {row} & {("delayed", True), ("mxfp8", False)}),
+)
 def test_compiled_code_counts_nothing_and_is_shared_by_equal_blocks(recipe: str, recompute: bool) -> None:
     features = 501 + 16 * list(RECIPES).index(recipe) + 256 * recompute  # a shape that no other test compiles
     blocks, counter = [Block(features) for _ in range(3)], CompileCounter()

@@ -25,6 +25,7 @@ from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.recipes import RECIPES, make_recipe
 from lightning_fp8.scaled import Role
 from tests.convert.zoo import DECODER, VOCABULARY, hf
+from tests.tiers import thorough
 
 Between = Callable[[Tensor, int], Any]
 
@@ -373,6 +374,7 @@ def test_a_converted_llama_keeps_and_casts_what_it_needs(recipe: str) -> None:
     assert recipe != "delayed" or sum(n for (float8, _), n in casts.counts.items() if float8 == "e5m2") == 2 * 4 * 7
 
 
+@thorough
 def test_compiled_code_shares_casts_without_state() -> None:
     """What ``torch.compile`` traces holds each layer's cast; AOTAutograd's partitioner leaves one of equal ones."""
     block, _ = twins()

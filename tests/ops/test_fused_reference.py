@@ -22,7 +22,6 @@ from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.float8_reference import cast
 from tests.ops.test_fused_ops import ACTIVATIONS, LAYOUTS
 from tests.ops.test_ops import POWER_2, expected
-from tests.tiers import every_value
 
 # --- The reference ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,6 @@ def test_gradients_have_their_tensors_dtypes() -> None:
         )[1].dtype == dtype  # type: ignore[union-attr]  # fmt: skip
 
 
-@every_value
 @LAYOUTS
 @ACTIVATIONS
 def test_activation(name: str, layout: Layout) -> None:

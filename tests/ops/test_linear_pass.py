@@ -101,9 +101,10 @@ def test_the_specification(recipe: str, rows: int, dtype: torch.dtype, bias: boo
     assert_equal_both_ways(recipe, case(rows, dtype, bias))
 
 
+@thorough
 @needs_gcc
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=thorough)])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_kernels(recipe: str, strided: bool) -> None:
     with on_kernels():
         assert_equal_both_ways(recipe, case(40, torch.bfloat16, True, strided))

@@ -27,13 +27,17 @@ IN_HIGH_PRECISION = {
 """What is said of cases in which weights are gathered in BF16."""
 
 
-def run(part: str, folder: Path) -> list[Any]:
-    return run_on_two_ranks("fsdp", str(folder), part, folder=folder)
+def run(part: str, folder: Path, *options: str) -> list[Any]:
+    return run_on_two_ranks("fsdp", str(folder), part, *options, folder=folder)
 
 
-@pytest.fixture(scope="module")
-def by_recipe(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run("recipes", tmp_path_factory.mktemp("recipes"))
+@pytest.fixture(
+    scope="module",
+    params=[name if name in ("delayed", "mxfp8") else pytest.param(name, marks=thorough) for name in RECIPES],
+)
+def of_recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """A recipe, and what both ranks say of it."""
+    return request.param, run("recipe", tmp_path_factory.mktemp("recipe"), request.param)
 
 
 def is_equal(report: dict[str, Any]) -> bool:
@@ -41,19 +45,18 @@ def is_equal(report: dict[str, Any]) -> bool:
     return bool(report["losses"] and report["weights"] and report["scales"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_numbers_are_those_of_the_gather_in_bf16(recipe: str, by_recipe: list[Any]) -> None:
-    for report in by_recipe:
-        assert is_equal(report[recipe])
-        assert report[recipe]["falls"]
+def test_the_numbers_are_those_of_the_gather_in_bf16(of_recipe: tuple[str, list[Any]]) -> None:
+    for report in of_recipe[1]:
+        assert is_equal(report)
+        assert report["falls"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_half_of_the_bytes_and_one_more_collective_at_most(recipe: str, by_recipe: list[Any]) -> None:
-    for report in by_recipe:
-        assert 0.5 < report[recipe]["bytes"] <= (0.52 if recipe in ("rowwise", "mxfp8") else 0.51)
+def test_half_of_the_bytes_and_one_more_collective_at_most(of_recipe: tuple[str, list[Any]]) -> None:
+    recipe, reports = of_recipe
+    for report in reports:
+        assert 0.5 < report["bytes"] <= (0.52 if recipe in ("rowwise", "mxfp8") else 0.51)
         more = {"allreduce_": 1} if recipe in ("tensorwise", "rowwise") else {}
-        assert report[recipe]["more_calls"] == more  # in a step of two micro-batches
+        assert report["more_calls"] == more  # in a step of two micro-batches
 
 
 @thorough
@@ -79,17 +82,24 @@ def test_regions_of_all_kinds_in_one_run(tmp_path: Path) -> None:
         assert not any(report.values()), report  # where losses, gradients and weights differ
 
 
-def test_what_reads_a_gathered_weight_otherwise_gets_its_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("mxfp8", marks=thorough), pytest.param("delayed", marks=thorough)]
+)
+def test_what_reads_a_gathered_weight_otherwise_gets_its_values(recipe: str, tmp_path: Path) -> None:
     """Layers in high precision, or by another recipe, inside a sharded module, and a read of the weight itself."""
-    for report in run("within", tmp_path):
-        for recipe, case in report.items():
-            assert is_equal(case), recipe
-            assert 0.5 < case["bytes"] < 0.9, recipe  # from the second forward on those are gathered in BF16
+    for case in run("within", tmp_path, recipe):
+        assert is_equal(case)
+        assert 0.5 < case["bytes"] < 0.9  # from the second forward on those are gathered in BF16
 
 
-def test_conversion_and_sharding_in_several_orders(tmp_path: Path) -> None:
-    for report in run("orders", tmp_path):
-        assert len(report) == 8
+@pytest.mark.parametrize(
+    ("part", "cases"),
+    [("orders", 5), pytest.param("orders_of_compiled_code", 3, marks=thorough)],
+    ids=["eager", "compiled"],
+)
+def test_conversion_and_sharding_in_several_orders(part: str, cases: int, tmp_path: Path) -> None:
+    for report in run(part, tmp_path):
+        assert len(report) == cases
         for case, gathered in report.items():
             assert gathered == (5 if case.endswith("of 5") else 4), case
 
@@ -107,6 +117,7 @@ def test_compiled_blocks(tmp_path: Path) -> None:
             assert case["gathered in fp8"] == (0 if recipe in ("rowwise", "mxfp8") else 4), recipe
 
 
+@thorough
 def test_fabric_shards_what_is_converted_already(tmp_path: Path) -> None:
     for report in run("fabric", tmp_path):
         assert report["losses"]
@@ -125,6 +136,7 @@ def test_llama_whose_norms_and_attention_are_in_fp8(tmp_path: Path) -> None:
             assert case["bytes"] < 0.56, recipe  # embedding and head travel in BF16
 
 
+@thorough
 def test_another_torch_gathers_in_bf16_and_says_so_once(tmp_path: Path) -> None:
     for report in run("other_torch", tmp_path):
         assert is_equal(report)

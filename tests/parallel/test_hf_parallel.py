@@ -5,6 +5,8 @@ Products are counted by the dispatcher, not by the layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import pytest
 from lightning_fp8.recipes import RECIPES
 from tests.distributed.launch import run_on_ranks
 from tests.distributed.scripts.hf_parallel import LAYERS, save
-from tests.tiers import thorough
+from tests.tiers import covering, thorough
 
 LINEARS = 7 * LAYERS
+SIZES = (1, 2), (2, 1), (2, 2)
+"""Of a mesh: ranks that share a batch, and ranks that share a layer."""
 
 pytestmark = pytest.mark.skipif(
     find_spec("accelerate") is None or find_spec("transformers.distributed") is None,
@@ -47,19 +51,29 @@ def check(reports: list[Any], alone: Any) -> None:
     assert alone["products"] == {"fp8": 3 * LINEARS, "others": 3}
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Callable[[str], Any]:
+    """One process's report by recipe."""
+
+    @cache
+    def report(recipe: str) -> Any:
+        (found,) = run(folder, 1, 1, "loop", recipe)
+        return found
+
+    return report
+
+
 @pytest.mark.parametrize(
-    "recipe", [name if name == "delayed" else pytest.param(name, marks=thorough) for name in RECIPES]
+    ("recipe", "fsdp", "tp"),
+    covering([(recipe, *sizes) for recipe in RECIPES for sizes in SIZES], lambda row: {row} & {("delayed", 2, 2)}),
 )
-def test_cut_or_sharded_or_both(recipe: str, folder: Path) -> None:
-    (alone,) = run(folder, 1, 1, "loop", recipe)
-    for fsdp, tp in ((1, 2), (2, 1), (2, 2)):
-        check(run(folder, fsdp, tp, "loop", recipe), alone)
+def test_cut_or_sharded_or_both(recipe: str, fsdp: int, tp: int, folder: Path, alone: Callable[[str], Any]) -> None:
+    check(run(folder, fsdp, tp, "loop", recipe), alone(recipe))
 
 
 @thorough
-@pytest.mark.parametrize(("fsdp", "tp"), [(1, 2), (2, 1), (2, 2)])
-def test_under_the_trainer(fsdp: int, tp: int, folder: Path) -> None:
-    (alone,) = run(folder, 1, 1, "loop", "delayed")
+@pytest.mark.parametrize(("fsdp", "tp"), SIZES)
+def test_under_the_trainer(fsdp: int, tp: int, folder: Path, alone: Callable[[str], Any]) -> None:
     reports = run(folder, fsdp, tp, "trainer", "delayed")
-    check(reports, alone)
+    check(reports, alone("delayed"))
     assert all(report["summary"] == LINEARS for report in reports)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.launch import run_on_ranks
 from tests.distributed.scripts.resume import BATCH, EPOCHS, ROWS
-from tests.tiers import every_value, thorough
+from tests.tiers import thorough
 
 LAYERS = 12
 STEPS = ROWS // BATCH
@@ -20,9 +20,12 @@ def run(folder: Path, door: str, sizes: tuple[int, int], file: str, load: str, s
     return run_on_ranks("resume", str(folder), *options, folder=folder, ranks=sizes[0] * sizes[1])
 
 
-@every_value
 @pytest.mark.parametrize("file", ["full", "sharded"])
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["FSDP2", "TP", "FSDP2 and TP"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1), (1, 2), pytest.param((2, 2), marks=thorough)],
+    ids=["FSDP2", "TP", "FSDP2 and TP"],
+)
 @pytest.mark.parametrize("door", ["trainer", "fabric"])
 def test_a_resumed_training_is_that_of_one_run(door: str, sizes: tuple[int, int], file: str, tmp_path: Path) -> None:
     """Losses, weights and scales, to the bit."""

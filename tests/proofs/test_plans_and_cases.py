@@ -24,7 +24,6 @@ from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases import attention_op_cases, fused_cases, kernel_cases
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.cases.kernel_cases import E4M3, check_quantize
-from tests.tiers import every_value
 
 Plan = tuple[str, tuple[Any, ...]]
 
@@ -96,7 +95,6 @@ def started(name: str, key: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     return set().union(*found.plans.values(), found.loaded)
 
 
-@every_value
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (300, 264, 700), (133, 131, 77), (4096, 50257, 1024), (1, 1, 1)])
 @pytest.mark.parametrize("scaling", PAIRS)

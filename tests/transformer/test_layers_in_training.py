@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fp8 import RotaryPositionEmbedding, TransformerLayer, convert_module, fp8_autocast
 from lightning_fp8.modules.base import FP8Module
 from tests.small import fp8_trainer
+from tests.tiers import thorough
 
 ATTENTION = {"name": "delayed", "fp8_dpa": True}
 
@@ -89,6 +90,7 @@ def test_activation_checkpointing_repeats_the_layer(use_reentrant: bool, dropout
     assert all(torch.equal(*pair) for pair in zip(*found))
 
 
+@thorough
 @pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="Dynamo of 2.8 cannot trace a NamedTuple made anew")
 def test_a_compiled_layer_is_the_layer() -> None:
     one = layer(layer_type="decoder")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import DotProductAttention, fp8_autocast
 from lightning_fp8.attention.ops import Band
 from tests.attention.attention_modules import RAGGED, Batch, cu_seqlens, drawn_batch, of_definition, run
-from tests.tiers import covering
+from tests.tiers import covering, thorough
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def compare(
 
 @pytest.mark.parametrize(
     ("dynamic", "recompute"),
-    covering([(False, "core"), (True, ""), (True, "around"), (None, "core")], lambda row: row[1:]),
+    covering([(False, "core"), (True, ""), (True, "around"), (None, "core")], lambda row: {row[1]} & {"core"}),
 )
 def test_a_compiled_model_computes_the_same(dynamic: bool | None, recompute: str) -> None:
     model = Model(recompute == "around", qkv_format="bshd").bfloat16()
@@ -75,11 +75,15 @@ def test_a_compiled_model_computes_the_same(dynamic: bool | None, recompute: str
     compare(model, shapes, "delayed", "aot_eager", dynamic, checkpoint_core_attention=recompute == "core")
 
 
-def test_packed_and_padded_sequences() -> None:
+@thorough
+def test_packed_sequences() -> None:
     packed = Model(qkv_format="thd", attn_mask_type="padding_causal", window_size=(16, 0))
     compare(packed, [(40,), (55,)], "rowwise", "aot_eager", True,
             cu_seqlens_q=lambda shape: cu_seqlens([7, 0, shape[0] - 7]))  # fmt: skip
 
+
+@thorough
+def test_padded_sequences() -> None:
     def mask(shape: tuple[int, ...]) -> Tensor:
         return torch.arange(shape[0]) >= torch.tensor([30, 9])[:, None, None, None]
 
@@ -93,7 +97,9 @@ def spread_out(x: Batch, rows: int) -> Batch:
     return Batch(*([torch.cat([each, each.new_full((rows, *each.shape[1:]), math.nan)]) for each in of] for of in x))
 
 
-@pytest.mark.parametrize(("enabled", "gap"), [(False, 0), (False, 7), (True, 7)])
+@pytest.mark.parametrize(
+    ("enabled", "gap"), covering([(False, 0), (False, 7), (True, 7)], lambda row: {row} & {(False, 7)})
+)
 def test_packed_sequences_in_high_precision_and_between_gaps(enabled: bool, gap: int) -> None:
     lengths = [list(of) for of in zip(*RAGGED)]
     x = drawn_batch(RAGGED, 4, 2, 16, torch.float32)
@@ -116,13 +122,16 @@ def test_packed_sequences_in_high_precision_and_between_gaps(enabled: bool, gap:
 
 @pytest.mark.parametrize(
     ("starts", "padded", "longest", "said"),
-    [
-        ([0, 9, 5, 20], None, None, "lengths added up, 0 first"),
-        ([0, 5, 21], None, None, "at or before"),
-        ([0, 15, 20], None, 9, "max_seq"),
-        ([0, 8, 18], [0, 5, 20], None, "do not fit"),
-        ([0, 8, 18], [0, 9, 30], None, "do not fit"),
-    ],
+    covering(
+        [
+            ([0, 9, 5, 20], None, None, "lengths added up, 0 first"),
+            ([0, 5, 21], None, None, "at or before"),
+            ([0, 15, 20], None, 9, "max_seq"),
+            ([0, 8, 18], [0, 5, 20], None, "do not fit"),
+            ([0, 8, 18], [0, 9, 30], None, "do not fit"),
+        ],
+        lambda row: {row[1] is None},
+    ),
 )
 def test_wrong_sequences_fail_in_compiled_code(
     starts: list[int], padded: list[int] | None, longest: int | None, said: str
@@ -134,11 +143,13 @@ def test_wrong_sequences_fail_in_compiled_code(
         module(q, q, q, cu_seqlens_q=torch.tensor(starts), max_seqlen_q=longest, **gaps)
 
 
+@thorough
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_inductor(recipe: str) -> None:
     compare(Model(qkv_format="bshd").bfloat16(), [(2, 40)] * 2, recipe, "inductor", False)
 
 
+@thorough
 def test_what_does_not_run_in_fp8_is_told_while_it_is_compiled() -> None:
     model = Model(qkv_format="bshd", attn_mask_type="causal")
     model.compile(fullgraph=True, backend="aot_eager")

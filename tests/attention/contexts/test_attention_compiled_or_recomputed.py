@@ -161,6 +161,7 @@ def test_recomputed_blocks(name: str, reentrant: bool) -> None:
     assert found.counts == [(1, 0)] * CASES[name].attentions
 
 
+@thorough
 @pytest.mark.usefixtures("nothing_traced")
 @pytest.mark.parametrize("name", covering(CASES, lambda name: {"llama"} & {name}), indirect=True)
 def test_compiled_blocks(name: str) -> None:

@@ -24,7 +24,7 @@ if "q_length" not in masking.sdpa_mask.__code__.co_varnames:
 
 from lightning_fp8.attention.models import hf as ours  # noqa: E402
 from lightning_fp8.attention.models.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
-from tests.tiers import every_value  # noqa: E402
+from tests.tiers import covering, thorough  # noqa: E402
 
 LENGTH = 12
 
@@ -122,7 +122,6 @@ def counted(batch: dict[str, Tensor]) -> Tensor:
     return batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
 
 
-@every_value
 @pytest.mark.parametrize("padding", ["none", "full", "right", "left"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_against_their_own_attention(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,17 +188,19 @@ def compiled(model: nn.Module) -> Any:
 @pytest.mark.usefixtures("nothing_traced")
 @pytest.mark.parametrize(
     ("name", "padding"),
-    [
-        ("llama", "none"),
-        ("llama", "right"),
-        ("mistral", "none"),
-        ("mistral", "right"),
-        ("bert", "none"),
-        ("bert", "full"),
-        ("bart", "none"),
-    ],
+    covering(
+        [
+            ("llama", "none"),
+            ("llama", "right"),
+            ("mistral", "none"),
+            ("mistral", "right"),
+            ("bert", "none"),
+            ("bert", "full"),
+            ("bart", "none"),
+        ],
+        lambda row: {row} & {("mistral", "right")},
+    ),
 )
-@every_value
 def test_whole_models_compile(name: str, padding: str) -> None:
     batch, model = masks(padding), made(name, num_hidden_layers=1, decoder_layers=1, use_cache=False)
     plugin = attached(model, first_last_layers_bf16=False)
@@ -209,6 +210,7 @@ def test_whole_models_compile(name: str, padding: str) -> None:
     assert len(ran(model)) == (3 if name == "bart" else 1)
 
 
+@thorough
 @pytest.mark.usefixtures("nothing_traced")
 def test_compiled_models_refuse_what_they_cannot_see() -> None:
     model = made("mistral", num_hidden_layers=1)
@@ -267,6 +269,7 @@ def test_what_stays_in_high_precision() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+@thorough
 @pytest.mark.usefixtures("nothing_traced")
 def test_vit_has_no_mask() -> None:
     options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

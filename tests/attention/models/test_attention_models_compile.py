@@ -26,6 +26,7 @@ from tests.tiers import covering, thorough
 pytestmark = pytest.mark.usefixtures("nothing_traced")
 
 
+@thorough
 @pytest.mark.parametrize("what", covering(["whole", "blocks", "attention"], lambda what: {"whole"} & {what}))
 def test_compiled_as_it_runs(what: str) -> None:
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from lightning_fp8.convert.policy import Policy
 from lightning_fp8.hf_fusion.deferred_gated import ActivatedGradient, FactorGradient, GatedOutput
 from lightning_fp8.hf_fusion.mlp import KNOWN, activation_of, is_known_mlp
 from tests.convert.fuse.test_fuse import Ops, assert_equal, converted, llama, step
+from tests.tiers import thorough
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,6 +149,7 @@ def test_under_autocast_and_in_evaluation_it_casts() -> None:
     torch.testing.assert_close(fused, own, rtol=0.05, atol=0.05 * float(own.abs().max()))
 
 
+@thorough
 def test_a_compiled_mlp_is_the_models_own() -> None:
     model, plain = converted(True), converted(False)
     x = torch.randn(24, 64).bfloat16()

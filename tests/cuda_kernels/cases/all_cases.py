@@ -44,22 +44,26 @@ def kernels_of_case(case: Case) -> tuple[Kernel, ...]:
 
 
 def kinds(kernel: Kernel) -> Iterator[str]:
-    """What the default run launches once: each function; of products each scaling, of blocks each shape, of casts each
-    source of values."""
+    """What the default run launches once: each function; of wgmma's products each scaling, of mma's with scales along K
+    and without, of blocks each shape, of casts each source of values."""
     name = kernel.function.__name__
     yield name
     if "gemm" in name:
-        yield f"{name} {kernel.name.split()[2]}"
+        scaling = kernel.name.split()[2]
+        yield f"{name} {scaling if name == 'gemm' else '*' in scaling}"
     if name == "quantize_blocks":
         yield f"{name} {BLOCK.findall(kernel.name)[0]}"
     if name.startswith(("quantize_tensor", "quantize_rows", "quantize_blocks")):
         source = SOURCE.findall(kernel.name)[0]
-        yield source or ("activation" if "aligned=" in kernel.name else "tensor")
+        if source not in ("gated", "gradient of"):  # the gradient of what is gated computes both
+            yield source or ("activation" if "aligned=" in kernel.name else "tensor")
 
 
 def cost(kernel: Kernel) -> float:
-    """About the seconds that compiling it takes: what computes values in rows and columns has much code, as have heads
-    of many channels."""
+    """About the seconds that compiling it takes: products have much code, as have casts that compute values in rows and
+    columns, and heads of many channels."""
+    if "gemm" in kernel.function.__name__:
+        return 5.0
     by_rows = kernel.function.__name__ in ("quantize_rows", "quantize_blocks", "row_amax")
     channels = HEAD.findall(kernel.name)
     return 10.0 if by_rows and "aligned=" in kernel.name else 1.5 * int(channels[0]) / 64 if channels else 1.5

@@ -1,6 +1,6 @@
 """Run by two processes: training under FSDP2 that gathers weights in FP8, beside one that gathers them in BF16.
 
-``python -m tests.distributed.scripts.fsdp FOLDER PART``.
+``python -m tests.distributed.scripts.fsdp FOLDER PART [RECIPE]``; the parts ``recipe`` and ``within`` are of one.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def compared(recipe: str, make: Callable[[], nn.Module], **options: Any) -> dict
     }
 
 
-def part_recipes() -> dict[str, Any]:
-    return {recipe: compared(recipe, blocks()) for recipe in RECIPES}
+def part_recipe() -> dict[str, Any]:
+    return compared(sys.argv[3], blocks())
 
 
 def part_options() -> dict[str, Any]:
@@ -302,8 +302,7 @@ class WithinRegion(nn.Module):
 
 
 def part_within() -> dict[str, Any]:
-    make = lambda: nn.Sequential(WithinRegion(), WithinRegion())  # noqa: E731
-    return {recipe: compared(recipe, make) for recipe in ("tensorwise", "mxfp8", "delayed")}
+    return compared(sys.argv[3], lambda: nn.Sequential(WithinRegion(), WithinRegion()))
 
 
 def part_unlike() -> dict[str, Any]:
@@ -469,7 +468,7 @@ def part_other_torch() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = compared("tensorwise", blocks())
-        compared("tensorwise", blocks())
+        run(sharded(blocks()))
     return {**report, "said": [str(each.message) for each in caught if "FSDP2" in str(each.message)]}
 
 
@@ -492,6 +491,10 @@ def shard(model: nn.Module, root: bool = True) -> None:
         fully_shard(model, mesh=mesh)
 
 
+def new() -> nn.Module:
+    return blocks()().bfloat16()
+
+
 def run(model: nn.Module, recipe: str = "tensorwise", **region: Any) -> None:
     with fp8_autocast(fp8_recipe=recipe, **region):
         model(torch.randn(32, 256).bfloat16()).float().square().mean().backward()
@@ -500,9 +503,6 @@ def run(model: nn.Module, recipe: str = "tensorwise", **region: Any) -> None:
 def part_orders() -> dict[str, Any]:
     """Weights that are gathered in FP8, of 4, by programs in which conversion and sharding come in several orders."""
     report: dict[str, Any] = {}
-
-    def new() -> nn.Module:
-        return blocks()().bfloat16()
 
     model = converted(new())
     run(model)
@@ -515,12 +515,6 @@ def part_orders() -> dict[str, Any]:
         shard(each)
         run(each)
     report["the second model first"] = min(map(in_fp8, (first, second)))
-
-    model = new()
-    converted(torch.compile(model))  # type: ignore[arg-type]
-    shard(model)
-    run(model)
-    report["a wrapper that is dropped"] = in_fp8(model)
 
     model = nn.Sequential(*new(), nn.Linear(256, 256).bfloat16())
     shard(model[:2], root=False)
@@ -535,15 +529,32 @@ def part_orders() -> dict[str, Any]:
     shard(model)
     if dist.get_rank() == 0:
         run(converted(new()))
-        run(torch.compile(converted(new()), backend="aot_eager"), "mxfp8")
-    for recipe in ("tensorwise", "mxfp8"):
-        run(model, recipe)
-        report[f"other work on one rank, {recipe}"] = in_fp8(model)
+    run(model)
+    report["other work on one rank"] = in_fp8(model)
 
     model = new()
     shard(model)
     run(converted(model), "delayed", fp8_group=dist.new_group([0, 1]))
     report["fp8_group of all ranks"] = in_fp8(model)
+    return report
+
+
+def part_orders_of_compiled_code() -> dict[str, Any]:
+    """The same of programs that compile."""
+    report: dict[str, Any] = {}
+
+    model = new()
+    converted(torch.compile(model))  # type: ignore[arg-type]
+    shard(model)
+    run(model)
+    report["a wrapper that is dropped"] = in_fp8(model)
+
+    model = converted(new())
+    shard(model)
+    if dist.get_rank() == 0:
+        run(torch.compile(converted(new()), backend="aot_eager"), "mxfp8")
+    run(model, "mxfp8")
+    report["other work on one rank"] = in_fp8(model)
 
     model = converted(new())
     shard(model)

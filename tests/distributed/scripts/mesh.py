@@ -27,7 +27,7 @@ from lightning_fp8.parallel.fsdp import GatheredParam, _groups, _sharded_modules
 from tests.distributed.launch import leave
 from tests.distributed.scripts.tensor_parallel import SHAPE, WIDTH, blocks, cut
 
-STEPS = 4
+STEPS = 3
 
 
 def train(model: nn.Sequential, recipe: str, rank: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lightning_fp8.parallel import styles
 from tests.distributed.launch import leave
 from tests.distributed.scripts.parallel_linear import Collectives
 
-WIDTH, HEADS, SHAPE, STEPS = 64, 4, (2, 32), 3
+WIDTH, HEADS, SHAPE, STEPS = 64, 4, (2, 32), 2
 STYLES = {"torch": torch_styles, "ours": styles}
 
 

@@ -23,9 +23,8 @@ from tests.emulator.copies.bodies import (
 )
 from tests.emulator.samples import needs_gcc
 from tests.ptx_on_cpu import EmulatorError, TensorMap
-from tests.tiers import every_value
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 
 # cp.async

@@ -11,9 +11,8 @@ import torch
 from tests.emulator.copies.bodies import DUMP, MAP_ADDRESS, ONE, START, WAIT, caught, fails, modes, module, program, run
 from tests.emulator.samples import needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, TensorMap
-from tests.tiers import every_value
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 
 # Stores: threads fill 8 rows of 32 floats with their index, one thread stores the box.

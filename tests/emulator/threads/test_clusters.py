@@ -13,9 +13,8 @@ import torch
 
 from tests.emulator.samples import needs_gcc, ptx
 from tests.ptx_on_cpu import EmulatorError, Program
-from tests.tiers import every_value
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 ONE = (1, 1, 1)
 schedules = pytest.mark.parametrize("schedule", ["forward", "reverse", "random"])

@@ -10,9 +10,8 @@ import torch
 from tests.emulator.samples import needs_gcc
 from tests.emulator.threads.bodies import ONE, fails, per_thread, program, schedules
 from tests.ptx_on_cpu import EmulatorError
-from tests.tiers import every_value
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 
 # Atomics on shared memory

@@ -12,9 +12,8 @@ import torch
 from tests.emulator.samples import needs_gcc, ptx
 from tests.emulator.threads.bodies import ALL, ONE, WARP, fails, per_thread, schedules
 from tests.ptx_on_cpu import Program
-from tests.tiers import every_value
 
-pytestmark = [needs_gcc, every_value]
+pytestmark = needs_gcc
 
 
 # Warps

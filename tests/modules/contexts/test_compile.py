@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
 from lightning_fp8.recipes import RECIPES
 from tests.small import fp8_trainer
-from tests.tiers import covering, every_value, thorough
+from tests.tiers import covering, thorough
 
 DEPTH = 10
 """More blocks than torch compiles variants of one function: what it compiled for a block has to serve the others."""
@@ -105,7 +106,6 @@ def compare(
         assert torch.equal(found, exact) or (found - exact).float().norm() < tolerance * exact.float().norm()
 
 
-@every_value
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("what", ["model", "block", "layer"])
@@ -113,12 +113,18 @@ def test_delayed_scaling_compiles_as_it_runs(what: str, dynamic: bool, recompute
     compare("delayed", what, dynamic, recompute, depth=2 if what == "model" else DEPTH)
 
 
-@every_value
 @pytest.mark.parametrize(
-    ("what", "dynamic", "recompute"),
-    [("model", None, False), ("block", False, True), ("layer", True, False)],
+    ("recipe", "what", "dynamic", "recompute"),
+    covering(
+        [
+            (recipe, *how)
+            for recipe in RECIPES
+            if recipe != "delayed"
+            for how in (("model", None, False), ("block", False, True), ("layer", True, False))
+        ],
+        lambda row: {row[:2]} & {("mxfp8", "block"), ("rowwise", "layer")},
+    ),
 )
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
 def test_every_recipe_compiles_as_it_runs(recipe: str, what: str, dynamic: bool | None, recompute: bool) -> None:
     if TORCH < (2, 11) and (recipe, dynamic) == ("tensorwise", True):
         pytest.skip("torch takes amax_epsilon for a number that varies")
@@ -160,9 +166,10 @@ def test_compiled_blocks_may_run_more_than_once_in_a_step(step: Callable[[nn.Mod
     compare("delayed", "block", step=step, tolerance=0.01)  # gradients may be added up in another order
 
 
-@every_value
-@pytest.mark.parametrize("dynamic", [False, None])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "dynamic"),
+    covering(itertools.product(RECIPES, (False, None)), lambda row: {row} & {("delayed", False)}),
+)
 def test_compiled_layers_may_get_no_rows(recipe: str, dynamic: bool | None) -> None:
     compare(recipe, "block", dynamic, rows=(0, 0) if dynamic is False else (8, 0))
 
@@ -181,6 +188,7 @@ def test_a_compiled_graph_refuses_to_be_derived_twice(recipe: str) -> None:
         twice_derived()
 
 
+@thorough
 def test_an_evaluation_between_steps_moves_nothing() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -207,6 +215,7 @@ class Trained(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
+@thorough
 def test_compiled_blocks_that_are_recomputed_outside_of_a_region_warn() -> None:
     """Reentrant checkpointing, which compares nothing, would give gradients of other values in silence."""
     block = Block()
@@ -226,6 +235,7 @@ def test_compiled_blocks_that_are_recomputed_outside_of_a_region_warn() -> None:
         assert bool(said) != inside
 
 
+@thorough
 def test_compiled_and_checkpointed_under_the_trainer() -> None:
     template, rows = Model(2, recompute=True), torch.randn(24, 16)
     found = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import DotProductAttention, LayerNormLinear, fp8_autocast, fp8_state_dict
+from tests.tiers import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,7 @@ def numbers_of_training(model: nn.Sequential) -> list[Tensor]:
     return [*numbers, state["scale"], state["amax_history"], *(p.detach() for p in model.parameters())]
 
 
+@thorough
 def test_layers_beside_compiled_ones_have_the_scales_of_eager_code() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(LayerNormLinear(16, 16) for _ in range(2)))

@@ -19,6 +19,7 @@ from tests.modules.fused.cases import (
     randomized,
 )
 from tests.modules.fused.runs import MODULES, Make, all_equal, amaxes, input_of, run
+from tests.tiers import thorough
 
 # --- What is kept, and recomputed -------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Block(nn.Module):
         return normalized + self.mlp(x + y)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=thorough), "mxfp8"])
 def test_a_block_compiles_as_it_runs(recipe: str) -> None:
     torch._dynamo.reset()
     block, x = randomized(Block()), input_of(20, 32)

@@ -19,6 +19,7 @@ from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from tests.op_sides import note_calls
 from tests.small import Regression, equal_weights, fp8_trainer, regression_data
+from tests.tiers import thorough
 
 LAYERS = 2  # of Regression's four run in FP8
 
@@ -97,6 +98,7 @@ def test_a_schedule_of_accumulation(casts: list[int]) -> None:
     assert_same(kept, fitted(keep=False, callbacks=[schedule], limit_val_batches=0))
 
 
+@thorough
 def test_compiled_code_keeps_none_and_is_not_compiled_anew() -> None:
     """A validation begins another period, which changes no guard."""
     torch._dynamo.reset()

@@ -59,6 +59,7 @@ def test_activation_checkpointing_changes_no_bit(reentrant: bool, recipe: str, g
     assert_falls(recomputed.losses)
 
 
+@thorough
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=thorough), True])
 def test_checkpointing_of_compiled_blocks_recomputes_in_fp8(reentrant: bool) -> None:
     torch._dynamo.reset()
@@ -195,7 +196,11 @@ def test_stochastic_weight_averaging_of_lightning(gemms: Gemms) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "recipe"),
-    [("aot_eager", "delayed"), ("aot_eager", "blockwise"), pytest.param("inductor", "delayed", marks=thorough)],
+    [
+        ("aot_eager", "delayed"),
+        pytest.param("aot_eager", "blockwise", marks=thorough),
+        pytest.param("inductor", "delayed", marks=thorough),
+    ],
 )
 def test_compiled_block_trains_as_the_eager_one(backend: str, recipe: str) -> None:
     torch._dynamo.reset()
