@@ -19,10 +19,10 @@ from tests.tiers import thorough
 pytestmark = needs_compilers
 
 DEFAULT = {
-    "forward-64", "forward-256", "dq-64", "dq-256", "dkv-64", "dk-256", "dv-256",
+    "forward-64", "forward-128", "dq-64", "dq-256", "dkv-64", "dk-256", "dv-256",
     "cooperative", "ping-pong", "scales of both",
 }  # fmt: skip
-"""Each kernel once; the others are of other channels, and of other tiles and clusters."""
+"""Each kernel once, the forward pass in both its orders; the others are of other channels, tiles and clusters."""
 ROWS = [pytest.param(kernel, id=kernel.name, marks=() if kernel.name in DEFAULT else thorough) for kernel in KERNELS]
 
 LAST_TURN = ("bar", 0, 2)

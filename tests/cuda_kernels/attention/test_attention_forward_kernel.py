@@ -14,7 +14,7 @@ from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
 from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, CAUSAL, check_forward
-from tests.cuda_kernels.cases.kernel_cases import Case
+from tests.cuda_kernels.cases.kernel_cases import BF16, Case
 from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
@@ -29,6 +29,12 @@ KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of_case
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
+
+
+@needs_compilers
+def test_any_number_of_tiles(emulator: Emulator) -> None:
+    """Of 128 channels, where two tiles are a round of the loop: blocks that visit one to four."""
+    check_forward(128, "cpu", rows=(512, 512), band=CAUSAL, sizes=(1.0, 1e12, 1e-3, 1.0), dtype=BF16)
 
 
 @thorough
