@@ -18,6 +18,9 @@ _STEP = 32
 found_again = asm("mov.b32 $0, $1;", i32, i32)
 """The same number. What follows from it in a loop is computed there: kept ready, it would take registers."""
 
+thread_again = asm("mov.u32 $0, %tid.x;", i32)
+"""``threadIdx.x``, read where it is needed, for the same reason."""
+
 
 @cache
 def make_product(n: int, k_steps: int, panels: int = 1) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,14 +47,27 @@ def next_unit(top, largest, unit):
     return largest, new, TOP - zero, exp2_approx(unit - zero)
 
 
-@cache
-def make_softmax(num_keys: int) -> Any:
-    """A device function ``(scores, factor, softmax_state) -> words, softmax_state, alpha, alpha_below``.
+class Softmax(NamedTuple):
+    """Device functions over the scores of a tile: products of codes, which times ``factor`` are logarithms to base 2.
 
-    It is of a tile of ``num_keys`` keys. ``scores``: products of codes, which times ``factor`` are logarithms to base
-    2. ``words``: E4M3 codes of the probabilities, an operand A; 256 stands for the row's unit. ``alpha``: factors of
-    both rows' sums so far. Sums are of this thread's columns, and of probabilities before they are rounded.
+    Pairs are of the thread's two rows.
+
+    Attributes:
+        rebase: ``(scores, factor, softmax_state) -> softmax_state, offsets, alphas``: rows' largest scores and units
+            with this tile; what to add to its logarithms; factors of the sums so far, the state's own not yet among
+            them.
+        probabilities: ``(scores, factor, offsets, alphas, softmax_state) -> words, softmax_state``: the tile's
+            probabilities as E4M3 codes, an operand A; 256 stands for the row's unit. Sums are of this thread's columns,
+            and of probabilities before they are rounded.
     """
+
+    rebase: Any
+    probabilities: Any
+
+
+@cache
+def make_softmax(num_keys: int) -> Softmax:
+    """For tiles of ``num_keys`` keys."""
     num_registers = num_keys // 2
     largest_of, sum_of, power, pack = (
         rows_max(num_registers),
@@ -64,18 +77,37 @@ def make_softmax(num_keys: int) -> Any:
     )
 
     @device
-    def softmax(scores, factor, softmax_state):
+    def rebase(scores, factor, softmax_state):
         largest, largest_below, unit, unit_below, total, total_below = softmax_state
         top, top_below = largest_of(scores)
         largest, unit, offset, alpha = next_unit(quad_max(top * factor), largest, unit)
         largest_below, unit_below, offset_below, alpha_below = next_unit(
             quad_max(top_below * factor), largest_below, unit_below
         )
-        probabilities = power(scores, factor, offset, offset_below)
-        more, more_below = sum_of(probabilities)
-        total, total_below = total * alpha + more, total_below * alpha_below + more_below
         softmax_state = (largest, largest_below, unit, unit_below, total, total_below)
-        return pack(probabilities), softmax_state, alpha, alpha_below
+        return softmax_state, (offset, offset_below), (alpha, alpha_below)
+
+    @device
+    def probabilities(scores, factor, offsets, alphas, softmax_state):
+        largest, largest_below, unit, unit_below, total, total_below = softmax_state
+        exponentials = power(scores, factor, offsets[0], offsets[1])
+        more, more_below = sum_of(exponentials)
+        total, total_below = total * alphas[0] + more, total_below * alphas[1] + more_below
+        return pack(exponentials), (largest, largest_below, unit, unit_below, total, total_below)
+
+    return Softmax(rebase, probabilities)
+
+
+@cache
+def make_whole_softmax(num_keys: int) -> Any:
+    """Both of :class:`Softmax` at once: ``(scores, factor, softmax_state) -> words, softmax_state, alphas``."""
+    rebase, probabilities = make_softmax(num_keys)
+
+    @device
+    def softmax(scores, factor, softmax_state):
+        softmax_state, offsets, alphas = rebase(scores, factor, softmax_state)
+        words, softmax_state = probabilities(scores, factor, offsets, alphas, softmax_state)
+        return words, softmax_state, alphas
 
     return softmax
 

@@ -6,7 +6,8 @@ barriers. An arrival is lost or repeated at its first time alone, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tests.protocols.protocol import (
@@ -37,13 +38,17 @@ class Fault(NamedTuple):
     protocol: Protocol
 
 
-def planted(protocol: Protocol) -> Iterator[Fault]:
-    """``protocol`` with each of the slips that it has a statement for, where that changes a program."""
-    return (fault for fault in _slips(protocol) if fault.protocol != protocol)
+def planted(protocol: Protocol, launches: Sequence[Protocol] = ()) -> Iterator[Fault]:
+    """``protocol`` with each of the slips that it has a statement for, where that changes a program.
+
+    Args:
+        launches: others of its kernel. Where a statement is repeated, one alone may not show all barriers of a ring.
+    """
+    rings = _rings([protocol, *launches])
+    return (fault for fault in _slips(protocol, rings) if fault.protocol != protocol)
 
 
-def _slips(protocol: Protocol) -> Iterator[Fault]:
-    rings = _rings(protocol)
+def _slips(protocol: Protocol, rings: Mapping[int, tuple[int, ...]]) -> Iterator[Fault]:
     consumers = {process.warpgroup for process in protocol for op, _ in process.steps if isinstance(op, Multiply)}
     for ring in sorted({ring[0] for ring in rings.values()}):
         places = next(each for each in rings.values() if each[0] == ring)
@@ -104,10 +109,10 @@ def _at_arrivals(protocol: Protocol, arrives: Chosen, where: str, places: tuple[
         yield Fault("dropped copy", where, filled)
 
 
-def _rings(protocol: Protocol) -> dict[int, tuple[int, ...]]:
-    """Places of mbarriers that one instruction waits or arrives at: each to all of its ring."""
+def _rings(launches: Sequence[Protocol]) -> dict[int, tuple[int, ...]]:
+    """Places of mbarriers that one instruction waits or arrives at, in any launch: each to all of its ring."""
     of_line: dict[int, set[int]] = {}
-    for process in protocol:
+    for process in itertools.chain(*launches):
         for op, line in process.steps:
             if isinstance(op, Wait | Arrive):
                 of_line.setdefault(line, set()).add(op.barrier[1])

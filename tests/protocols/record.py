@@ -144,7 +144,9 @@ def _program(
         elif kind == Kind.WGMMA:
             # 128 bytes of each row; an operand that steps along K begins within its first row.
             operands = [(at // ROW * ROW, size) for at, size in ((a, b), (c, d)) if at != IN_REGISTERS]
-            touched = {place for at, size in operands for place in buffers.touched(rank, at, size)}
+            found = [buffers.touched(rank, at, size) for at, size in operands]
+            assert all(found), "a product of memory that nothing is copied to"
+            touched = set().union(*found)
             last = steps[-1].op if steps else None
             if isinstance(last, Multiply):
                 steps[-1] = Step(last._replace(places=tuple(sorted({*last.places, *touched}))), steps[-1].line)

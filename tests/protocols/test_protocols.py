@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from cuda_kernels.attention.block import TILE
-from cuda_kernels.attention.forward import STAGES, smem_offsets
+from cuda_kernels.attention.forward_block import forward_offsets
 from cuda_kernels.attention.spec import AttentionSpec
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.protocols.faults import planted
@@ -18,7 +18,7 @@ from tests.tiers import thorough
 
 pytestmark = needs_compilers
 
-DEFAULT = {"forward-64", "dq-64", "dkv-64", "cooperative", "ping-pong", "scales of both"}
+DEFAULT = {"forward-64", "forward-128", "dq-64", "dkv-64", "cooperative", "ping-pong", "scales of both"}
 """Each pipeline once, of kernels that other tests of the default run compile, too; the others are of other channels, of
 other tiles and of other clusters."""
 ROWS = [pytest.param(kernel, id=kernel.name, marks=() if kernel.name in DEFAULT else thorough) for kernel in KERNELS]
@@ -53,7 +53,7 @@ def test_a_program_is_what_the_kernel_says() -> None:
     """Of forward's producer for one tile, with the places and sizes of the kernel's own constants."""
     (forward,) = [kernel for kernel in KERNELS if kernel.name == "forward-64"]
     spec = AttentionSpec(64, "bfloat16")
-    places = smem_offsets(spec, STAGES[64])
+    places = forward_offsets(spec)
     (steps,) = [each.steps for each in protocol(forward, (1,)) if count((each,), Copy)]
     expected: list[Op] = []
     for name, barrier, size in (("q", "full_q", TILE), ("k", "full_k", TILE), ("v", "full_v", 64 * 128)):
@@ -80,10 +80,9 @@ def test_a_planted_slip_is_found(kernel: Pipelined) -> None:
     """Each, in the launches of some size: not every number of tiles turns every ring."""
     missed: set[tuple[str, str]] = set()
     kinds: set[str] = set()
-    for size in kernel.sizes[4:]:
-        faults = [
-            fault for fault in planted(protocol(kernel, size)) if not kinds or (fault.kind, fault.where) in missed
-        ]
+    launches = [protocol(kernel, size) for size in kernel.sizes]
+    for launch in launches[4:]:
+        faults = [fault for fault in planted(launch, launches) if not kinds or (fault.kind, fault.where) in missed]
         found = {(fault.kind, fault.where) for fault in faults if every_interleaving(fault.protocol).faults}
         missed = (missed or {(fault.kind, fault.where) for fault in faults}) - found
         kinds |= {fault.kind for fault in faults}

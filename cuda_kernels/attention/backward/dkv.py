@@ -46,7 +46,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
-from cuda_kernels.attention.products import make_product, make_register_product
+from cuda_kernels.attention.products import make_product, make_register_product, thread_again
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import make_band_mask, tile_again, visible_columns, visited_tiles
@@ -57,7 +57,14 @@ from cuda_kernels.attention.warp_roles import (
     attention_on_hopper,
     make_warp_specialized,
 )
-from cuda_kernels.device.fragments import exp2_columns, rows_amax, rows_max, score_gradients_columns, zeros
+from cuda_kernels.device.fragments import (
+    exp2_columns,
+    pack_a_words,
+    rows_amax,
+    rows_max,
+    score_gradients_columns,
+    zeros,
+)
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, float_max, from_bits, load_f32, shared_load_4
 from cuda_kernels.device.ring import stage_counters
@@ -122,7 +129,7 @@ class DkvTiles(NamedTuple):
 
     Attributes:
         offsets: of the block's buffers in shared memory, with ``out`` among them.
-        stages: of the ring.
+        init_rings: a device function of shared memory's address: the barriers of the rings.
         produce: a device function ``(smem, maps, tile, kv_head, shape)`` of the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch) ->
             sums`` of this thread, without the softmax scale. ``key_factor``: K's ``scale_inv`` times c.
@@ -130,7 +137,7 @@ class DkvTiles(NamedTuple):
     """
 
     offsets: dict[str, int]
-    stages: int
+    init_rings: Any
     produce: Any
     consume: Any
     store: Any
@@ -143,14 +150,14 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
         function_name: of the kernel's function, which profilers show.
         variant: the kernel's name.
     """
-    offsets, stages, produce, consume, store = tiles
-    out_offset, full_kv, full, empty = (offsets[name] for name in ("out", "full_kv", "full", "empty"))
+    offsets, init_rings, produce, consume, store = tiles
+    out_offset, full_kv = offsets["out"], offsets["full_kv"]
     wide = spec.panels > 1
 
     @device
     def init_barriers(smem):
         mbarrier_init(smem + full_kv, 1)
-        init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
+        init_rings(smem)
 
     begin = make_warp_specialized(init_barriers, produce)
 
@@ -204,30 +211,36 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     stages, offsets = dkv_stages(spec), dkv_offsets(spec)
     head_dim = spec.head_dim
     k_offset, v_offset, full_kv = (offsets[name] for name in ("k", "v", "full_kv"))
-    q_offset, do_offset, qt_offset, dot_offset, statistics_offset, full, empty = (
-        offsets[name] for name in ("q", "do", "qt", "dot", "statistics", "full", "empty")
+    q_offset, do_offset, qt_offset, dot_offset, statistics_offset, full, empty, full_qt, empty_qt = (
+        offsets[name] for name in ("q", "do", "qt", "dot", "statistics", "full", "empty", "full_qt", "empty_qt")
     )
     transposed_bytes = head_dim * 128
-    stage_bytes = 2 * TILE + 2 * transposed_bytes + STATISTICS_BYTES
+    stage_bytes = 2 * TILE + transposed_bytes + STATISTICS_BYTES
     scores_count, sums_count = QUERIES // 2, head_dim // 2
     flush_stages = flush // ROWS
     dk_scratch = 4 * MULTIPLYING * sums_count
     block_floats = scratch_floats(spec)
     zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
     scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
-    scores_wait_1, sums_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(sums_count, 0)
+    scores_wait_2, scores_wait_1 = wgmma_wait(scores_count, 2), wgmma_wait(scores_count, 1)
+    sums_wait_1, sums_wait_0 = wgmma_wait(sums_count, 1), wgmma_wait(sums_count, 0)
     hide, exp2, gradients_of = (
         make_band_mask(scores_count),
         exp2_columns(scores_count),
         score_gradients_columns(scores_count),
     )
-    max_of, amax_of = rows_max(scores_count), rows_amax(scores_count)
+    max_of, amax_of, codes_of = rows_max(scores_count), rows_amax(scores_count), pack_a_words(scores_count, "e4m3")
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_own = make_own_load(spec.panels)
     store_dv = make_gradient_store(head_dim, spec.out_dtype)
     store_dk = make_gradient_store(head_dim, spec.out_dtype, again=True)
     next_stage, _ = stage_counters(stages)
+
+    @device
+    def init_rings(smem):
+        init_ring(smem + full, smem + empty, stages, MULTIPLYING // 32)
+        init_ring(smem + full_qt, smem + empty_qt, stages, 2)
 
     @device
     def produce(smem, maps, tile, kv_head, shape):
@@ -246,12 +259,22 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 tma_load(smem + do_offset + stage_idx * TILE, map_do, barrier, 0, head * rows_q + query)
                 load_statistics(smem, map_statistics, barrier, stage_idx, query, head)
                 tma_load(smem + dot_offset + stage_idx * transposed_bytes, map_dot, barrier, query, head * head_dim)
+                barrier = smem + full_qt + 8 * stage_idx
+                fill_stage(barrier, smem + empty_qt + 8 * stage_idx, phase, transposed_bytes)
                 tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
                 stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
+    def no_codes():
+        return codes_of(zero_scores())
+
+    @device
+    def scratch_of(scratch):
+        """Where this thread's sums leave to. Found when they do: kept, it would take registers from the loop."""
+        return scratch + (i64(cuda.blockIdx.x) * block_floats + thread_again()) * 4
+
+    @device
     def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):
-        scratch += (i64(cuda.blockIdx.x) * block_floats + cuda.threadIdx.x) * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
         row_in_tile, col_in_tile = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
@@ -261,24 +284,28 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         p_limits, ds_limits = (START, START), (START, START)
         accumulated, more = i32(0), i32(0)
         stage_idx, phase = i32(0), i32(0)
+        # dK's product with the codes of the last tile's dS waits for the next tile; before the first one they are 0.
+        late, late_stage, late_columns = no_codes(), i32(-1), i32(0)
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 if accumulated == flush_stages:
-                    leave(dv, p_limits, scratch)
-                    leave(dk, ds_limits, scratch + dk_scratch)
+                    leave(dv, p_limits, scratch_of(scratch))
+                    leave(dk, ds_limits, scratch_of(scratch) + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()
                     accumulated, more = i32(0), i32(1)
                 mbarrier_wait(smem + full + 8 * stage_idx, phase)
+                mbarrier_wait(smem + full_qt + 8 * stage_idx, phase)
                 for half in range(2):
                     of_rows = stage_idx * TILE + half * (QUERIES * 128)
-                    of_columns = stage_idx * transposed_bytes + half * QUERIES
+                    of_columns = i32(stage_idx * transposed_bytes + half * QUERIES)
                     wgmma_fence()
                     scores = scores_of(zero_scores(), desc_k, smem_descriptor(smem + q_offset + of_rows), 0)
+                    dk = add_products(dk, late, smem_descriptor(smem + qt_offset + late_columns), 1)
                     dp = scores_of(zero_scores(), desc_v, smem_descriptor(smem + do_offset + of_rows), 0)
                     query = i32(half * QUERIES + col_in_tile)
                     query_scale_inv, gradient_scale_inv = scales_of(smem, stage_idx, query)
-                    scores = scores_wait_1(scores)
+                    scores = scores_wait_2(scores)
                     if 2 * i + half < whole_first or 2 * i + half >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale_inv, SMALLEST)
@@ -287,22 +314,27 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     words, dv, p_limits = rounded(p, amax, amax_below, gradient_scale_inv, dv, p_limits)
                     wgmma_fence()
                     dv = add_products(dv, words, smem_descriptor(smem + dot_offset + of_columns), 1)
-                    dp = scores_wait_1(dp)
+                    dp, dk = scores_wait_1(dp), sums_wait_1(dk)
+                    if half == 0 and late_stage >= 0 and cuda.threadIdx.x & 127 == 0:
+                        mbarrier_arrive(smem + empty_qt + 8 * late_stage)
                     corrected = statistic(smem, stage_idx, CORRECTED, query)
                     ds = gradients_of(dp, p, value_scale_inv * gradient_scale_inv, corrected)
                     amax, amax_below = amax_of(ds)
-                    words, dk, ds_limits = rounded(ds, amax, amax_below, query_scale_inv, dk, ds_limits)
-                    wgmma_fence()
-                    dk = add_products(dk, words, smem_descriptor(smem + qt_offset + of_columns), 1)
-                    dv, dk = sums_wait_0(dv), sums_wait_0(dk)
+                    late, dk, ds_limits = rounded(ds, amax, amax_below, query_scale_inv, dk, ds_limits)
+                    late_columns = of_columns
+                    dv = sums_wait_0(dv)
                 syncwarp()  # the warp's lanes have read the statistics
                 if cuda.threadIdx.x & 31 == 0:
                     mbarrier_arrive(smem + empty + 8 * stage_idx)
+                late_stage = stage_idx
                 stage_idx, phase = next_stage(stage_idx, phase)
                 accumulated += 1
+        if late_stage >= 0:
+            wgmma_fence()
+            dk = sums_wait_0(add_products(dk, late, smem_descriptor(smem + qt_offset + late_columns), 1))
         dv, dk = finished(dv, p_limits), finished(dk, ds_limits)
         if more:
-            dv, dk = come_back(dv, scratch), come_back(dk, scratch + dk_scratch)
+            dv, dk = come_back(dv, scratch_of(scratch)), come_back(dk, scratch_of(scratch) + dk_scratch)
         return dv, dk
 
     @device
@@ -311,5 +343,5 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         store_dv(dv, _ONE, shared, dv_out, tile, head, warp, strides)
         store_dk(dk, softmax_scale, shared, dk_out, tile, head, warp, strides)
 
-    tiles = DkvTiles(offsets, stages, produce, consume, store)
+    tiles = DkvTiles(offsets, init_rings, produce, consume, store)
     return dkv_of_tiles(spec, "attention_dkv", f"attention_dkv({spec}, {stages=}, {flush=})", tiles)

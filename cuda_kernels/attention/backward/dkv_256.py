@@ -27,7 +27,7 @@ from cuda_kernels.attention.backward.memory import (
 )
 from cuda_kernels.attention.backward.running_scale import START, make_running_rows
 from cuda_kernels.attention.backward.statistics import CORRECTED, SMALLEST, TOTAL
-from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, make_row_load
+from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_row_load
 from cuda_kernels.attention.products import found_again, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
@@ -85,6 +85,10 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out_dtype)
     next_stage, _ = stage_counters(WIDE_STAGES)
+
+    @device
+    def init_rings(smem):
+        init_ring(smem + full, smem + empty, WIDE_STAGES, MULTIPLYING // 32)
 
     @device
     def scratch_of(scratch):
@@ -189,5 +193,5 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
         store_rows(sums, factor, shared, out, tile, head, warp, strides)
 
-    tiles = DkvTiles(offsets, WIDE_STAGES, produce, consume, store)
+    tiles = DkvTiles(offsets, init_rings, produce, consume, store)
     return dkv_of_tiles(spec, "attention_dkv_256", f"attention_{result}({spec}, stages={WIDE_STAGES}, {flush=})", tiles)

@@ -17,7 +17,7 @@ LINE = 4 * ROWS
 STATISTICS_BYTES = (STATISTICS - CORRECTED) * LINE
 """Of a stage."""
 
-_OWN = 2 * TILE + 8 * WARP_BYTES + 128
+_OWN = 2 * TILE + 8 * WARP_BYTES + 256
 """Of what is no stage: two tiles of the block's own rows, what leaves, and barriers."""
 
 
@@ -42,7 +42,8 @@ def dkv_offsets(spec: AttentionSpec) -> dict[str, int]:
     """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
     stages, transposed_bytes = dkv_stages(spec), spec.head_dim * 128
     ring = per_stage(stages, q=TILE, do=TILE, qt=transposed_bytes, dot=transposed_bytes)
-    statistics, barriers = stages * STATISTICS_BYTES, per_stage(stages, full=8, empty=8)
+    statistics = stages * STATISTICS_BYTES
+    barriers = per_stage(stages, full=8, empty=8, full_qt=8, empty_qt=8)
     return placed(k=TILE, v=TILE, **ring, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
 
 

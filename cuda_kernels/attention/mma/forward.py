@@ -18,7 +18,7 @@ from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.forward_256 import make_wide_attend
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.softmax import START, make_softmax, store_statistics
+from cuda_kernels.attention.softmax import START, make_whole_softmax, store_statistics
 from cuda_kernels.attention.spec import (
     ROWS,
     TILE_OTHERS,
@@ -58,7 +58,7 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
     scores_count, acc_count = ROWS // 2, head_dim // 2
     copy_rows, copy_values = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
     scores_of = make_product(ROWS, spec.k_steps)
-    hide, softmax = make_band_mask(scores_count), make_softmax(ROWS)
+    hide, softmax = make_band_mask(scores_count), make_whole_softmax(ROWS)
     rescale, add_product = scale_rows(acc_count), make_add_product(head_dim, ROWS // STEP)
     zero_acc = zeros(acc_count)
 
@@ -101,8 +101,8 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
             factor = float_max(query_factor * key_scale_inv, SMALLEST)
-            words, softmax_state, alpha, alpha_below = softmax(scores, factor, softmax_state)
-            acc_o = rescale(acc_o, alpha, alpha_below)
+            words, softmax_state, alphas = softmax(scores, factor, softmax_state)
+            acc_o = rescale(acc_o, alphas[0], alphas[1])
             acc_o = add_product(acc_o, words, stage + TILE + in_b, value_scale_inv, value_scale_inv)
             stage, free_stage = next_stage(stage, first_stage), stage
         return acc_o, softmax_state

@@ -15,7 +15,7 @@ from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, make_copy, make_row_copy, scale_invs_of_block
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import own_place
-from cuda_kernels.attention.softmax import START, make_softmax
+from cuda_kernels.attention.softmax import START, make_whole_softmax
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import scale_rows, zeros
@@ -34,7 +34,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
     k_offset, v_offset = panels * TILE, 2 * panels * TILE
     copy_rows, copy_values = make_row_copy(ROWS, head_dim), make_copy(CHANNELS, ROWS)
     scores_of = make_product(ROWS, spec.k_steps, panels=panels)
-    hide, softmax, zero_acc = make_band_mask(ROWS // 2), make_softmax(ROWS), zeros(CHANNELS // 2)
+    hide, softmax, zero_acc = make_band_mask(ROWS // 2), make_whole_softmax(ROWS), zeros(CHANNELS // 2)
     rescale, add_product = scale_rows(CHANNELS // 2), make_add_product(CHANNELS, ROWS // STEP)
 
     @device
@@ -60,7 +60,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, softmax_state, alpha, alpha_below = softmax(
+            words, softmax_state, alphas = softmax(
                 scores, float_max(query_factor * key_scale_inv, SMALLEST), softmax_state
             )
             cp_async_wait(0)
@@ -69,7 +69,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()
             acc_o = add_product(
-                rescale(acc_o, alpha, alpha_below), words, in_b + v_offset, value_scale_inv, value_scale_inv
+                rescale(acc_o, alphas[0], alphas[1]), words, in_b + v_offset, value_scale_inv, value_scale_inv
             )
         return acc_o, softmax_state
 

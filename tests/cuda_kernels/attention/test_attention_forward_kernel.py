@@ -15,6 +15,7 @@ from cuda_kernels.kernel import Kernel
 from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, CAUSAL, check_forward
+from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
@@ -29,6 +30,12 @@ KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of_case
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
+
+
+@needs_compilers
+def test_any_number_of_tiles(emulator: Emulator) -> None:
+    """Of 128 channels, where two tiles are a round of the loop: blocks that visit one to four."""
+    check_forward(128, "cpu", rows=(512, 512), band=CAUSAL, sizes=(1.0, 1e12, 1e-3, 1.0), dtype=BF16)
 
 
 @thorough
@@ -80,6 +87,8 @@ def test_channels_that_no_kernel_is_for() -> None:
 SPECS = [AttentionSpec(channels, out) for channels in (64, 96, 128, 256) for out in ("bfloat16", "float32")]
 PRODUCTS = {64: [2, 4], 96: [3, 4], 128: [4, 4], 256: [8, 4, 4]}
 """Of a tile, in groups: of 32 channels each for scores, of 32 keys each for 128 channels of the result."""
+TILES = {64: 1, 96: 1, 128: 2, 256: 1}
+"""Of a round of the loop."""
 
 
 @needs_compilers
@@ -87,15 +96,18 @@ PRODUCTS = {64: [2, 4], 96: [3, 4], 128: [4, 4], 256: [8, 4, 4]}
 def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
     code = code_of(attention_forward_kernel(spec))
     found, names = sass.counts_in_a_step(code)
+    tiles = TILES[spec.head_dim]
     assert [*sass.faults_of_steps(code, {4, PRODUCTS[spec.head_dim][0]}, ahead=6)] == []
     assert not sass.gpu_wide_barriers(code)
     assert not found["CALL"]
-    assert found["QGMMA"] == sum(PRODUCTS[spec.head_dim])
-    assert found["SHFL"] == 4, "of the two rows' largest scores over four lanes; probabilities stay where they are"
+    assert found["QGMMA"] == tiles * sum(PRODUCTS[spec.head_dim])
+    assert found["SHFL"] == tiles * 4, (
+        "of the two rows' largest scores over four lanes; probabilities stay where they are"
+    )
     assert not found["PRMT"]
-    assert names["MUFU.EX2"] == 64 + 2
-    assert sum(count for name, count in names.items() if name.startswith("F2FP.SATFINITE.E4M3")) == 32
-    assert found["BAR"] == 2
+    assert names["MUFU.EX2"] == tiles * (64 + 2)
+    assert sum(count for name, count in names.items() if name.startswith("F2FP.SATFINITE.E4M3")) == tiles * 32
+    assert found["BAR"] == tiles * 2
     assert not {"LDS", "STS", "LDSM", "STSM"} & set(found), "scores and probabilities never leave their registers"
 
 
