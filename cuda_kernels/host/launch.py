@@ -378,11 +378,11 @@ _emulated_architecture = "90a"
 
 
 @contextmanager
-def executing(executor: Executor, architecture: str = "90a") -> Iterator[None]:
-    """Let ``executor`` start kernels for CPU tensors, those of an architecture."""
+def executing(executor: Executor, architecture: str | None = None) -> Iterator[None]:
+    """Let ``executor`` start kernels for CPU tensors, those of ``architecture`` where it is given."""
     global _emulated_architecture
     before, architecture_before = EXECUTORS.get("cpu"), _emulated_architecture
-    EXECUTORS["cpu"], _emulated_architecture = executor, architecture
+    EXECUTORS["cpu"], _emulated_architecture = executor, architecture or _emulated_architecture
     try:
         yield
     finally:
