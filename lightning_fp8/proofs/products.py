@@ -20,7 +20,7 @@ from lightning_fp8.proofs.drawing import apart, moved, numbers, sizes_of_blocks
 from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 BF16 = torch.bfloat16
-TENSOR_CORE = {False: 2.0**-8, True: 2.0**-6}
+TENSOR_CORE = {False: 2.0**-6, True: 2.0**-4}
 """How far a product may be off on a card, by whether it takes the fast accumulator: a share of the results' root mean
 square. Hopper's tensor cores keep about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437), of 128 products at a time
 without it."""
