@@ -292,7 +292,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
-                if accumulated == flush_stages:
+                if accumulated == flush_stages:  # dK without the last tile's product, with which its next sums begin
                     leave(dv, p_limits, scratch_of(scratch))
                     leave(dk, ds_limits, scratch_of(scratch) + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()
