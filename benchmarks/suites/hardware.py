@@ -1,7 +1,7 @@
 """Suite ``hardware``: what attention's design on Hopper rests on, and no manual says.
 
 How many bits the tensor cores' sums keep, and what it costs to add them up elsewhere; how fast they multiply from
-registers; what it brings that two warpgroups multiply in turns; how fast the tensor memory accelerator adds.
+registers; what it brings that two warpgroups take turns; how fast the tensor memory accelerator adds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.side_by_side import timed
 from benchmarks.measuring.timing import Contender
-from cuda_kernels.attention import forward
+from cuda_kernels.attention import forward, forward_in_turns, forward_overlapped
 from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.host.backward import BackwardLaunch
 from cuda_kernels.device.language import device
@@ -115,7 +115,8 @@ def without_turns() -> Iterator[None]:
     """Forward kernels that are made meanwhile let both warpgroups multiply whenever they come to it."""
     nothing = device(lambda barrier, threads: None)
     with (
-        patch.multiple(forward, named_barrier=nothing, named_barrier_arrive=nothing),
+        patch.multiple(forward_in_turns, named_barrier=nothing, named_barrier_arrive=nothing),
+        patch.multiple(forward_overlapped, named_barrier=nothing, named_barrier_arrive=nothing),
         patch.object(attention_kernels, "attention_forward_kernel", forward.attention_forward_kernel.__wrapped__),
     ):
         yield

@@ -1,9 +1,12 @@
 """What the forward pass's block does with the keys where each product is waited for: of 64, 96 or 256 channels.
 
-Of a tile of 128 keys a warpgroup computes the scores, hands the tensor cores over, takes exponentials, and multiplies
-them with V. One warpgroup's exponentials run beside the other's products (FlashAttention-3, arXiv:2407.08608, section
-3.1). For what :mod:`.forward_overlapped` does, sums of 256 channels leave no registers. Of 64 and 96 a tile's product
-with V has fewer than its scores, and the assembler spills, or lets single products wait for each other.
+Of a tile of 128 keys a warpgroup computes the scores and their maxima, gives the turn to the other one, takes
+exponentials, and multiplies them with V. One warpgroup's exponentials run beside the other's products and maxima
+(FlashAttention-3, arXiv:2407.08608, section 3.1); with the turn given before the maxima, those of both would be taken
+at once, by the same unit.
+
+For what :mod:`.forward_overlapped` does, sums of 256 channels leave no registers. Of 64 and 96 a tile's product with V
+has fewer than its scores, and the assembler spills, or lets single products wait for each other.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from cuda_kernels.attention.forward_block import (
     forward_stages,
 )
 from cuda_kernels.attention.products import make_product, make_register_product
-from cuda_kernels.attention.softmax import START, make_whole_softmax
+from cuda_kernels.attention.softmax import START, make_softmax
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import make_result_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
@@ -53,7 +56,7 @@ def make_tiles_in_turns(spec: AttentionSpec) -> ForwardTiles:
     scores_of = make_product(ROWS, spec.k_steps, spec.panels)
     times_v = make_register_product(columns, ROWS // 32)
     scores_done, part_done = wgmma_wait(scores_count, 0), wgmma_wait(acc_count, 0)
-    hide, softmax = make_band_mask(scores_count), make_whole_softmax(ROWS)
+    hide, (rebase, probabilities) = make_band_mask(scores_count), make_softmax(ROWS)
     scaled, rescale_add = scale_all(acc_count), rescale_add_rows(acc_count)
     store_low = make_result_store(columns, spec.out_dtype)
     store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
@@ -94,12 +97,14 @@ def make_tiles_in_turns(spec: AttentionSpec) -> ForwardTiles:
             named_barrier(TURN + wg_idx, 256)
             wgmma_fence()
             scores = scores_done(scores_of(zero_scores(), desc_q, desc_k, 0))
-            named_barrier_arrive(TURN + 1 - wg_idx, 256)
             if wg_thread == 0:
                 mbarrier_arrive(smem + empty_k + 8 * stage_idx)
             if j < whole_first or j >= whole_last:
                 scores = hide(scores, visible, i32(j * ROWS))
-            words, softmax_state, (alpha, alpha_below) = softmax(scores, factor, softmax_state)
+            softmax_state, offsets, alphas = rebase(scores, factor, softmax_state)
+            named_barrier_arrive(TURN + 1 - wg_idx, 256)
+            words, softmax_state = probabilities(scores, factor, offsets, alphas, softmax_state)
+            alpha, alpha_below = alphas
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
             part = values_of(words, desc_v)
             usual = can_be_unit(value_scale_inv)

@@ -186,20 +186,22 @@ def test_attention_without_wgmma(kernel: Kernel, arch: str) -> None:
 
 
 @thorough
-def test_attention_hands_the_tensor_cores_over_before_its_exponentials() -> None:
-    """Of 64 channels: the assembler leaves the order in which a tile of 64 by 128 is written: its turn, the scores' two
-    products, the other warpgroup's turn, 64 exponentials of each thread, and the products with V."""
+def test_attention_gives_the_turn_before_its_exponentials() -> None:
+    """Of 64 channels the assembler leaves the order in which a tile of 64 by 128 is written: its turn, the scores' two
+    products, their maxima over four lanes, the other warpgroup's turn, and the products with V. Of 64 exponentials of
+    each thread and two factors it moves some up."""
     kernel = attention_forward_kernel(AttentionSpec(64, "bfloat16"))
     code = code_of(kernel)
     (step,) = sass.steps(code)
     named = [code[index].name for index in sorted(step)]
-    products, exponentials, barriers = (
+    products, shuffles, exponentials, barriers = (
         [place for place, name in enumerate(named) if name.startswith(opcode)]
-        for opcode in ("QGMMA", "MUFU.EX2", "BAR.")
+        for opcode in ("QGMMA", "SHFL", "MUFU.EX2", "BAR.")
     )
     assert [named[place].split(".")[1] for place in barriers] == ["SYNC", "ARV"]
     assert len(products) == 6
-    assert barriers[0] < products[0] < products[1] < barriers[1] < exponentials[0] < exponentials[63] < products[2]
+    assert barriers[0] < products[0] < products[1] < shuffles[-1] < barriers[1] < products[2]
+    assert sum(place > barriers[1] for place in exponentials) >= 48
 
 
 def test_every_kernel_is_compiled() -> None:

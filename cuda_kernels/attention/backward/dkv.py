@@ -4,8 +4,11 @@ A block has 128 keys of one head, 64 for each warpgroup, whose codes of K and V 
 the queries that see them, of all heads that share them: no block adds to another's results. Codes of Q and dO, both
 transposed too, and their statistics lie in a ring of stages of 128 queries. Of each 64 queries a warpgroup computes
 Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns them into Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q.
-While one warpgroup computes exponentials the other multiplies; nothing orders them. A warpgroup's own products all end
-with a tile: with some of them in flight behind it the assembler puts a wait after each (its advice C7513).
+While one warpgroup computes exponentials the other multiplies; nothing orders them.
+
+A tile's product of dSᵀ and Q is issued with the next tile's scores, and runs beside the exponentials of that tile. So
+nothing is in flight behind a tile: there the assembler would put a wait after each product (its advice C7513). And so
+transposed Q is read longer than the rest of its stage: it has a ring of its own.
 
 **Scales.** A row of Pᵀ, times dO's scale, has one scale for all tiles, which changes only when the row outgrows it
 (:mod:`.running_scale`), and so has dSᵀ times Q's. So the tensor cores accumulate from tile to tile; adding each tile in
@@ -289,7 +292,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
-                if accumulated == flush_stages:
+                if accumulated == flush_stages:  # dK without the last tile's product, with which its next sums begin
                     leave(dv, p_limits, scratch_of(scratch))
                     leave(dk, ds_limits, scratch_of(scratch) + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()
