@@ -93,9 +93,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmChoice]]:
     chosen: list[GemmChoice] = []
     build = gemm_cuda.build_gemm
 
-    def noted(bound: gemm_cuda.BoundGemm, choice: GemmChoice) -> Any:
+    def noted(bound: gemm_cuda.BoundGemm, choice: GemmChoice, plan_key: Any) -> Any:
         chosen.append(choice)
-        return build(bound, choice) if choice is Library.CUBLASLT else None
+        return build(bound, choice, plan_key) if choice is Library.CUBLASLT else None
 
     monkeypatch.setattr(gemm_cuda, "build_gemm", noted)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)

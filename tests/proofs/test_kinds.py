@@ -65,7 +65,8 @@ def test_all_cases_of_a_kind_start_the_same_kernels(name: str) -> None:
         assert found == started, case.name
 
 
-FEW = ("amax", "normalize", "product, cluster of 2", "attention forward, 64 channels")
+FEW = ("amax", "transpose")
+"""In the default run, which starts these kernels elsewhere, too; the others are compiled for their cases alone."""
 
 
 @needs_compilers
