@@ -75,6 +75,7 @@ kernels = {
     "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
     "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
+    "attention_forward_128": forward.attention_forward_kernel(AttentionSpec(128, "bfloat16")),
     "attention_delta": delta.attention_delta_kernel(64),
     "attention_dq": dq.attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_dkv": dkv.attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
@@ -131,7 +132,7 @@ CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quant
 CASTS |= {"normalize", "bands"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
-ATTENTION = {f"attention_{name}" for name in ("forward", "delta", "dq", "dkv", "dq_256", "dkv_256")}
+ATTENTION = {f"attention_{name}" for name in ("forward", "forward_128", "delta", "dq", "dkv", "dq_256", "dkv_256")}
 ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv", "dq_256", "dkv_256")}
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
