@@ -98,12 +98,14 @@ def _with_special(x: Tensor) -> Tensor:
 
 
 def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact: bool, device: str) -> None:
-    """In all ways in which a scale may be known. Amaxes are collected for given scales only."""
+    """In all ways in which a scale may be known, the plan's first. Amaxes are collected for given scales only."""
     cast, amax = variant.cast, 0.25 if variant.has_amax else None
     own = replace(cast, scale_is_nonzero=False)
     ways: list[tuple[Cast, float | None]] = []
     if cast.layout.has_one_scale:
-        ways += [(own, 0.0), (replace(cast, scale_is_nonzero=True), 3.7)]
+        ways = [(own, 0.0), (replace(cast, scale_is_nonzero=True), 3.7)]
+        if variant.scale_is_known:
+            ways.reverse()
     if not variant.has_amax:
         ways += [(replace(own, power_2_scale=power_2, amax_epsilon=power_2 / 2), None) for power_2 in (False, True)]
     for way, scale in ways:
@@ -220,11 +222,7 @@ def _norm(
     x_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, has_bias: bool, norm: tuple[Any, ...],
     variant_key: Any,
 ) -> Iterator[Case]:  # fmt: skip
-    columns, variant = x_key[1][1], variant_of(variant_key)
-    cast = variant.cast
-    one_read = cast.layout.has_one_scale and not variant.has_overflow_counts and (
-        cast.columnwise != cast.rowwise or variant.scale_is_known
-    )  # fmt: skip
+    columns = x_key[1][1]
 
     def check(rows: int, formula: Norm, device: str, gap: int = 0, special: bool = False) -> None:
         x = values(rows, columns, x_key[0]) + (0.0 if formula.rms else 3.0)
@@ -232,24 +230,9 @@ def _norm(
             x[5, 7 % columns] = torch.nan
         parameters = _parameters(columns, weight_dtype, misalignment, has_bias)
         inputs = like(x_key, x, gap), *parameters, formula
-        if one_read:  # by a kernel of its own, which another way of knowing the scale may not start
-            _check_as_given(norm_quantize_op, inputs, variant, device)
-        else:
-            _check_variant(norm_quantize_op, inputs, variant, False, device)
+        _check_variant(norm_quantize_op, inputs, variant_of(variant_key), False, device)
 
     return _of_rows(check, columns, Norm(*norm))
-
-
-def _check_as_given(op: Op, inputs: tuple[Any, ...], variant: CastVariant, device: str) -> None:
-    """In the ways in which a scale may be known to a plan."""
-    cast, amax = variant.cast, 0.25 if variant.has_amax else None
-    ways: list[tuple[Cast, float | None]] = [(cast, 3.7)]
-    if not variant.scale_is_known:
-        ways = [(cast, 0.0), (cast, 3.7)]
-        if not variant.has_amax:
-            ways += [(replace(cast, power_2_scale=power_2), None) for power_2 in (False, True)]
-    for way, scale in ways:
-        check_cast(op, inputs, way, device, scale=scale, amax=amax, count=variant.has_overflow_counts)
 
 
 def _norm_backward(
@@ -347,7 +330,10 @@ def _problems(
 ) -> Iterator[tuple[str, Callable[[str], Problem]]]:
     """Problems by their names, as functions of a device: all masks, groups, formats and ways to give lengths.
 
-    Machine code is the same for all of them. ``lengths_come``: with the call; else those of tensors.
+    Machine code is the same for all of them.
+
+    Args:
+        lengths_come: calls of the op may have lengths of sequences.
     """
     centered = call_key[0][4]
     common: dict[str, Any] = {"channels": channels, "centered": centered, "dtype": dtype, "shifted": shifted}
