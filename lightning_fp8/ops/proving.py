@@ -44,6 +44,7 @@ proofs.SOURCES.extend(Path(__file__).parents[1] / folder for folder in ("ops", "
 COMMAND: Sequence[str] = (sys.executable, "-m", "lightning_fp8.proofs")
 
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+"""Variables that the process does not inherit: launchers give each of their processes one core."""
 
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
 """Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
@@ -92,16 +93,12 @@ class Prover:
     def outcome(self, request: Mapping[str, Any]) -> Outcome:
         """Prove one plan."""
         outcome, said = Outcome(), ""
-        for again in (True, False):
-            try:
-                self._send(request)
-            except (OSError, TypeError, ValueError) as error:
-                self.end()
-                return Outcome(f"no process can be started for it ({error})", passing=True)
-            line = self._next(said)
-            if line is not None or not again:
-                break
-            self.end()  # it ended just when it was asked, as it does when nothing is asked for some time
+        try:
+            self._send(request)
+        except (OSError, TypeError, ValueError) as error:
+            self.end()
+            return Outcome(f"no process can be started for it ({error})", passing=True)
+        line = self._next(said)
         while True:
             if line is None:
                 outcome.problem, outcome.passing = self._death(said)
@@ -151,23 +148,16 @@ class Prover:
                     stream.close()
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        for again in (True, False):
-            if self._process is None or self._process.poll() is not None:
-                self.end()
-                self._start()
-            assert self._process is not None
-            assert self._process.stdin is not None
-            try:
-                self._process.stdin.write(f"{json.dumps(request)}\n")
-                return self._process.stdin.flush()
-            except OSError:  # it ended just now, as it does when nothing is asked for some time
-                self.end()
-                if not again:
-                    raise
+        if not self._is_alive():
+            self.end()
+            self._start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(request)}\n")
+        self._process.stdin.flush()
 
     def _start(self) -> None:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-        # The specification runs on all cores, though launchers give each of their processes one.
         inherited = {name: value for name, value in os.environ.items() if name not in THREADS}
         environment = {
             **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1",
@@ -216,6 +206,9 @@ def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Cal
 
     threading.Thread(target=read, daemon=True).start()
 
+
+IDLE = 60.0
+"""Seconds after the last plan when the process is ended, since it keeps memory of the card."""
 
 _prover = Prover()
 _lock = threading.Lock()
@@ -274,17 +267,35 @@ def prove_anew(plan: str, device: torch.device, key: Sequence[Any], card: Card) 
 
 def _outcome(plan: str, device: torch.device, key: Sequence[Any]) -> Outcome:
     """Of a plan's proof; one that hangs is tried again with barriers that trap, for the message."""
+    global _end_of_idling
     try:
         request = {"plan": plan, "device": str(device), "key": encoded(key)}
     except TypeError as error:
         return Outcome(str(error), passing=True)
+    _end_of_idling.cancel()
     outcome = _prover.outcome(request)
+    _end_of_idling = threading.Timer(IDLE, _end_idle)
+    _end_of_idling.daemon = True
+    _end_of_idling.start()
     if outcome.hung:
         with_traps = Prover(TRAPS)
         problem = with_traps.outcome(request).problem
         with_traps.end()
         outcome.problem += f" (with barriers that trap: {problem})" if problem else ""
     return outcome
+
+
+def _end_idle() -> None:
+    """End the process, unless a plan is being proven again."""
+    if _lock.acquire(blocking=False):
+        try:
+            _prover.end()
+        finally:
+            _lock.release()
+
+
+_end_of_idling = threading.Timer(IDLE, _end_idle)
+"""Of the plan that was proven last; started with it."""
 
 
 def _judge(outcome: Outcome, unproven: Unproven) -> None:

@@ -3,7 +3,7 @@
     python -m lightning_fp8.proofs
 
 :class:`lightning_fp8.ops.proving.Prover` starts it and says what each line holds. It ends where a kernel has crashed,
-since its CUDA context is of no use then, where its input ends, and where nothing is asked for a minute.
+since its CUDA context is of no use then, and where its input ends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from lightning_fp8.ops.plans import clear_plan_cache
 from lightning_fp8.ops.proving import MARK, decoded
 from lightning_fp8.proofs.cases import cases_of
 from lightning_fp8.proofs.comparing import WrongResult
-
-IDLE = 60.0
-"""Seconds without a request after which the process ends."""
 
 Say = Callable[..., None]
 
@@ -51,7 +48,7 @@ class Saying:
         self._say("starting", kernel=kernel.name, key=key)
 
 
-def serve(say: Say, idle: float = IDLE) -> None:
+def serve(say: Say) -> None:
     """Prove what standard input asks for."""
     proofs.watch(Saying(say))
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -62,13 +59,8 @@ def serve(say: Say, idle: float = IDLE) -> None:
         os._exit(0)  # who asked is gone; also where a kernel hangs
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=idle)
-        except queue.Empty:
-            return
-        if not answer(json.loads(line), say):
-            return
+    while answer(json.loads(lines.get()), say):
+        pass
 
 
 def answer(request: dict[str, Any], say: Say) -> bool:

@@ -300,16 +300,17 @@ def test_a_kernel_that_no_case_starts_is_not_proven(monkeypatch: pytest.MonkeyPa
     assert known() == {"another": (True, "")}
 
 
-def test_a_process_that_ended_while_it_was_asked_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mark = tmp_path / "ended once"
-    ends = f"import os, sys\nif not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); sys.exit()\n"
+def test_a_process_is_ended_when_nothing_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "IDLE", 0.1)
     answering(monkeypatch, LOADING, STARTING, {"what": "proven"})
-    program, option, code = proving.COMMAND
-    monkeypatch.setattr(proving, "COMMAND", (program, option, ends + code))
-    prove()
-    assert known() == {KERNEL.name: (True, "")}
+    proving.prove("quantize", torch.device("cpu"), (), Unproven(KERNEL, CARD, KEY))
+    process = proving._prover._process
+    assert process is not None
+    assert process.wait(20) != 0
+    proofs.forget()
+    answering(monkeypatch, LOADING, STARTING, FAILED | {"wrong": True})  # the next plan starts another one
+    assert proving.prove_anew("quantize", torch.device("cpu"), (), CARD)[0] == "so it is"
+    proving._prover.end()
 
 
 def test_what_no_process_can_prove_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
