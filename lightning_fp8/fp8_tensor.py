@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fp8 import ops
 from lightning_fp8.ops import Quantized
 from lightning_fp8.recipes import Recipe
-from lightning_fp8.scaled import Cast, ScaledTensor
+from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 _aten = torch.ops.aten
 _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default)
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
+_CAST = ("_cast", "scaling", "codes")
 _PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
 
 
@@ -33,7 +34,8 @@ class FP8Tensor(Tensor):
     A change in place casts the new values again.
 
     Attributes:
-        cast: how the values are cast.
+        scaling: which values share a scale, of :attr:`cast`.
+        codes: the dtype of the operands, of :attr:`cast`.
         recipe: whose layers take the operands as they are; None for all whose casts have the same format and blocks.
         observed: float32 ``[]``, the largest magnitude before the cast, where a layer that takes the operands has to
             observe it; None where none has to.
@@ -41,11 +43,12 @@ class FP8Tensor(Tensor):
         high_precision_init_val: of a primary weight, its values before the first cast, on the CPU.
     """
 
-    ATTRIBUTES: ClassVar = ("cast", *_PARTS, "high_precision_init_val", "observed", "takers")
+    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")
 
     is_gathered: ClassVar[bool] = False
     """Whether its operands are those of a gather, and are freed with it."""
-    cast: Cast
+    scaling: Layout
+    codes: torch.dtype
     recipe: Recipe | None = None
     observed: Tensor | None
     takers: list[Any]
@@ -81,12 +84,19 @@ class FP8Tensor(Tensor):
         return made  # type: ignore[no-any-return]
 
     @property
+    def cast(self) -> Cast:
+        """How the values are cast."""
+        return self._cast
+
+    @cast.setter
+    def cast(self, cast: Cast) -> None:
+        self._cast = cast
+        self.scaling, self.codes = cast.layout, cast.float8.dtype
+
+    @property
     def operands(self) -> Quantized:
         """The operands of ``[R, K]`` and of its transpose; None where one is not kept."""
-        layout = self.cast.layout
-        row = None if self._row_data is None else ScaledTensor(self._row_data, self._row_scale_inv, layout)  # type: ignore[arg-type]
-        column = None if self._column_data is None else ScaledTensor(self._column_data, self._column_scale_inv, layout)  # type: ignore[arg-type]
-        return Quantized(row, column)
+        return _operands(self)
 
     @operands.setter
     def operands(self, operands: Quantized) -> None:
@@ -160,7 +170,7 @@ class FP8Tensor(Tensor):
         return column.dequantize(self.dtype).t().reshape(self.shape)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.cast.layout.code}, device='{self.device}')"
+        return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.scaling.code}, device='{self.device}')"
 
     def share_memory_(self) -> Any:
         """Refused: shared memory of FP8 weights is not supported.
@@ -180,7 +190,7 @@ class FP8Tensor(Tensor):
             for name in _PARTS
             if (part := getattr(self, name)) is not None
         }
-        others = {key: value for key, value in vars(self).items() if key not in ("cast", *_PARTS)}
+        others = {key: value for key, value in vars(self).items() if key not in (*_CAST, *_PARTS)}
         return _unpickled, (parts, self.cast, self.shape, self.dtype, self.requires_grad, others)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -279,23 +289,30 @@ def _unpickled(
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
-    """Whether the operands of ``tensor`` have the format and the blocks that ``cast`` asks for; scales may differ.
+# What layers read in a graph. No methods and no properties: Dynamo takes those of tensors for operations, and their
+# arguments for tensors. Before torch 2.12 it reads enums, dtypes and the flattened parts of a tensor, no other objects.
 
-    No method: Dynamo takes those of tensors for operations, and their arguments for tensors.
-    """
-    return tensor.cast.layout is cast.layout and tensor.cast.float8.dtype is cast.float8.dtype
+
+def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
+    """Whether the operands of ``tensor`` have the format and the blocks that ``cast`` asks for; scales may differ."""
+    return tensor.scaling is cast.layout and tensor.codes is cast.float8.dtype
+
+
+def _operands(x: FP8Tensor) -> Quantized:
+    row = None if x._row_data is None else ScaledTensor(x._row_data, x._row_scale_inv, x.scaling)  # type: ignore[arg-type]
+    column = None if x._column_data is None else ScaledTensor(x._column_data, x._column_scale_inv, x.scaling)  # type: ignore[arg-type]
+    return Quantized(row, column)
 
 
 def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
-    """:meth:`FP8Tensor.quantized` of what ``x`` holds. No method, either: compiled code has the operands as inputs.
+    """:meth:`FP8Tensor.quantized` of what ``x`` holds. Compiled code has the operands as inputs.
 
     Raises:
         RuntimeError: one that FSDP2 would have to gather.
     """
     if x.is_gathered and torch.compiler.is_compiling():
         _note_traced(*x.shape)
-    row, column = x.operands
+    row, column = _operands(x)
     if columnwise and column is None:
         column = _other_operand(x, row)
     if rowwise and row is None:
@@ -320,11 +337,11 @@ def was_traced_gathered(shape: Sequence[int]) -> bool:
 
 def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
     assert operand is not None
-    if x.cast.layout.transposes:
+    if x.scaling.transposes:
         return transposed(operand)
     if x.is_gathered:
         raise RuntimeError(
-            f"layout {x.cast.layout.code!r} has another operand in the backward pass, which FSDP2 gathers there, and "
+            f"layout {x.scaling.code!r} has another operand in the backward pass, which FSDP2 gathers there, and "
             "compiled code does not see it: compile the modules themselves, module.compile(), or take "
             "recipe='delayed', 'tensorwise' or 'blockwise'"
         )

@@ -22,7 +22,13 @@ from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.formats import E8M0_DTYPE, Float8, float8_of
 
 
-class Role(Enum):
+class _FastToHash:
+    """Hashes without a frame of Python. A base class: Dynamo of torch 2.10 and 2.11 refuses a class' own hash."""
+
+    __hash__ = object.__hash__
+
+
+class Role(_FastToHash, Enum):
     """The part that a tensor plays in the GEMMs of its layer."""
 
     INPUT = "input"
@@ -36,8 +42,6 @@ class Role(Enum):
     DQKV = "dqkv"
     DO = "do"
     DP = "dp"
-
-    __hash__ = object.__hash__  # without a frame of Python, as dicts ask for it
 
     @property
     def is_gradient(self) -> bool:
@@ -57,7 +61,7 @@ _BLOCKS_AND_DTYPES: dict[str, tuple[tuple[int | None, int | None], torch.dtype]]
 }
 
 
-class Layout(Enum):
+class Layout(_FastToHash, Enum):
     """The elements of a K-major GEMM operand ``[R, K]`` that share one scale.
 
     Attributes:
@@ -83,8 +87,6 @@ class Layout(Enum):
     """Shape ``[ceil(R / 128), ceil(K / 128)]``."""
     MX_1X32 = "1x32"
     """E8M0 scales of shape ``[R, ceil(K / 32)]``."""
-
-    __hash__ = object.__hash__  # without a frame of Python, as dicts ask for it
 
     def __init__(self, value: str) -> None:
         self.code = value

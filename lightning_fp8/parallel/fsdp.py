@@ -615,7 +615,7 @@ class GatheredWeight(FP8Tensor):
         row, column = self.operands
         if rowwise and self.source is not None:
             self.source.observe()
-        transposes = self.cast.layout.transposes
+        transposes = self.scaling.transposes
         needs_row = row is None and (rowwise or transposes)
         needs_column = columnwise and column is None and not transposes
         if (needs_row or needs_column) and self.source is not None:
