@@ -4,8 +4,12 @@
     python examples/compare_recipes.py --attention --heads 2 --out docs/compare_attention    # attention in FP8, too
     python examples/compare_recipes.py --modules --out docs/compare_modules    # of lightning_fp8.TransformerLayers
 
-Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. Finished
-runs are kept in OUT.json: an interrupted comparison goes on where it stopped.
+Runs of one seed share their initial weights and their data, so that recipes differ by their rounding alone. With
+``--orders 2`` BF16 also trains from the same weights on other data of the same text. A difference between recipes has
+to exceed the difference between such runs.
+
+An interrupted comparison continues: finished runs are in OUT.json, and each other run resumes from its last checkpoint,
+which is saved in OUT.parts every 100 steps.
 
 How the distance from BF16 develops is shown twice: over the steps, as the difference of the training losses; and over
 the depth, as the distance of each block's result from what the same weights give in BF16, after training.
@@ -17,20 +21,22 @@ import argparse
 import json
 import multiprocessing
 import shlex
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
 from bf16_on_cpu import fast_bf16, made_on  # the files beside this one
 from block_distances import BlockDistances
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 from train_gpt import GPT, StdlibBytes
 
 from lightning_fp8 import FP8Callback, FP8Precision
@@ -40,11 +46,49 @@ from lightning_fp8.recipes import RECIPES
 plt.switch_backend("Agg")  # no screen needed
 
 
+STEPS_OF_AN_EPOCH = 100
+WITH_ATTENTION = "+attention"
+"""Ends the name of a recipe whose attention runs in FP8, too."""
+
+
+class Run(NamedTuple):
+    """One training.
+
+    Attributes:
+        recipe: its name, or ``"bf16"``.
+        seed: of the initial weights.
+        order: 0 trains on the seed's own data, another number on other windows of the same text.
+    """
+
+    recipe: str
+    seed: int
+    order: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}/{self.seed}" + f"/order {self.order}" * (self.order > 0)
+
+
+class Data(StdlibBytes):
+    """Batches in an order that depends on the step alone, so that a run that resumes has the same ones."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        assert self.trainer is not None
+        first = self.trainer.global_step * self.batch_size
+        return DataLoader(Subset(self.train, range(first, len(self.train))), self.batch_size, drop_last=True)
+
+
 class Curve(L.Callback):
     """The losses of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = [*state_dict["losses"]]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
         self.losses.append(round(outputs["loss"].item(), 4))
@@ -58,9 +102,18 @@ def fitted(
     attention: bool,
     all_blocks: bool,
     more_callbacks: Sequence[L.Callback] = (),
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Train a model in BF16 or by a recipe: its final validation loss, its training losses, and what ran in FP8."""
+    """Train a model in BF16 or by a recipe: its final validation loss, its training losses, and what ran in FP8.
+
+    Checkpoints are saved in ``folder``, if any; a run resumes from the one that it finds there.
+    """
     curve, in_bf16 = Curve(), recipe == "bf16"
+    callbacks, last = [*more_callbacks], folder and folder / "last.ckpt"
+    resumable: dict[str, Any] = {}
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False))
+        resumable = {"limit_train_batches": STEPS_OF_AN_EPOCH, "reload_dataloaders_every_n_epochs": 1}
     fp8: dict[str, Any] = {"recipe": recipe, "attention": attention, "first_last_layers_bf16": not all_blocks}
     trainer = L.Trainer(
         max_steps=steps,
@@ -68,13 +121,14 @@ def fitted(
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(resumable),
         enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *more_callbacks, *([] if in_bf16 else [FP8Callback()])],
+        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *callbacks, *([] if in_bf16 else [FP8Callback()])],
+        **resumable,
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
     )
     with fast_bf16():
-        trainer.fit(model, data)
+        trainer.fit(model, data, ckpt_path=last if last and last.exists() else None)
         trainer.limit_val_batches = 1.0
         (metrics,) = trainer.validate(model, data, verbose=False)
     plugin = trainer.precision_plugin
@@ -89,8 +143,8 @@ def fitted(
 
 
 def train(
-    recipe: str,
-    seed: int,
+    run: Run,
+    folder: Path,
     threads: int,
     steps: int,
     width: int,
@@ -105,30 +159,38 @@ def train(
 ) -> dict[str, Any]:
     """One run: its final validation loss in nats per byte, its training losses, and how much of it ran in FP8."""
     torch.set_num_threads(threads)
-    L.seed_everything(seed)
+    L.seed_everything(run.seed)
     model = GPT(width=width, depth=depth, heads=heads, lr=lr, modules=modules)
-    data = StdlibBytes(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed)
-    if recipe == "bf16":
-        return fitted(model, data, recipe, steps, attention, all_blocks)
-    distances = BlockDistances(model.blocks)
-    run = fitted(model, data, recipe, steps, attention, all_blocks, [distances])
-    return run | {"block_distances": distances.distances}
+    seed_of_data = run.seed + 1000 * run.order
+    data = Data(length=length, batch_size=batch_size, val_sequences=65_536 // length, seed=seed_of_data)
+    recipe, attention = run.recipe.removesuffix(WITH_ATTENTION), attention or run.recipe.endswith(WITH_ATTENTION)
+    distances = [] if recipe == "bf16" else [BlockDistances(model.blocks)]
+    result = fitted(model, data, recipe, steps, attention, all_blocks, distances, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return result | ({"block_distances": distances[0].distances} if distances else {})
 
 
-def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
-    """Markdown: for each recipe the mean final validation loss, its spread over seeds, and its distance from BF16."""
+def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, orders: int = 1) -> str:
+    """Markdown: of each recipe the mean final validation loss, and its differences from BF16's.
+
+    The differences are those of runs that share their seed and data: their mean, and its standard error over seeds.
+    """
     rows = [
-        "| recipe | validation loss, mean | spread over seeds (max - min) | against BF16 | FP8 layers "
+        "| run | validation loss, mean | spread over seeds (max - min) | against BF16 | standard error | FP8 layers "
         "| FP8 attentions |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
-    baseline = statistics.mean(runs[f"bf16/{seed}"]["val_loss"] for seed in range(seeds))
-    for recipe in recipes:
-        losses = [runs[f"{recipe}/{seed}"]["val_loss"] for seed in range(seeds)]
-        mean = statistics.mean(losses)
+    kinds = [(recipe, 0) for recipe in recipes] + [("bf16", order) for order in range(1, orders)]
+    for recipe, order in kinds:
+        of_seeds = [(Run(recipe, seed, order).name, f"bf16/{seed}") for seed in range(seeds)]
+        losses = [runs[name]["val_loss"] for name, _ in of_seeds]
+        differences = [runs[name]["val_loss"] / runs[baseline]["val_loss"] - 1 for name, baseline in of_seeds]
+        error = f"{statistics.stdev(differences) / seeds**0.5:.2%}" if seeds > 1 else ""
+        first = runs[of_seeds[0][0]]
         rows.append(
-            f"| {recipe} | {mean:.4f} | {max(losses) - min(losses):.4f} | {mean / baseline - 1:+.2%} | "
-            f"{runs[f'{recipe}/0']['fp8_layers']} | {runs[f'{recipe}/0'].get('fp8_attentions', 0)} |"
+            f"| {recipe}{', other data' * (order > 0)} | {statistics.mean(losses):.4f} | "
+            f"{max(losses) - min(losses):.4f} | {statistics.mean(differences):+.2%} | {error} | "
+            f"{first['fp8_layers']} | {first.get('fp8_attentions', 0)} |"
         )
     return "\n".join(rows)
 
@@ -176,9 +238,11 @@ def plot(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, path: 
 
 
 def main() -> None:
+    known = [*RECIPES, *(name + WITH_ATTENTION for name in RECIPES)]
     parser = argparse.ArgumentParser(description="Compare FP8 recipes with BF16 on the GPT example.")
-    parser.add_argument("--recipes", nargs="+", default=[*RECIPES], choices=[*RECIPES], help="beside BF16")
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES], choices=known, help="beside BF16")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--orders", type=int, default=1, help="of BF16's data; more than one show the noise")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
@@ -194,35 +258,47 @@ def main() -> None:
     args = parser.parse_args()
 
     record = args.out.with_suffix(".json")
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "recipes", "seeds", "jobs")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "recipes", "seeds", "orders", "jobs")}
     recipes = ["bf16", *args.recipes]
     saved = json.loads(record.read_text()) if record.exists() else {"settings": settings, "runs": {}}
     if saved["settings"] != settings:
         raise SystemExit(f"{record} holds runs with {saved['settings']}, not {settings}; choose another --out")
     runs = saved["runs"]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = [(recipe, seed) for seed in range(args.seeds) for recipe in recipes if f"{recipe}/{seed}" not in runs]
+    parts = args.out.with_suffix(".parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    asked = [
+        Run(recipe, seed, order)
+        for seed in range(args.seeds)
+        for recipe in recipes
+        for order in range(args.orders if recipe == "bf16" else 1)
+    ]
     threads = max(torch.get_num_threads() // args.jobs, 1)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        training = {pool.submit(train, *run, threads, **settings): run for run in wanted}
+        training = {
+            pool.submit(train, run, parts / run.name.replace("/", "-"), threads, **settings): run
+            for run in asked
+            if run.name not in runs
+        }
         for future in as_completed(training):
-            recipe, seed = training[future]
-            runs[f"{recipe}/{seed}"] = future.result()
-            print(f"\n--- {recipe}, seed {seed}: run {len(runs)} of {args.seeds * len(recipes)} is done", flush=True)
+            run = training[future]
+            runs[run.name] = future.result()
+            print(f"\n--- {run.name}: run {len(runs)} of {len(asked)} is done", flush=True)
             temporary = record.with_suffix(".json.part")
             temporary.write_text(json.dumps(saved))
             temporary.replace(record)
+    parts.rmdir()
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
     what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
     distances = distances_table(runs, recipes, args.seeds)
+    results = table(runs, recipes, args.seeds, args.orders)
     text = (
         f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
-        f"{table(runs, recipes, args.seeds)}\n\n{distances}![training curves]({args.out.with_suffix('.png').name})\n"
+        f"{results}\n\n{distances}![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)
     plot(runs, recipes, args.seeds, args.out.with_suffix(".png"))
-    print(table(runs, recipes, args.seeds))
+    print(results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import lightning as L
 import pytest
@@ -109,12 +110,45 @@ def test_rotary_embedding_depends_on_distance_only() -> None:
 
 def test_the_comparison_reports_means_spread_and_distance(compare_recipes: ModuleType) -> None:
     recipes = ["bf16", "rowwise", "mxfp8"]
-    runs = {f"{recipe}/{seed}": {"val_loss": 2.0, "fp8_layers": 5} for recipe in recipes for seed in (0, 1)}
-    runs["mxfp8/0"]["val_loss"], runs["mxfp8/1"]["val_loss"] = 2.0, 2.04
+    names = [f"{recipe}/{seed}" for recipe in recipes for seed in (0, 1)] + ["bf16/0/order 1", "bf16/1/order 1"]
+    runs = {name: {"val_loss": 2.0, "fp8_layers": 5} for name in names}
+    runs["mxfp8/1"]["val_loss"], runs["bf16/1/order 1"]["val_loss"] = 2.04, 1.92
     runs["mxfp8/0"]["fp8_attentions"] = 2
-    rows = compare_recipes.table(runs, recipes, seeds=2).splitlines()
-    assert rows[-1] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 5 | 2 |"
-    assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 5 | 0 |"
+    rows = compare_recipes.table(runs, recipes, seeds=2, orders=2).splitlines()
+    assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 0.00% | 5 | 0 |"
+    assert rows[4] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 1.00% | 5 | 2 |"
+    assert rows[5] == "| bf16, other data | 1.9600 | 0.0800 | -2.00% | 2.00% | 5 | 0 |"
+
+
+class Steps(L.Callback):
+    """Notes the steps that begin; ``last`` is interrupted."""
+
+    def __init__(self, last: int = -1) -> None:
+        self.last = last
+        self.begun: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.begun.append(trainer.global_step)
+        if trainer.global_step == self.last:
+            raise InterruptedError
+
+
+def test_an_interrupted_run_of_the_comparison_resumes(
+    compare_recipes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_recipes, "STEPS_OF_AN_EPOCH", 2)
+
+    def losses(folder: str, steps: Steps) -> list[float]:
+        L.seed_everything(0, verbose=False)
+        model = GPT(width=32, depth=3, heads=1)
+        data = compare_recipes.Data(length=32, batch_size=4, train_sequences=40, val_sequences=4)
+        return compare_recipes.fitted(model, data, "delayed", 6, False, False, [steps], tmp_path / folder)["losses"]
+
+    with pytest.raises(InterruptedError):
+        losses("interrupted", Steps(last=3))
+    resumed, whole = Steps(), Steps()
+    assert losses("interrupted", resumed) == losses("whole", whole)
+    assert (resumed.begun, whole.begun) == ([2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
 
 
 class Blocks(L.LightningModule):
