@@ -1,4 +1,4 @@
-"""Checks that public functions and layers share; each says what is wrong before anything runs."""
+"""Argument checks shared by public functions and layers; they raise before anything runs."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ TRANSFORM_WAYS_OUT = (
 
 
 def plain(value: Any) -> Any:
-    """Python's bool, int or float for a scalar of numpy; anything else as it is."""
+    """A NumPy scalar as Python's bool, int or float; any other value is returned unchanged."""
     generic = getattr(sys.modules.get("numpy"), "generic", ())
     return value.item() if isinstance(value, generic) else value
 
 
 def dtype_named(value: Any) -> Any:
-    """The dtype that ``"bfloat16"`` or ``"torch.bfloat16"`` names; anything else as it is."""
+    """The dtype named by ``"bfloat16"`` or ``"torch.bfloat16"``; any other value is returned unchanged."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     return found if isinstance(found, torch.dtype) else value
 
 
 def require_bool(name: str, value: Any) -> None:
-    """Text is true whatever it says, ``"false"`` too.
+    """Check that ``value`` is True or False; a string such as ``"false"`` would count as true.
 
     Raises:
-        TypeError: ``value`` is neither True nor False.
+        TypeError: ``value`` is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, without quotes")
 
 
 def require_bools_or_none(**flags: Any) -> None:
-    """As :func:`require_bool`, of each flag by its name; None passes."""
+    """:func:`require_bool` for each flag, by its name; None is allowed."""
     for name, value in flags.items():
         if value is not None:
             require_bool(name, value)
 
 
 def require_number(name: str, value: Any, largest: float) -> None:
-    """A number from 0 to ``largest``; NaN is none.
+    """Check that ``value`` is a number between 0 and ``largest``, inclusive. NaN is not allowed.
 
     Raises:
-        TypeError: not a number.
-        ValueError: another number.
+        TypeError: ``value`` is not an int or float.
+        ValueError: ``value`` is outside this range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} must be a number of at least 0, for example 1e-5")
@@ -60,16 +60,20 @@ def require_number(name: str, value: Any, largest: float) -> None:
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raises:
-    ValueError: ``value`` is no positive integer.
+    """Check that ``value`` is a positive integer.
+
+    Raises:
+        ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer")
 
 
 def one_of(name: str, value: Any, known: Collection[str]) -> str:
-    """Raises:
-    ValueError: another value.
+    """Return ``value`` if it is one of ``known``.
+
+    Raises:
+        ValueError: it is not.
     """
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
@@ -77,13 +81,13 @@ def one_of(name: str, value: Any, known: Collection[str]) -> str:
 
 
 def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
-    """Rows of each part of ``parameters_split``, in order.
+    """Number of rows of each part of ``parameters_split``, in order.
 
-    Names lose the underscores at their ends, which ``_weight`` brings.
+    Trailing underscores are removed from the names; the weight of a part is named ``<name>_weight``.
 
     Raises:
         TypeError: neither a sequence of names nor a mapping of names to rows.
-        ValueError: parts that are empty, have one name, or do not add up to ``out_features``.
+        ValueError: no parts, duplicate names, or rows that do not add up to ``out_features``.
     """
     split: Any = parameters_split
     if isinstance(split, str) or not isinstance(split, (Sequence, Mapping)) or not all(map(_is_name, split)):
@@ -108,16 +112,20 @@ def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_featur
 
 
 def require_module(function: str, model: Any) -> None:
-    """Raises:
-    TypeError: ``model`` is no module.
+    """Check that ``model`` is a module; ``function`` is named in the error.
+
+    Raises:
+        TypeError: ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function} takes a torch.nn.Module, not {_what(model)}{_instead_of(model)}")
 
 
 def require_mapping(function: str, state: Any) -> None:
-    """Raises:
-    TypeError: ``state`` is no mapping.
+    """Check that ``state`` is a mapping whose keys are strings; ``function`` is named in the error.
+
+    Raises:
+        TypeError: it is not.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{function} takes a state dict, not {_what(state)}{_instead_of(state)}")
@@ -129,11 +137,11 @@ def require_mapping(function: str, state: Any) -> None:
 def one_dtype(
     params_dtype: torch.dtype | None, dtype: torch.dtype | None, allowed: Collection[torch.dtype]
 ) -> torch.dtype | None:
-    """The one that is given of two names of the same argument; None if none is.
+    """The dtype of an argument that has two names; None if neither is passed.
 
     Raises:
         TypeError: a dtype that is not ``allowed``.
-        ValueError: both are given, and differ.
+        ValueError: both are passed, and differ.
     """
     for name, value in (("params_dtype", params_dtype), ("dtype", dtype)):
         if value is not None and not (isinstance(value, torch.dtype) and value in allowed):
@@ -144,11 +152,11 @@ def one_dtype(
 
 
 def refuse_transforms(layer_name: str, *tensors: Tensor | None) -> None:
-    """Refuse torch.func's transforms and forward-mode derivatives, which FP8 layers do not have, before anything runs.
+    """Refuse torch.func transforms and forward-mode derivatives, which FP8 layers do not support.
 
     Args:
-        layer_name: the layer's in the message.
-        tensors: what it computes from.
+        layer_name: named in the error.
+        tensors: the layer's inputs and parameters.
 
     Raises:
         RuntimeError: a transform is active, or one of ``tensors`` carries a tangent.
@@ -165,10 +173,10 @@ def refuse_transforms(layer_name: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
-    """Check that a layer computes with local tensors, as it does under FSDP2, which gathers its weights first.
+    """Check that a layer computes with local tensors. Under FSDP2 it does, since weights are gathered before a forward.
 
     Raises:
-        TypeError: one of ``tensors`` is a DTensor, as tensor parallelism makes them.
+        TypeError: one of ``tensors`` is a DTensor, as under tensor parallelism.
     """
     if torch.compiler.is_compiling():
         return
@@ -176,9 +184,9 @@ def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, sharded):
             raise TypeError(
-                f"{layer_name}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}), which it does not "
-                "take in FP8. A Linear takes a DTensor as its weight, and Transformer Engine's arguments (tp_group) "
-                "cut every layer. Or leave this layer in high precision, FP8Precision(skip=[...]) or "
+                f"{layer_name}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}), which is not "
+                "supported in FP8. A Linear takes a DTensor as its weight, and Transformer Engine's arguments "
+                "(tp_group) shard every layer. Or leave this layer in high precision, FP8Precision(skip=[...]) or "
                 "convert_module(skip=[...]), or shard the model with fully_shard (FSDP2)"
             )
 

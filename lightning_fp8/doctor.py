@@ -1,13 +1,13 @@
-"""``lightning-fp8 doctor``: versions, the GPUs that torch sees, one compilation and one launch of each kind.
+"""``lightning-fp8 doctor``: versions, torch's GPUs, a test compilation, and a launch of each kind of kernel.
 
     lightning-fp8 doctor
     lightning-fp8 doctor --compile --json report.json
     lightning-fp8 doctor --prove
 
-With ``--prove`` each kind of kernel is proven anew on the GPU (:mod:`lightning_fp8.proofs.report`).
+With ``--prove``, each kind of kernel is proven again on the GPU (:mod:`lightning_fp8.proofs.report`).
 
-This process imports neither torch nor a compiler. What may hang or crash runs in a process of its own, under a time
-limit: ``python -m lightning_fp8.doctor PROBE SECONDS``. Exit status 1 says that something that should work does not.
+This process imports neither torch nor a compiler. Whatever may hang or crash runs in a subprocess with a time limit:
+``python -m lightning_fp8.doctor PROBE SECONDS``. The exit status is 1 if something that should work does not.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from lightning_fp8.scaled import ScaledTensor
 
 Verdict = Literal["ok", "warn", "fail"]
-"""``warn``: it works, but not as well as it could. ``fail``: what should work does not."""
+"""``warn``: works, but not optimally. ``fail``: should work, but does not."""
 
 FP8_CAPABILITY = (8, 9)
-"""The first compute capability with FP8 tensor cores, Ada's."""
+"""The first compute capability with FP8 tensor cores (Ada)."""
 
 SCALE = 2.0**5
-"""Of casts: exact in every format, and large enough that some values saturate."""
+"""Scale of test casts: exact in every format, and large enough to saturate some values."""
 
 PACKAGES = ("torch", "lightning", *toolchain.COMPANIONS, *toolchain.TOOLS, "triton")
 
@@ -75,13 +75,13 @@ _KNOWN_ERRORS = {
     "Error 802": "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     "Error 803": "restart the machine: the driver was updated, and its old kernel module still runs",
 }
-"""Advice by words of an error."""
+"""Advice by a substring of the error."""
 
 _MARK = "lightning-fp8 doctor says: "
-"""Before what a probe says: other lines are of whatever else its Python runs, ``sitecustomize`` for one."""
+"""Prefix of a probe's result. Other code in the process, such as ``sitecustomize``, may print other lines."""
 
 LONGEST = 86400
-"""Seconds that one thing may be waited for."""
+"""Upper limit of ``--seconds``."""
 
 _UNKNOWN_ERROR = "Fix the failures above first; otherwise attach the --json file to a bug report."
 _HANG = "a kernel or the driver hangs: look at nvidia-smi, and end the process that still uses the GPU"
@@ -95,7 +95,7 @@ _AFTER_A_HANG = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: ``value`` was found of ``what``; ``way_out`` is advice, a command where there is one."""
+    """One line of the report: the ``value`` found for ``what``, and advice in ``way_out``, a command if possible."""
 
     what: str
     value: str
@@ -105,7 +105,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a process: ``status`` is below 0 for a signal, and None if it still ran at the time limit."""
+    """The outcome of a process. ``status`` is negative for a signal, and None if the time limit was exceeded."""
 
     status: int | None
     output: str = ""
@@ -113,12 +113,12 @@ class Answer:
 
     @property
     def said(self) -> str:
-        """What a probe printed of its outcome; empty if nothing."""
+        """The result that a probe printed; empty if it printed none."""
         return _marked(self.output)
 
     @property
     def last_line(self) -> str:
-        """The line that says why it ended: a probe's own, or the last one."""
+        """Why the process ended: the probe's own error line, or the last line of its error output."""
         lines = [line.strip() for line in (_marked(self.error) or self.error).splitlines() if line.strip()]
         if self.status is not None and self.status < 0:
             with suppress(ValueError):
@@ -127,7 +127,7 @@ class Answer:
 
     @property
     def place(self) -> str:
-        """The line of the innermost Python function, if the process dumped its stack; else empty."""
+        """Source line of the innermost Python function if the process dumped its stack; else empty."""
         found = re.search(r'most recent call first\):\s+File "([^"]+)", line (\d+) in (\S+)', self.error)
         return f"{Path(found[1]).name}:{found[2]}, {found[3]}" if found else ""
 
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> None:
 def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that is there")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in an existing folder")
     return path
 
 
@@ -175,7 +175,7 @@ def _seconds(text: str) -> float:
 
 
 def report(seconds: float, compiling: bool) -> list[Finding]:
-    """All findings, each printed as soon as it is known. ``compiling``: see :func:`started`."""
+    """All findings, each printed when it is found. ``compiling``: see :func:`started`."""
     width = shutil.get_terminal_size((120, 24)).columns
     findings = []
     versions = toolchain.versions(PACKAGES)
@@ -191,15 +191,15 @@ def report(seconds: float, compiling: bool) -> list[Finding]:
 
 
 def proofs(dry_run: bool) -> list[Finding]:
-    """What became of each kind of kernel, printed as soon as it is known; ``dry_run``: only which kernels they are.
+    """Prove each kind of kernel, printing each result; with ``dry_run`` only list the kernels.
 
-    The value of the last finding is the keys of what was proven, as ``cuda_kernels/host/proven.txt`` lists them.
+    The value of the last finding is the keys of the proven kernels, as ``cuda_kernels/host/proven.txt`` lists them.
     """
     from lightning_fp8.proofs.report import listed, proven
 
     on = device()
     if not dry_run and not _has_fp8(on):
-        finding = Finding("GPU", "no GPU with FP8 tensor cores", "fail", "lightning-fp8 doctor says what torch sees")
+        finding = Finding("GPU", "no GPU with FP8 tensor cores", "fail", "run lightning-fp8 doctor to list the GPUs")
         print(line_of(finding))
         return [finding]
     width = shutil.get_terminal_size((120, 24)).columns
@@ -210,12 +210,12 @@ def proofs(dry_run: bool) -> list[Finding]:
         keys += line.keys
         print(line_of(findings[-1], width), flush=True)
     if failed := sum(finding.verdict == "fail" for finding in findings):
-        print(f"\n{failed} of {len(findings)} failed: what needs them runs slower, by torch's operations")
+        print(f"\n{failed} of {len(findings)} failed: torch's operations replace these kernels, and are slower")
     return [*findings, Finding("keys", " ".join(dict.fromkeys(keys)))] if keys else findings
 
 
 def line_of(finding: Finding, width: int = 120) -> str:
-    """The finding, in lines of at most ``width`` columns unless a word is longer."""
+    """The finding as text wrapped at ``width`` columns; longer words are not broken."""
     head = f"{'FAIL' if finding.verdict == 'fail' else finding.verdict:<5} {finding.what:<22} "
     return textwrap.fill(
         finding.value, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
@@ -231,7 +231,7 @@ def advice_of(findings: Sequence[Finding]) -> str:
 
 
 def installed(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """The packages, compared with the oldest supported ones, and the environment variables that are set."""
+    """Versions of packages, checked against the oldest supported ones, and the environment variables that are set."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield Finding("lightning-fp8", f"{__version__}, {system}")
     for name in ("torch", "lightning"):
@@ -248,7 +248,7 @@ def installed(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def oldest_versions() -> dict[str, str]:
-    """The lower bounds that this package always requires: ``torch>=2.8`` gives torch 2.8."""
+    """The lower bounds of this package's unconditional requirements: ``torch>=2.8`` gives torch 2.8."""
     try:
         requirements = requires("lightning-fp8") or ()
     except PackageNotFoundError:  # a checkout that is not installed
@@ -258,10 +258,10 @@ def oldest_versions() -> dict[str, str]:
 
 
 def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Iterator[Finding]:
-    """The driver, torch and its GPUs, a compilation for Hopper, a cast, products, attention: each in its process.
+    """Findings on the driver, torch and its GPUs, and from a compilation for Hopper, a cast, products and attention.
 
-    A compilation that fails is a failure if ``compiling``, or if a GPU here runs kernels that are not carried to it;
-    otherwise it is a warning.
+    Each runs in its own process. A failing compilation is a failure if ``compiling``, or if a GPU with FP8 tensor cores
+    is present and no prebuilt kernels are configured; otherwise it is a warning.
     """
 
     def launch(what: str, name: str, **variables: str) -> Finding:
@@ -286,7 +286,7 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
             yield launch(what, what)
         return
     yield launch("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
-    # These compile kernels, which `lightning-fp8 kernels build` does not build for the doctor.
+    # These compile kernels: `lightning-fp8 kernels build` does not include the doctor's.
     if "numba-cuda" in versions and all(finding.verdict == "ok" for finding in compilation):
         yield launch("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")
         for what in KERNELS:
@@ -294,7 +294,7 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
 
 
 def _driver(seconds: float) -> tuple[Finding, bool]:
-    """What ``nvidia-smi`` says, and whether it lists GPUs."""
+    """The driver according to ``nvidia-smi``, and whether it lists GPUs."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(query[0]) is None:
         return Finding("driver", "no nvidia-smi"), False
@@ -305,12 +305,12 @@ def _driver(seconds: float) -> tuple[Finding, bool]:
     if answer.status is None:
         return tried("driver", answer, seconds), False
     verdict: Verdict = "warn" if "No devices were found" in text else "fail"
-    way_out = "restart the machine, which an update of the driver needs; if that does not help, reinstall the driver"
+    way_out = "restart the machine, as is needed after a driver update; if that does not help, reinstall the driver"
     return Finding("driver", f"nvidia-smi: {text or answer.last_line}", verdict, way_out), False
 
 
 def _torch(facts: Mapping[str, Any], has_gpus: bool) -> Iterator[Finding]:
-    """The answer of :func:`torch_facts`."""
+    """Findings from :func:`torch_facts`."""
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] else "without CUDA"
     yield Finding("torch", f"{facts['version']}, built {built}")
     for index, (name, capability, size) in enumerate(facts["gpus"]):
@@ -318,7 +318,7 @@ def _torch(facts: Mapping[str, Any], has_gpus: bool) -> Iterator[Finding]:
         if tuple(capability) >= FP8_CAPABILITY:
             yield Finding(f"GPU {index}", value)
         else:
-            value += "; FP8 tensor cores need 8.9: FP8 runs here, slower than BF16"
+            value += "; FP8 tensor cores need 8.9: FP8 is supported, but slower than BF16"
             yield Finding(f"GPU {index}", value, "warn", "train on it in BF16")
     if facts["gpus"]:
         return
@@ -327,13 +327,13 @@ def _torch(facts: Mapping[str, Any], has_gpus: bool) -> Iterator[Finding]:
         yield Finding("GPU", f"hidden by CUDA_VISIBLE_DEVICES={visible!r}", "warn", "unset CUDA_VISIBLE_DEVICES")
     elif has_gpus:
         way_out = _known_advice(facts["problem"]) or "install a torch that is built for a CUDA that the driver supports"
-        yield Finding("GPU", f"torch sees none: {facts['problem']}", "fail", way_out)
+        yield Finding("GPU", f"torch finds none: {facts['problem']}", "fail", way_out)
     else:
         yield Finding("GPU", f"none ({facts['problem']}): FP8 runs in plain torch operations; kernels can be compiled")
 
 
 def _compilation(versions: Mapping[str, str], seconds: float, wanted: bool, cuda: str | None) -> Iterator[Finding]:
-    """Conflicts of compilers, and a compilation with them; ``cuda``: the version that torch is built for."""
+    """Known version conflicts, and a test compilation; ``cuda``: the CUDA version torch was built for."""
     severity: Verdict = "fail" if wanted else "warn"
     install = f'pip install "lightning-fp8[{"cuda12" if cuda and cuda.startswith("12.") else "cuda"}]"'
     if "numba-cuda" not in versions:
@@ -342,7 +342,7 @@ def _compilation(versions: Mapping[str, str], seconds: float, wanted: bool, cuda
         return
     for problem, way_out in toolchain.known_conflicts(versions):
         yield Finding("versions", problem, severity, way_out)
-    with tempfile.TemporaryDirectory() as empty:  # what was compiled before proves no compiler
+    with tempfile.TemporaryDirectory() as empty:  # a cached kernel would not test the compiler
         answer = probe("compile", seconds, **{CACHE_VARIABLE: empty, CARRIED_VARIABLE: ""})
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
     way_out = "unset NUMBA_ENABLE_CUDASIM" if simulated else f"{install}; numba -s prints what numba-cuda finds"
@@ -352,7 +352,7 @@ def _compilation(versions: Mapping[str, str], seconds: float, wanted: bool, cuda
 def tried(
     what: str, answer: Answer, seconds: float, severity: Verdict = "fail", way_out: str = _UNKNOWN_ERROR
 ) -> Finding:
-    """The outcome of a process that had ``seconds``; ``way_out``: of a failure without a known reason."""
+    """The finding from a process that ran for up to ``seconds``; ``way_out``: advice for an unknown error."""
     if answer.status == 0 and answer.said:
         return Finding(what, answer.said)
     if answer.status is None:
@@ -366,9 +366,9 @@ def _known_advice(error: str) -> str:
 
 
 def probe(name: str, seconds: float, **variables: str) -> Answer:
-    """Run one of :data:`PROBES` in a process of its own, with more environment ``variables``."""
+    """Run one of :data:`PROBES` in a subprocess, with additional environment ``variables``."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    # Probes compare results themselves, each in a process of its own.
+    # Probes compare results themselves, so kernels are not proven in these processes.
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", PROOF_VARIABLE: "0", **variables}
     return answer_of([sys.executable, "-m", "lightning_fp8.doctor", name, str(seconds)], seconds, environment)
 
@@ -376,8 +376,8 @@ def probe(name: str, seconds: float, **variables: str) -> Answer:
 def answer_of(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
     """Run ``command`` for at most ``seconds``.
 
-    It is not waited for longer: a process that hangs inside a driver cannot be ended, not even by SIGKILL. Its output
-    goes to files, since children of its own that live on would keep pipes open.
+    It is killed after that, but waited for only 1 s more: even SIGKILL does not end a process that hangs in a driver.
+    Output goes to files, since a pipe stays open as long as any child process lives.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
         process = subprocess.Popen(
@@ -387,7 +387,7 @@ def answer_of(command: Sequence[str], seconds: float, environment: Mapping[str, 
         try:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(seconds)
-        finally:  # also where the user interrupts
+        finally:  # also on KeyboardInterrupt
             if status is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
@@ -398,14 +398,14 @@ def answer_of(command: Sequence[str], seconds: float, environment: Mapping[str, 
         return Answer(status, *(file.read().decode(errors="replace") for file in (output, error)))
 
 
-# What follows runs in processes of its own, which import torch.
+# The functions below run in subprocesses, which import torch.
 
 OPERANDS = (320, 200), (256, 512), (384, 512)
-"""Shapes of what is cast: by :func:`cast`, and by :func:`product` for its two operands."""
+"""Shapes of the tensors to cast: one for :func:`cast`, and the two operands of :func:`product`."""
 
 
 def torch_facts() -> str:
-    """JSON of torch's version, CUDA's (null for a build without), the GPUs, and why there is none, as torch says it."""
+    """JSON: torch's version, its CUDA version (null without CUDA), the GPUs, and torch's error if there are none."""
     import torch
 
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "problem": ""}
@@ -414,13 +414,13 @@ def torch_facts() -> str:
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
             facts["gpus"].append((gpu.name, (gpu.major, gpu.minor), gpu.total_memory))
-    except Exception as error:  # of several types: an AssertionError for a build without CUDA
+    except Exception as error:  # the type varies; a build without CUDA raises AssertionError
         facts["problem"] = str(error).strip().splitlines()[0]
     return json.dumps(facts)
 
 
 def compilation() -> str:
-    """One kernel, compiled for Hopper without torch; the caller gives an empty cache."""
+    """Compile one kernel for Hopper without torch; the caller passes an empty cache."""
     from cuda_kernels.casts.amax import amax_kernel
     from cuda_kernels.device.tile import tensor_loader
     from cuda_kernels.host import compile_cache
@@ -430,7 +430,7 @@ def compilation() -> str:
 
 
 def cast() -> str:
-    """A cast with its transposed copy, each value compared with torch's cast on the CPU.
+    """Test a cast and its transposed copy against torch's cast on the CPU.
 
     Raises:
         ArithmeticError: a value differs.
@@ -448,12 +448,12 @@ def cast() -> str:
 
 
 def product() -> str:
-    """A product of FP8 operands, compared with float64.
+    """Test a product of FP8 operands against float64.
 
-    Hopper's tensor cores keep about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437); a wrong tile is further off.
+    Hopper's tensor cores accumulate with about 14 bits (DeepSeek-V3, arXiv:2412.19437); a wrong tile has larger errors.
 
     Raises:
-        ArithmeticError: a value is further off than rounding to bfloat16 and 11 bits of accumulator explain.
+        ArithmeticError: an error exceeds that of rounding to bfloat16 and of an accumulator of 11 bits.
     """
     return _product_of(*(quantized(values(*shape).to(device()))[0] for shape in OPERANDS[1:]))
 
@@ -466,15 +466,15 @@ def _product_of(a: ScaledTensor, b: ScaledTensor) -> str:
     allowed = wanted.abs() * 2**-8 + (left.abs() @ right.abs().t()) * 2**-10
     off = ((ops.scaled_mm(a, b).cpu().double() - wanted).abs() / allowed).max().item()
     if not off <= 1:  # also where it is NaN
-        raise ArithmeticError(f"a value is {off:.3g} times as far from the float64 product as rounding explains")
+        raise ArithmeticError(f"an error is {off:.3g} times as large as rounding explains, compared with float64")
     return f"{list(a.data.shape)} x {list(b.data.shape)}ᵀ in E4M3 equals float64 within rounding, on {_name()}"
 
 
 def block_product() -> str:
-    """A product of operands in blocks, 1 × 128 by 128 × 128, compared with float64.
+    """Test a blockwise product, 1 × 128 blocks by 128 × 128 blocks, against float64.
 
     Raises:
-        ArithmeticError: a value is further off than :func:`product` allows.
+        ArithmeticError: an error exceeds the bound of :func:`product`.
     """
     from lightning_fp8 import ops
     from lightning_fp8.formats import E4M3
@@ -490,10 +490,10 @@ def block_product() -> str:
 
 
 def scales() -> str:
-    """The update of delayed scales, compared with its formula.
+    """Test the update of delayed scales against its formula.
 
     Raises:
-        ArithmeticError: a scale, or an amax in the history, is another one.
+        ArithmeticError: a scale, or an amax in the history, differs.
     """
     import torch
 
@@ -504,22 +504,22 @@ def scales() -> str:
     largest = torch.full((tensors,), E4M3.max)
     generator = torch.Generator().manual_seed(0)
     amax, history = (torch.rand(*shape, generator=generator) + 0.1 for shape in ((tensors,), (length, tensors)))
-    history[0] = 0.0  # the place of the next amax
+    history[0] = 0.0  # the next amax is stored here
     found, scale = history.to(device(), copy=True), torch.ones(tensors).to(device())
     ops.update_scales(amax.to(device(), copy=True), found, scale, largest.to(device()), 0.0, "max")
     wanted = torch.cat([history[:1], history[2:], amax[None]])
     wrong_scales = scale.cpu() != largest / torch.maximum(amax, history.amax(0))
     wrong = int(wrong_scales.sum()) + int((found.cpu() != wanted).sum())
     if wrong:
-        raise ArithmeticError(f"{wrong} of {tensors} scales and {history.numel()} amaxes are not those of the formula")
+        raise ArithmeticError(f"{wrong} of {tensors} scales and {history.numel()} amaxes are wrong")
     return f"{tensors} scales of histories of {length} steps, all right, on {_name()}"
 
 
 def norm() -> str:
-    """LayerNorm's cast, and its gradients, compared with torch's layer_norm in float64.
+    """Test LayerNorm's cast and its gradients against torch's layer_norm in float64.
 
     Raises:
-        ArithmeticError: a row, or a gradient, is further off than FP8 (of y) or bfloat16 (of gradients) explains.
+        ArithmeticError: a row or a gradient has a larger error than FP8 (output) or bfloat16 (gradients) explains.
     """
     import torch
     import torch.nn.functional as F
@@ -547,10 +547,10 @@ def norm() -> str:
 
 
 def attention() -> str:
-    """Causal attention and its gradients, compared with float64.
+    """Test causal attention and its gradients against float64.
 
     Raises:
-        ArithmeticError: a result is further off than FP8 explains.
+        ArithmeticError: a result has a larger error than FP8 explains.
     """
     import torch
 
@@ -578,22 +578,22 @@ def attention() -> str:
 
 
 def _require_close(what: str, found: Tensor, wanted: Tensor, allowed: float, rows: int = 32) -> None:
-    """Compare so many rows at a time.
+    """Compare relative errors of groups of ``rows`` rows.
 
     Raises:
-        ArithmeticError: some rows are further off than ``allowed``, or a value is NaN.
+        ArithmeticError: a group's error exceeds ``allowed``, or a value is NaN.
     """
     found, wanted = (x.cpu().double().reshape(-1, x.shape[-1]) for x in (found, wanted))
     pairs = zip(found.split(rows), wanted.split(rows))
     off = max(((one - other).norm() / other.norm()).nan_to_num(nan=math.inf).item() for one, other in pairs)
     if not off <= allowed:
         raise ArithmeticError(
-            f"{what} is {off:.1%} off the float64 result somewhere, and rounding explains {allowed:.0%}"
+            f"{what} differs from float64 by up to {off:.1%}, but rounding explains only {allowed:.0%}"
         )
 
 
 def quantized(x: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
-    """The cast that :func:`cast` and :func:`product` start: ``x [R, K]`` in E4M3, and its transpose."""
+    """The cast tested by :func:`cast` and :func:`product`: ``x [R, K]`` in E4M3, and its transpose."""
     from lightning_fp8 import ops
     from lightning_fp8.formats import E4M3
     from lightning_fp8.scaled import Cast, Layout
@@ -605,7 +605,7 @@ def quantized(x: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
 
 
 def values(rows: int, columns: int) -> Tensor:
-    """From subnormal to saturated, of both signs."""
+    """Bfloat16 ``[rows, columns]`` of both signs; cast with :data:`SCALE`, they range from subnormal to saturated."""
     import torch
 
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
@@ -634,20 +634,20 @@ def _name() -> str:
 
 
 def refuse_fallbacks() -> None:
-    """Make errors, which say why, of the warnings that something slower runs on a GPU with FP8 tensor cores."""
+    """Turn the warnings that a slower fallback runs on a GPU with FP8 tensor cores into errors."""
     if _has_fp8(device()):
         fallbacks = r"(An )?FP8 kernels? (do|does) not run|torch\._scaled_mm refuses"
         warnings.filterwarnings("error", fallbacks, RuntimeWarning)
 
 
 KERNELS = {"product of blocks": block_product, "scales": scales, "norm": norm, "attention": attention}
-"""What has kernels of its own, besides casts and products."""
+"""Probes of kernels other than casts and plain products."""
 PROBES = {"torch": torch_facts, "compile": compilation, "cast": cast, "product": product, **KERNELS}
-"""Each returns a line that says what ran, or raises why it does not."""
+"""Each returns a line that describes what ran, or raises the reason it failed."""
 
 
 def run_probe(name: str, seconds: str) -> None:
-    """Print what ran, or leave with why it failed. Just before the limit, the stack is dumped: where it hangs."""
+    """Print the probe's result, or exit with its error. The stack is dumped shortly before the time limit."""
     faulthandler.dump_traceback_later(0.9 * float(seconds))
     try:
         if name not in ("torch", "compile"):

@@ -1,7 +1,8 @@
-"""FP8Tensor: a tensor in high precision that is kept as FP8 GEMM operands.
+"""FP8Tensor: a tensor of a high-precision dtype that is stored as FP8 GEMM operands.
 
-It is a weight that FSDP2 has gathered in FP8, a primary weight of ``fp8_model_init``, and an activation that sequence
-parallelism has gathered in FP8. FP8 layers take its operands; every other operation sees its values.
+It represents a weight that FSDP2 gathered in FP8, a primary weight of ``fp8_model_init``, or an activation that
+sequence parallelism gathered in FP8. FP8 layers use its operands directly; all other operations compute with its
+values.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
 
 
 class FP8Tensor(Tensor):
-    """``[..., K]`` in a high-precision dtype, kept as the operands of ``[R, K]`` or of its transpose, or both.
+    """A tensor ``[..., K]`` of a high-precision dtype, stored as the operand of ``[R, K]``, of its transpose, or both.
 
-    A change in place casts the new values again.
+    In-place operations cast the new values again.
 
     Attributes:
-        scaling: which values share a scale, of :attr:`cast`.
-        codes: the dtype of the operands, of :attr:`cast`.
-        recipe: whose layers take the operands as they are; None for all whose casts have the same format and blocks.
-        observed: float32 ``[]``, the largest magnitude before the cast, where a layer that takes the operands has to
-            observe it; None where none has to.
-        takers: the slots of the layers that have taken the operands; views share it.
+        scaling: the layout of scales in :attr:`cast`.
+        codes: the dtype of the operands in :attr:`cast`.
+        recipe: the only recipe whose layers use the operands; None if every recipe does whose casts have the same
+            format and blocks.
+        observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
+        takers: the slots of the layers that have used the operands; shared by views.
         high_precision_init_val: of a primary weight, its values before the first cast, on the CPU.
     """
 
     ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")
 
     is_gathered: ClassVar[bool] = False
-    """Whether its operands are those of a gather, and are freed with it."""
+    """Whether the operands belong to a gather, and are freed with it."""
     scaling: Layout
     codes: torch.dtype
     recipe: Recipe | None = None
@@ -95,7 +96,7 @@ class FP8Tensor(Tensor):
 
     @property
     def operands(self) -> Quantized:
-        """The operands of ``[R, K]`` and of its transpose; None where one is not kept."""
+        """The operands of ``[R, K]`` and of its transpose; None for one that is not stored."""
         return _operands(self)
 
     @operands.setter
@@ -106,10 +107,10 @@ class FP8Tensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """As torch's; values that are assigned are cast, as ``copy_`` does it.
+        """As ``torch.Tensor.data``; assigned values are cast to FP8, as by ``copy_``.
 
         Raises:
-            ValueError: values of another shape or on another device.
+            ValueError: the assigned values have another shape or device.
         """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -121,22 +122,21 @@ class FP8Tensor(Tensor):
             return
         if values.shape != self.shape or values.device != self.device:
             raise ValueError(
-                f"data of shape {list(values.shape)} on {values.device} is assigned to an FP8 weight of "
+                f"data of shape {list(values.shape)} on {values.device} is assigned to an FP8 weight of shape "
                 f"{list(self.shape)} on {self.device}; assign a tensor like it, or a new torch.nn.Parameter"
             )
         with torch.no_grad():
             self.copy_(values)
 
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
-        """The operands that are asked for; one that is not kept is the other one's transpose, or cast from the values.
+        """The requested operands; one that is not stored is transposed from the other, or cast from the values.
 
-        Casting the values again rounds a second time. It happens where the blocks of the layout differ in the
-        transposed tensor.
+        It is cast, which rounds a second time, if the layout's blocks differ in the transposed tensor.
         """
         return kept_operands(self, rowwise, columnwise)
 
     def is_cast_of(self, values: Tensor) -> bool:
-        """Whether storing ``values`` would change nothing; waits for the device."""
+        """Whether storing ``values`` would change nothing; synchronizes with the device."""
         if values.shape != self.shape:
             return False
         row, column = self.operands
@@ -150,19 +150,19 @@ class FP8Tensor(Tensor):
         )
 
     def _castable(self, values: Tensor) -> Tensor:
-        """``values`` on this device, in a dtype that casts take, so that they are rounded once."""
+        """``values`` on this device, in a dtype that casts support, so that they are rounded once."""
         return values.to(self.device, values.dtype if values.dtype in ops.HIGH_PRECISION else self.dtype)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values that ``fp8_model_init(preserve_high_precision_init_val=True)`` kept, on the CPU; else None."""
+        """The values kept by ``fp8_model_init(preserve_high_precision_init_val=True)``, on the CPU; None without it."""
         return self.high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
-        """Free what :meth:`get_high_precision_init_val` returns."""
+        """Free the values of :meth:`get_high_precision_init_val`."""
         self.high_precision_init_val = None
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values, in :attr:`dtype`."""
+        """The values as a plain tensor of :attr:`dtype`."""
         row, column = self.operands
         if row is not None:
             return row.dequantize(self.dtype).view(self.shape)
@@ -173,7 +173,7 @@ class FP8Tensor(Tensor):
         return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.scaling.code}, device='{self.device}')"
 
     def share_memory_(self) -> Any:
-        """Refused: shared memory of FP8 weights is not supported.
+        """Not supported.
 
         Raises:
             NotImplementedError: always.
@@ -184,7 +184,7 @@ class FP8Tensor(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled with its codes as uint8: torch's pickles outside of ``torch.save`` know no FP8 dtypes."""
+        """Pickle with the codes as uint8: pickling without ``torch.save`` does not support FP8 dtypes."""
         parts = {
             name: (part.dtype, part.contiguous().view(torch.uint8) if part.itemsize == 1 else part)
             for name in _PARTS
@@ -212,7 +212,7 @@ class FP8Tensor(Tensor):
         if isinstance(first, FP8Tensor):
             if function in _SAME_VALUES:
                 size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
-                if tuple(size[-1:]) == first.shape[-1:]:  # operands have [R, K], whatever the leading dimensions
+                if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
                     return first._same(torch.Size(size))
             if function is _aten.t.default and first.dim() == 2 and not first.is_gathered:
                 row, column = first.operands
@@ -253,7 +253,7 @@ class FP8Tensor(Tensor):
         return made
 
     def store_(self, values: Tensor) -> FP8Tensor:
-        """Cast ``values`` into the memory of the operands; of a tensor of the same cast the codes are copied."""
+        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast."""
         row, column = self.operands
         if isinstance(values, FP8Tensor) and values.cast == self.cast:
             new = values.quantized(rowwise=row is not None, columnwise=column is not None)
@@ -269,7 +269,7 @@ class FP8Tensor(Tensor):
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
-    """An FP8Tensor of the values ``[..., K]``, cast by their own amaxes."""
+    """Cast ``values [..., K]`` to an FP8Tensor, with scales computed from their amaxes."""
     rows = values.detach().reshape(-1, values.shape[-1])
     operands = ops.quantize(rows, cast, rowwise=rowwise, columnwise=columnwise)
     return FP8Tensor(operands, cast, values.shape, values.dtype)
@@ -289,12 +289,13 @@ def _unpickled(
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-# What layers read in a graph. No methods and no properties: Dynamo takes those of tensors for operations, and their
-# arguments for tensors. Before torch 2.12 it reads enums, dtypes and the flattened parts of a tensor, no other objects.
+# Used by layers in compiled graphs. They are neither methods nor properties, because Dynamo treats those of tensors as
+# operations and their arguments as tensors. Before torch 2.12, Dynamo supports only enums, dtypes and the flattened
+# parts of a tensor as attributes.
 
 
 def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
-    """Whether the operands of ``tensor`` have the format and the blocks that ``cast`` asks for; scales may differ."""
+    """Whether the operands of ``tensor`` have the format and blocks of ``cast``; scales may differ."""
     return tensor.scaling is cast.layout and tensor.codes is cast.float8.dtype
 
 
@@ -305,10 +306,10 @@ def _operands(x: FP8Tensor) -> Quantized:
 
 
 def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
-    """:meth:`FP8Tensor.quantized` of what ``x`` holds. Compiled code has the operands as inputs.
+    """:meth:`FP8Tensor.quantized` as a function, in which compiled code has the operands as inputs.
 
     Raises:
-        RuntimeError: one that FSDP2 would have to gather.
+        RuntimeError: FSDP2 would have to gather an operand that is not stored.
     """
     if x.is_gathered and torch.compiler.is_compiling():
         _note_traced(*x.shape)
@@ -321,7 +322,7 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
 
 
 _traced: set[tuple[int, ...]] = set()
-"""Shapes of gathered weights that compiled code takes. A model that is sharded is compiled on all its ranks alike."""
+"""Shapes of gathered weights used by compiled code. All ranks compile a sharded model in the same way."""
 
 
 @torch.compiler.assume_constant_result
@@ -331,7 +332,7 @@ def _note_traced(*shape: int) -> bool:
 
 
 def was_traced_gathered(shape: Sequence[int]) -> bool:
-    """Whether compiled code takes the operands of gathered weights ``[N, K]`` of this shape."""
+    """Whether compiled code uses the operands of gathered weights ``[N, K]`` of this shape."""
     return tuple(shape) in _traced
 
 
@@ -341,8 +342,8 @@ def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
         return transposed(operand)
     if x.is_gathered:
         raise RuntimeError(
-            f"layout {x.scaling.code!r} has another operand in the backward pass, which FSDP2 gathers there, and "
-            "compiled code does not see it: compile the modules themselves, module.compile(), or take "
+            f"layout {x.scaling.code!r} needs another operand in the backward pass, which FSDP2 gathers there, but "
+            "compiled code does not see it: compile the modules themselves with module.compile(), or use "
             "recipe='delayed', 'tensorwise' or 'blockwise'"
         )
     values = operand.dequantize(x.dtype)
@@ -352,7 +353,7 @@ def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
 
 
 def transposed(operand: ScaledTensor) -> ScaledTensor:
-    """The operand of xᵀ, of a layout that transposes: a view on the CPU, a copy on a GPU, whose GEMMs read rows."""
+    """The operand of xᵀ, for a layout that transposes: a view on the CPU, a copy on a GPU, where GEMMs read rows."""
     view = operand.t()
     if not operand.data.is_cuda:
         return view
@@ -360,7 +361,7 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
 
 
 def _is_sharding() -> bool:
-    """Whether ``fully_shard`` is the caller; it would shard the values in high precision."""
+    """Whether ``fully_shard`` is calling; it would shard the values in high precision."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
@@ -377,7 +378,7 @@ def _filled_in(size: Any, numel: int) -> list[int]:
 
 
 class _ViewOfValues(Tensor):
-    """A view of the values of an FP8 weight. What is written to it would not reach the weight, and is refused."""
+    """A view of the values of an FP8 weight. Writing to it is refused, since the weight would not change."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -386,7 +387,7 @@ class _ViewOfValues(Tensor):
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
         if changes and isinstance(args[0] if args else kwargs.get("tensor"), _ViewOfValues):
             raise RuntimeError(
-                f"{name} of a part of an FP8 weight does not reach the weight; change the whole weight: "
+                f"{name} on a view of an FP8 weight would not change the weight; change the whole weight: "
                 "weight.copy_(values)"
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -407,20 +408,20 @@ def _warn_of_rounding(function: Any, target: Any) -> None:
     name = function._schema.name
     if name in ("aten::add_", "aten::sub_") and isinstance(target, FP8Tensor) and not target.requires_grad:
         warnings.warn(
-            "a change is added to a frozen weight that is kept in FP8, as where adapters are merged: the sum is "
-            "rounded to FP8, and subtracting the change does not give the weight back",
+            "a change is added to a frozen weight that is stored in FP8, as when adapters are merged: the sum is "
+            "rounded to FP8, and subtracting the change does not restore the weight",
             stacklevel=4,
         )
     if "lerp" in name:  # torch's averages of weights
         warnings.warn(
-            "an average is written to a weight that is kept in FP8: it is rounded to FP8, and changes below half a "
-            "step between two FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
+            "an average is written to a weight that is stored in FP8: it is rounded to FP8, and changes below half the "
+            "spacing of FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
             stacklevel=4,
         )
 
 
 def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
-    """``function`` of the values; what it changed in place is cast again."""
+    """Call ``function`` with the dequantized values; values that it changed in place are cast to FP8 again."""
     values: dict[int, tuple[FP8Tensor, Tensor]] = {}
 
     def value_of(tensor: FP8Tensor) -> Tensor:

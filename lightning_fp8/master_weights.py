@@ -1,4 +1,4 @@
-"""Float32 master weights in an optimizer, for weights that are kept in FP8."""
+"""Float32 master weights in an optimizer, for weights that are stored in FP8."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_fp8.fp8_tensor import FP8Tensor
 
 MASTER = "master_param"
-"""The key of a master in the state of its parameter, in the optimizer's ``state_dict``; Transformer Engine's."""
+"""Key of the master weight in a parameter's state in ``optimizer.state_dict()``; the same as Transformer Engine's."""
 
 _with_masters: WeakSet[Optimizer] = WeakSet()
 _known: WeakSet[Optimizer] = WeakSet()
 
 
 def with_master_weights(optimizer: Optimizer) -> Optimizer:
-    """Let ``optimizer`` step float32 masters of the weights of ``fp8_model_init``, which are then cast to FP8 again.
+    """Let ``optimizer`` step float32 masters of ``fp8_model_init``'s weights, and cast them to FP8 after each step.
 
-    Masters start from the weight's high-precision initial values where those are preserved, else from its FP8 values,
-    when the optimizer first steps or loads. ``optimizer.state_dict()`` holds them, as ``master_param`` of each
-    parameter's state. Everything else about the optimizer stays: ``param_groups`` holds the FP8 weights, whose
-    gradients are clipped and zeroed; other parameters are stepped as they are.
+    Masters are created when the optimizer first steps or loads: from the weight's preserved high-precision initial
+    values if there are any, else from its FP8 values. ``optimizer.state_dict()`` contains them as ``master_param`` in
+    each parameter's state. ``param_groups`` still contains the FP8 weights, and their gradients are clipped and zeroed
+    as usual. Other parameters are stepped as before.
 
     Args:
-        optimizer: any of torch's, before its first step.
+        optimizer: any ``torch.optim.Optimizer``, before its first step.
 
     Returns:
         ``optimizer`` itself.
@@ -45,14 +45,14 @@ def with_master_weights(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if any(isinstance(parameter, FP8Tensor) for parameter in optimizer.state):
         raise RuntimeError(
-            "the optimizer has state of FP8 weights: it has stepped them, or has state from the start, as Adagrad, "
-            "which is not supported; call with_master_weights(optimizer) before its first step"
+            "the optimizer already has state for FP8 weights: it has stepped them, or creates state when constructed "
+            "(Adagrad), which is not supported; call with_master_weights(optimizer) before its first step"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(isinstance(parameter, Tensor) and id(parameter) not in held for parameter in optimizer.state):
         raise RuntimeError(
-            "the optimizer has state of parameters that it does not hold, as a copy of an optimizer with masters has; "
-            "make a new one, and load the first one's state_dict() into it"
+            "the optimizer has state for parameters that are not in its param_groups, as a copy of an optimizer with "
+            "masters has; make a new optimizer, and load the first one's state_dict() into it"
         )
     masters = _Masters()
     optimizer.register_step_pre_hook(masters.before_step)
@@ -70,8 +70,8 @@ class _Master:
 
     Attributes:
         weight: the FP8 weight.
-        master: what the optimizer steps in its place.
-        version: of the weight when it had the master's values.
+        master: float32, the parameter that the optimizer steps.
+        version: ``weight._version`` when weight and master last agreed.
     """
 
     def __init__(self, weight: FP8Tensor) -> None:
@@ -80,7 +80,7 @@ class _Master:
         self.version = weight._version
 
     def follow(self) -> None:
-        """Take the weight's values if something else than :meth:`write` has changed them."""
+        """Copy the weight's values if they were changed by anything but :meth:`write`."""
         if self.weight.device != self.master.device:
             self.master.data = self.master.data.to(self.weight.device)
         if self.version != self.weight._version:
@@ -94,7 +94,7 @@ class _Master:
         self.master.grad = None if gradient is None else gradient.float()
 
     def write(self) -> None:
-        """Cast the master to the weight, if it was stepped."""
+        """Cast the master to the weight, if the master has a gradient."""
         if self.master.grad is not None:
             with torch.no_grad():
                 self.weight.copy_(self.master)
@@ -102,7 +102,7 @@ class _Master:
 
 
 def _values(weight: FP8Tensor) -> Tensor:
-    """The preserved values that ``weight`` is the cast of; its own where there are none."""
+    """The preserved high-precision values that ``weight`` was cast from; its dequantized values if there are none."""
     preserved = weight.get_high_precision_init_val()
     return weight.dequantize().detach() if preserved is None or not weight.is_cast_of(preserved) else preserved
 
@@ -110,17 +110,17 @@ def _values(weight: FP8Tensor) -> Tensor:
 class _Masters:
     """The masters of one optimizer.
 
-    They are in its ``param_groups`` while it steps, saves or loads; otherwise the FP8 weights are.
+    They replace the FP8 weights in its ``param_groups`` while it steps, saves or loads.
     """
 
     def __init__(self) -> None:
         self._of_weight: dict[int, _Master] = {}
         self._of_master: dict[int, _Master] = {}
-        self._current: list[_Master] = []  # of the weights that the optimizer holds now
+        self._current: list[_Master] = []  # of the weights in param_groups
         self._loaded: list[tuple[_Master, Tensor]] = []
 
     def swap_in(self, optimizer: Optimizer) -> None:
-        """Put masters in the place of FP8 weights, also of those that were added since."""
+        """Replace FP8 weights in ``param_groups`` by their masters; creates masters of new weights."""
         self._current = []
         for group in optimizer.param_groups:
             parameters = group["params"]  # changed in place: LBFGS keeps this list
@@ -160,12 +160,12 @@ class _Masters:
         return args[:1], kwargs
 
     def _around(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, which computes gradients of the FP8 weights and may clip or zero those of ``param_groups``."""
+        """Wrap ``closure``, so that it computes, clips and zeroes gradients of the FP8 weights."""
         is_first = True
 
         def wrapped() -> Any:
             nonlocal is_first
-            if not is_first:  # LBFGS asks for gradients at other points
+            if not is_first:  # LBFGS evaluates the closure at other points
                 self._write()
             is_first = False
             self.swap_out(optimizer)
@@ -183,7 +183,7 @@ class _Masters:
         self.swap_out(optimizer)
 
     def _indexed(self, optimizer: Optimizer) -> dict[int, _Master]:
-        """The masters by the numbers of their parameters in a ``state_dict``."""
+        """The masters by their parameters' indices in a ``state_dict``."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {
             index: found
@@ -200,10 +200,10 @@ class _Masters:
         return {**state_dict, "state": state}
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take the masters out of ``state_dict``; they are loaded once torch has loaded the rest.
+        """Remove the masters from ``state_dict``; :meth:`after_load` copies them once torch has loaded the rest.
 
         Raises:
-            ValueError: a master of another shape; nothing was changed.
+            ValueError: a master has another shape than the weight; nothing has been changed.
         """
         saved = [group["params"] for group in state_dict["param_groups"]]
         held = [group["params"] for group in optimizer.param_groups]
@@ -221,7 +221,7 @@ class _Masters:
                 if value.shape != masters[position].master.shape:
                     self.swap_out(optimizer)
                     raise ValueError(
-                        f"{MASTER} of parameter {index} has shape {list(value.shape)}, and the weight "
+                        f"{MASTER} of parameter {index} has shape {list(value.shape)}, but the weight has "
                         f"{list(masters[position].master.shape)}; load the state of the same model"
                     )
                 self._loaded.append((masters[position], value))
@@ -241,7 +241,7 @@ class _Masters:
 
 
 def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
-    """Say once of an optimizer that it steps FP8 weights themselves."""
+    """Warn once per optimizer that it steps FP8 weights without masters."""
     if optimizer in _known:
         return
     _known.add(optimizer)
@@ -250,8 +250,8 @@ def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if any(isinstance(parameter, FP8Tensor) and parameter.requires_grad for parameter in group["params"]):
             warnings.warn(
-                f"{type(optimizer).__name__} steps weights that are kept in FP8: what it changes is rounded to FP8, "
-                "and changes below half a step between two FP8 values are lost. Keep float32 masters in it: "
+                f"{type(optimizer).__name__} steps weights that are stored in FP8: each update is rounded to FP8, and "
+                "updates below half the spacing of FP8 values are lost. Keep float32 masters in it: "
                 "lightning_fp8.with_master_weights(optimizer), before the first step",
                 stacklevel=2,
             )

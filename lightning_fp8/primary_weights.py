@@ -1,4 +1,4 @@
-"""``fp8_model_init``: layers whose weights are kept in FP8 alone, a byte for each value."""
+"""``fp8_model_init``: layers whose weights are stored only in FP8, one byte per value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_fp8.recipes import make_recipe
 from lightning_fp8.scaled import Cast, Layout, Role
 
 TENSOR_CAST = Cast(E4M3, Layout.TENSOR, power_2_scale=True)
-"""The cast of a primary weight: one scale, a power of two, so that casting its values again changes none of them."""
+"""Cast of a primary weight: one power-of-two scale, so that casting its values again does not change them."""
 
 
 @dataclass(frozen=True)
 class _Init:
-    """How weights are kept inside of a region; without a cast in high precision."""
+    """How weights are stored inside a region; in high precision if ``cast`` is None."""
 
     cast: Cast | None = None
     preserve_high_precision_init_val: bool = False
@@ -40,26 +40,26 @@ _thread = _Thread()
 
 
 class fp8_model_init(ContextDecorator):
-    """Inside, FP8 layers are constructed, and models converted, with weights that are kept in FP8 alone.
+    """Context manager in which FP8 layers are constructed, and models converted, with weights stored only in FP8.
 
-    It reaches :class:`lightning_fp8.Linear`, :class:`LayerNormLinear`, :class:`LayerNormMLP`, and the layers made of
-    them, as they are constructed; and every layer that ``convert_module`` runs in FP8. Biases, norms and layers that
-    run in high precision stay. Such a weight has the dtype and shape that it would have; its values are E4M3 codes
-    times one power of two (with the blockwise recipe, one for each 128 × 128 block). Layers multiply by the codes where
-    the recipe's weights have these blocks, and cast the values where it has others (rowwise, MXFP8). Every other
-    operation computes from the values.
+    It applies to :class:`lightning_fp8.Linear`, :class:`LayerNormLinear`, :class:`LayerNormMLP` and layers that
+    contain them when they are constructed, and to every layer that ``convert_module`` runs in FP8. Biases, norms and
+    layers in high precision do not change. An FP8 weight has the dtype and shape of the weight it replaces. Its values
+    are E4M3 codes times a power of two: one per tensor, or one per 128 × 128 block with the blockwise recipe. Layers
+    multiply by the codes if the recipe's weights have the same blocks, and otherwise cast the values (rowwise, MXFP8).
+    All other operations compute with the values.
 
-    A ``state_dict`` holds the values as plain tensors in the weight's dtype; loading casts to FP8.
+    A ``state_dict`` contains the values as plain tensors of the weight's dtype; loading casts them to FP8.
 
-    To train such weights, keep float32 masters in the optimizer: :func:`lightning_fp8.with_master_weights`, which
-    ``FP8Precision`` calls by itself.
+    To train such weights, keep float32 masters in the optimizer with :func:`lightning_fp8.with_master_weights`;
+    ``FP8Precision`` calls it for you.
 
     Args:
-        enabled: False constructs layers as outside, also inside of an enabled region.
-        recipe: a recipe or anything :func:`make_recipe` takes: the one that the layers will run with.
+        enabled: if False, layers are constructed as outside, also within an enabled region.
+        recipe: the recipe that the layers will run with, or anything :func:`make_recipe` accepts.
         preserve_high_precision_init_val: keep each weight's values before the cast on the CPU, for
-            ``weight.get_high_precision_init_val()``, until ``weight.clear_high_precision_init_val()``; values that
-            ``load_state_dict`` loads take their place.
+            ``weight.get_high_precision_init_val()``, until ``weight.clear_high_precision_init_val()``. Values loaded by
+            ``load_state_dict`` replace them.
 
     Raises:
         TypeError: ``enabled`` or ``preserve_high_precision_init_val`` is not a bool.
@@ -75,7 +75,7 @@ class fp8_model_init(ContextDecorator):
         cast = TENSOR_CAST
         if recipe is not None:
             of_recipe = make_recipe(recipe).cast(Role.WEIGHT)
-            if of_recipe.layout.transposes:  # the others need a copy for each direction: two bytes
+            if of_recipe.layout.transposes:  # other layouts need a copy per direction: two bytes per value
                 cast = Cast(of_recipe.float8, of_recipe.layout, power_2_scale=True)
         self.init = _Init(cast if enabled else None, preserve_high_precision_init_val)
         self._outer: list[_Init] = []
@@ -95,7 +95,7 @@ class fp8_model_init(ContextDecorator):
 
 
 class _Concatenated(torch.autograd.Function):
-    """FP8 weights ``[N_i, K]``, one after the other, as one."""
+    """FP8 weights ``[N_i, K]`` concatenated along dimension 0 as an FP8 weight, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, *weights: FP8Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class _Concatenated(torch.autograd.Function):
 
 
 def concatenated(weights: Sequence[Tensor]) -> Tensor:
-    """``weights [N_i, K]`` one after the other; of FP8 weights an FP8 weight, by the cast that they have.
+    """Concatenate ``weights [N_i, K]`` along dimension 0; FP8 weights give an FP8 weight with the cast of the first.
 
-    All get the scale of the largest: that changes only values so small in the others that they are subnormal with it.
+    The result has the scale of the largest weight. It changes only values of the other weights that become subnormal.
     """
     if all(isinstance(weight, FP8Tensor) for weight in weights):
         joined: Tensor = _Concatenated.apply(*weights)
@@ -119,11 +119,11 @@ def concatenated(weights: Sequence[Tensor]) -> Tensor:
 
 
 def keep_weights_in_fp8(module: nn.Module, names: Iterable[str]) -> None:
-    """Inside of an enabled ``fp8_model_init``, turn the parameters ``names`` of ``module`` into FP8 weights, in place.
+    """Inside an enabled ``fp8_model_init``, turn the parameters ``names`` of ``module`` into FP8 weights, in place.
 
     Raises:
         TypeError: a weight is sharded.
-        RuntimeError: something refers to a parameter that would be changed.
+        RuntimeError: other objects refer to a parameter that would be changed.
     """
     init = _thread.init
     if init.cast is None:
@@ -136,7 +136,7 @@ def keep_weights_in_fp8(module: nn.Module, names: Iterable[str]) -> None:
             raise TypeError(
                 f"fp8_model_init: the {name} of {type(module).__name__} is a {type(weight.data).__name__}, and sharded "
                 "weights cannot be kept in FP8. FSDP2 gathers the weights of FP8 layers in FP8 by itself: shard "
-                "high-precision weights, and leave fp8_model_init"
+                "high-precision weights, and construct the model outside of fp8_model_init"
             )
         fp8_weight = quantized_tensor(weight.detach(), init.cast)
         if init.preserve_high_precision_init_val:
@@ -145,12 +145,12 @@ def keep_weights_in_fp8(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, Sequence[str], bool]]) -> None:
-    """Keep the weights of the converted ``layers`` as ``fp8_model_init`` says, if it is entered.
+    """Inside an enabled ``fp8_model_init``, turn the weights of the converted ``layers`` into FP8 weights.
 
-    Weights of layers that run in high precision are kept so again.
+    FP8 weights of layers that run in high precision are turned back into high-precision weights.
 
     Args:
-        layers: of each the name, the module, the names of its weights, and whether it runs in FP8.
+        layers: for each layer its name, the module, the names of its weights, and whether it runs in FP8.
     """
     uses = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
     shared: list[str] = []
@@ -172,12 +172,12 @@ def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, S
                 _put_in_place(parameter, preserved.to(parameter.device, parameter.dtype), weight)
     if shared:
         warnings.warn(
-            f"fp8_model_init: {', '.join(shared)} stay in high precision, because other modules hold them, too",
+            f"fp8_model_init: {', '.join(shared)} stay in high precision, because other modules use them, too",
             stacklevel=2,
         )
     if rounded:
         warnings.warn(
-            f"fp8_model_init: {', '.join(rounded)} were constructed in FP8, and their layers run in high precision: "
+            f"fp8_model_init: {', '.join(rounded)} were constructed in FP8, but their layers run in high precision: "
             "the weights are in high precision again, but their values were rounded to FP8. Construct these layers "
             "outside of fp8_model_init, or with preserve_high_precision_init_val=True",
             stacklevel=2,
@@ -185,7 +185,7 @@ def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, S
 
 
 def _put_in_place(parameter: nn.Parameter, new: Tensor, name: str) -> None:
-    """Give ``parameter``, which stays the object that optimizers and hooks know, the content of ``new``."""
+    """Give ``parameter`` the content of ``new``; the object stays the same, for optimizers and hooks."""
     attributes = {key: value for key, value in vars(parameter).items() if key not in FP8Tensor.ATTRIBUTES}
     made = nn.Parameter(new, requires_grad=parameter.requires_grad)
     vars(made).update(attributes)
@@ -194,5 +194,5 @@ def _put_in_place(parameter: nn.Parameter, new: Tensor, name: str) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"fp8_model_init: {name} cannot be changed in place ({error}); enter it before DistributedDataParallel, "
-            "torch.compile and the first backward pass see the model"
+            "torch.compile and the first backward pass use the model"
         ) from error

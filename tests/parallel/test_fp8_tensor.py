@@ -126,5 +126,5 @@ def test_parts_are_read_as_the_values(values: torch.Tensor) -> None:
 
 def test_an_average_in_place_warns(values: torch.Tensor) -> None:
     weight = nn.Parameter(quantized_tensor(values, POWER_2))
-    with torch.no_grad(), pytest.warns(UserWarning, match="an average is written to a weight that is kept in FP8"):
+    with torch.no_grad(), pytest.warns(UserWarning, match="an average is written to a weight that is stored in FP8"):
         weight.lerp_(torch.zeros_like(weight), 0.001)

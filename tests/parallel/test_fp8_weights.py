@@ -367,7 +367,8 @@ def test_values_assigned_to_data_are_cast() -> None:
     changed += 1
     layer.weight.data = changed
     assert torch.equal(layer.weight.dequantize(), rounded(rounded(new) + 1))
-    with pytest.raises(ValueError, match=r"data of shape \[3\] on cpu is assigned to an FP8 weight of \[128, 64\]"):
+    message = r"data of shape \[3\] on cpu is assigned to an FP8 weight of shape \[128, 64\]"
+    with pytest.raises(ValueError, match=message):
         layer.weight.data = torch.zeros(3, dtype=torch.bfloat16)
 
 
@@ -393,7 +394,7 @@ def test_adapters_of_peft_train_and_merge(safe_merge: bool) -> None:
     before = base[0].base_layer.weight.dequantize()
     adapted = model(x).detach()
     delta = base[0].get_delta_weight("default")
-    with pytest.warns(UserWarning, match="added to a frozen weight that is kept in FP8"):
+    with pytest.warns(UserWarning, match="added to a frozen weight that is stored in FP8"):
         merged = model.merge_and_unload(safe_merge=safe_merge)
     # Half a step of E4M3, or two of them where the sum is rounded twice.
     torch.testing.assert_close(merged[0].weight.dequantize().float(), before.float() + delta, rtol=1 / 8, atol=1e-3)
