@@ -14,11 +14,11 @@ from lightning_fp8.version import __version__
 if TYPE_CHECKING:
     from lightning_fp8.attention.context_parallel import get_batch_on_this_cp_rank
     from lightning_fp8.attention.modules import DotProductAttention
-    from lightning_fp8.autocast import fp8_autocast
     from lightning_fp8.callbacks import FP8Callback
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
+    from lightning_fp8.fp8_region import autocast, fp8_autocast
     from lightning_fp8.master_weights import with_master_weights
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
@@ -65,10 +65,11 @@ _HOMES = {
     "RMSNorm": "modules.norm",
     "RotaryPositionEmbedding": "modules.transformer",
     "TransformerLayer": "modules.transformer",
+    "autocast": "fp8_region",
     "checkpoint": "parallel.checkpoint",
     "convert_module": "convert.conversion",
     "export_te_state_dict": "te.export",
-    "fp8_autocast": "autocast",
+    "fp8_autocast": "fp8_region",
     "fp8_model_init": "primary_weights",
     "fp8_state_dict": "modules.state",
     "get_batch_on_this_cp_rank": "attention.context_parallel",
@@ -102,6 +103,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "__version__",
+    "autocast",
     "checkpoint",
     "convert_module",
     "export_te_state_dict",

@@ -26,8 +26,8 @@ from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import doctor, ops
-from lightning_fp8.autocast import fp8_autocast
 from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
+from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.state import update_fp8_scales
 from lightning_fp8.ops import activation, cast, norm, plans, scales

@@ -21,7 +21,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_fp8 import autocast
+from lightning_fp8 import fp8_region
 from lightning_fp8.arguments import require_module
 from lightning_fp8.attention.models import attach
 from lightning_fp8.attention.modules import DotProductAttention
@@ -308,7 +308,7 @@ def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
         if isinstance(each, LinearLayer) and each.fp8 and not is_dtensor(getattr(each, each.weight_names[0]))
     ]
     if plain:
-        autocast.waiting.append(partial(_act_if_sharded, weakref.ref(model), weakref.ref(plain[0][0]), action))
+        fp8_region.waiting.append(partial(_act_if_sharded, weakref.ref(model), weakref.ref(plain[0][0]), action))
 
 
 def _act_if_sharded(

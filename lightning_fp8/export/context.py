@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from lightning_fp8.arguments import require_bool
-from lightning_fp8.autocast import current_context, fp8_context
 from lightning_fp8.delayed.history import all_histories
+from lightning_fp8.fp8_region import current_context, fp8_context
 
 
 def onnx_export(enabled: bool = True) -> AbstractContextManager[None]:

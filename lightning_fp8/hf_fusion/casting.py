@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import autocast
+from lightning_fp8 import fp8_region
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.functions.shared_input import InputCast, cast_before_reading
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -40,7 +40,7 @@ class CastingModule(nn.Module):
     """Whether a training forward inside an FP8 context has cast, since somebody watches; None before the first of them,
     and of compiled code."""
 
-    def _note(self, casts: bool, context: autocast.FP8Context) -> None:
+    def _note(self, casts: bool, context: fp8_region.FP8Context) -> None:
         if self.training and not self.cast and self.cast is not casts and context.enabled:
             self.cast = casts  # slow in a module, so only where it changes
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import autocast, ops
+from lightning_fp8 import fp8_region, ops
 from lightning_fp8.functions.shared_input import offer
 from lightning_fp8.hf_fusion import casting
 from lightning_fp8.hf_fusion.deferred_gated import GatedCastFunction
@@ -53,7 +53,7 @@ class CastingMLP(casting.CastingModule):
         layers = self.gate_proj, self.up_proj, self.down_proj
         contexts = [layer.running_context() for layer in layers if isinstance(layer, LinearLayer)]
         if not self._is_fp8(layers):
-            self._note(False, contexts[0] if contexts else autocast.current_context())
+            self._note(False, contexts[0] if contexts else fp8_region.current_context())
             return super().forward(x)  # type: ignore[misc, no-any-return]
         gate, up = self.gate_proj(x), self.up_proj(x)
         activated = self._cast(gate, up) if _is_castable(gate, up) else None

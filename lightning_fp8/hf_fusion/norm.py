@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import autocast, ops
+from lightning_fp8 import fp8_region, ops
 from lightning_fp8.functions.shared_input import offer
 from lightning_fp8.hf_fusion.casting import (
     CastingModule,
@@ -58,8 +58,8 @@ class CastingNorm(CastingModule):
         offer(output, begun.cast)
         return output  # type: ignore[no-any-return]
 
-    def _context(self) -> autocast.FP8Context:
-        return self._readers[0].running_context() if self._readers else autocast.DISABLED
+    def _context(self) -> fp8_region.FP8Context:
+        return self._readers[0].running_context() if self._readers else fp8_region.DISABLED
 
     def _casts(self, x: Any) -> bool:
         """Whether all readers run in FP8 now, and ``x`` is a tensor whose norm a kernel casts."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.autocast import current_context
 from lightning_fp8.delayed.history import AmaxHistory, Slot
+from lightning_fp8.fp8_region import current_context
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name

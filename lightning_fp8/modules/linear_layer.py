@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_fp8 import autocast, ops
+from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,
     MainGradFunction,
@@ -125,12 +125,12 @@ class LinearLayer(WeightCachingModule):
         ):
             self._check(input, weight)
         if torch.compiler.is_compiling():
-            context = autocast.current_context()
+            context = fp8_region.current_context()
             if self.fp8:
                 (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
             return context
         # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
-        context, in_backward = autocast.context_of_forward(self._last_context)
+        context, in_backward = fp8_region.context_of_forward(self._last_context)
         if in_backward:
             return context
         if self._last_context is not context:
@@ -141,8 +141,8 @@ class LinearLayer(WeightCachingModule):
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would run under now."""
         if torch.compiler.is_compiling():
-            return autocast.current_context()
-        return autocast.context_of_forward(self._last_context)[0]
+            return fp8_region.current_context()
+        return fp8_region.context_of_forward(self._last_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
@@ -273,7 +273,7 @@ class LinearLayer(WeightCachingModule):
         if is_first_microbatch and isinstance(main_grad, Tensor) and (grad or self.training):
             if torch.compiler.is_compiling():
                 main_grad.zero_()
-            elif not autocast.in_backward():
+            elif not fp8_region.in_backward():
                 mark_stale(main_grad)
         if not (weight.requires_grad and grad):
             return None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import ObserveGradFunction, Product
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.parallel.collectives import require_shared_scales

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
-from lightning_fp8.autocast import FP8Context
 from lightning_fp8.delayed.update import optimizer_step_number
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 from lightning_fp8.functions.linear import Product
 from lightning_fp8.modules.base import FP8Module

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_fp8 import autocast, ops, scaling
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8 import fp8_region, ops, scaling
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor, was_traced_gathered
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -227,7 +227,7 @@ register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 def _before_forward(module: Any, *_: Any) -> None:
     """Choose how the weights are gathered that this forward of a sharded module gathers; FSDP2's own hook is behind."""
     if (weights := _weights_of.get(module)) is not None:
-        weights.begin(autocast.current_context())
+        weights.begin(fp8_region.current_context())
     state = module._get_fsdp_state()
     for each in (state, *state._states_to_forward_prefetch):
         for group in _groups(each):
@@ -237,7 +237,7 @@ def _before_forward(module: Any, *_: Any) -> None:
 
 
 def _choose(group: Any, params: list[GatheredParam]) -> None:
-    contexts = [autocast.context_of_forward(param.layer._last_context)[0] for param in params]
+    contexts = [fp8_region.context_of_forward(param.layer._last_context)[0] for param in params]
     wanted = [param.recipe_in(context) for param, context in zip(params, contexts)]
     gathered = not group.is_sharded or group._all_gather_result is not None
     if gathered and any(param.recipe not in (None, recipe) for param, recipe in zip(params, wanted)):
@@ -398,7 +398,7 @@ class GatheredParam(FSDPParam):
             return super().all_gather_inputs
         group = self._group()
         # A forward that runs again inside a backward pass is followed by the gradients, while the weight is gathered.
-        backward = autocast.in_backward()
+        backward = fp8_region.in_backward()
         keeps = group is not None and not group._reshard_after_forward
         self._operands_asked = not backward or self.needs_both or keeps, backward
         inputs = self._cast(self.recipe, *self._operands_asked)
@@ -562,7 +562,7 @@ class GatheredParam(FSDPParam):
 
     def gather_operands(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> Quantized:
         """Gather operands now that the last gather did not bring, on all ranks alike."""
-        self.needs_both |= autocast.in_backward()
+        self.needs_both |= fp8_region.in_backward()
         parts = self._cast(recipe, rowwise, columnwise)
         gathered = self._gather(torch.cat(parts)).view(-1, sum(part.numel() for part in parts))
         split = gathered.split([part.numel() for part in parts], dim=1)

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.attention.models.attach import attach, detach
-from lightning_fp8.autocast import FP8Context, fp8_context, in_backward
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
     apply_conversion,
@@ -39,6 +38,7 @@ from lightning_fp8.convert.policy import Policy
 from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
 from lightning_fp8.delayed.owners import all_slots, owned_by
 from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
+from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.plugin.dtypes import (

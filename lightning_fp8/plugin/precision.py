@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
-from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.owners import owned_by
+from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_fp8 import autocast
+from lightning_fp8 import fp8_region
 from lightning_fp8.attention.models import owners, sdpa
 from lightning_fp8.attention.models.owners import Owner
 from lightning_fp8.attention.modules.arguments import forget_what_was_told
@@ -93,7 +93,7 @@ def attach_prepared() -> bool:
     return bool(_attached)
 
 
-autocast.before_attention.append(attach_prepared)
+fp8_region.before_attention.append(attach_prepared)
 
 
 def _uninstall_if_unused() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.attention.models import torch_mha
-from lightning_fp8.autocast import DISABLED, FP8Context, current_context, in_backward
+from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 
@@ -53,7 +53,7 @@ class Owner:
 
 
 class _Thread(threading.local):
-    """Set by ``__init__`` as :mod:`lightning_fp8.autocast` does, for Dynamo."""
+    """Set by ``__init__`` as :mod:`lightning_fp8.fp8_region` does, for Dynamo."""
 
     def __init__(self) -> None:
         self.owners: list[Owner] = []

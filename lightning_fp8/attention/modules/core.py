@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import autocast, ops
+from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms
 from lightning_fp8.attention.context_parallel import (
     ContextParallel,
@@ -23,7 +23,7 @@ from lightning_fp8.attention.modules import arguments
 from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted
 from lightning_fp8.attention.modules.sequences import Sequences
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -64,9 +64,9 @@ class CoreAttention(FP8Module):
 
         ``reason``: why the call cannot run in FP8, as far as it is known without the tensors.
         """
-        context = autocast.current_context()
-        recomputing = autocast.in_backward()
-        if autocast.is_repeating():  # what its forward did, outside every region
+        context = fp8_region.current_context()
+        recomputing = fp8_region.in_backward()
+        if fp8_region.is_repeating():  # what its forward did, outside every region
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
         if recipe_wants_fp8 and self.fp8 and context.enabled:

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, rows_by_name
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype
-from lightning_fp8.autocast import FP8Context
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activate, activation_named

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.scaled import Role
 from tests.attention.attention_modules import (
     Batch,

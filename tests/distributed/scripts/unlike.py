@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Float8CurrentScaling, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.autocast import FP8Context, fp8_context
 from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import update_slots
+from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.state import fp8_modules
 from tests.distributed.launch import leave
 

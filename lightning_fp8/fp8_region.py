@@ -1,4 +1,4 @@
-"""``fp8_autocast``: which recipe FP8 modules use in a region of code."""
+"""``fp8_autocast``, or ``autocast``: which recipe FP8 modules use in a region of code."""
 
 from __future__ import annotations
 
@@ -161,6 +161,8 @@ class fp8_autocast(ContextDecorator):
         TypeError: ``enabled`` or ``calibrating`` is not a bool, or ``fp8_group`` not a process group.
     """
 
+    _of_recipe, _of_group = "fp8_recipe", "fp8_group"
+
     def __init__(
         self,
         enabled: bool = True,
@@ -170,7 +172,7 @@ class fp8_autocast(ContextDecorator):
     ) -> None:
         enabled = plain(enabled)
         calibrating = plain(calibrating)
-        _check_arguments(enabled, calibrating, fp8_group)
+        self._check_arguments(enabled, calibrating, fp8_group)
         recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._regions: list[Any] = []
@@ -198,10 +200,26 @@ class fp8_autocast(ContextDecorator):
         self._regions.pop().__exit__(*exception)
         quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
         if self.context.enabled and not quiet and not any_history():
-            warnings.warn("fp8_autocast ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
+            name = type(self).__name__
+            warnings.warn(f"{name} ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
         calibrated = not _thread.active_regions and self.context.calibrating and exception[0] is None
         if calibrated and (recipe := self._observing):
             update_calibrated(recipe, self.context.group)
+
+    def _check_arguments(self, enabled: Any, calibrating: Any, group: Any) -> None:
+        name = type(self).__name__
+        if callable(enabled):
+            raise TypeError(f"enabled={enabled!r} must be True or False; as a decorator write @{name}()")
+        if not isinstance(enabled, bool):
+            raise TypeError(
+                f"enabled={enabled!r}, the first argument, must be True or False; a recipe is "
+                f"{name}({self._of_recipe}={enabled!r})"
+            )
+        require_bool("calibrating", calibrating)
+        if group is not None and not _is_group(group):
+            raise TypeError(
+                f"{self._of_group}={group!r} must be a torch.distributed.ProcessGroup, or None for all ranks"
+            )
 
     @property
     def _observing(self) -> DelayedScaling | None:
@@ -211,17 +229,25 @@ class fp8_autocast(ContextDecorator):
         return recipe if active and isinstance(recipe, DelayedScaling) else None
 
 
-def _check_arguments(enabled: Any, calibrating: Any, fp8_group: Any) -> None:
-    if callable(enabled):
-        raise TypeError(f"enabled={enabled!r} must be True or False; as a decorator write @fp8_autocast()")
-    if not isinstance(enabled, bool):
-        raise TypeError(
-            f"enabled={enabled!r}, the first argument, must be True or False; a recipe is "
-            f"fp8_autocast(fp8_recipe={enabled!r})"
-        )
-    require_bool("calibrating", calibrating)
-    if fp8_group is not None and not _is_group(fp8_group):
-        raise TypeError(f"fp8_group={fp8_group!r} must be a torch.distributed.ProcessGroup, or None for all ranks")
+class autocast(fp8_autocast):
+    """:class:`fp8_autocast` with the names that its arguments have in Transformer Engine since 2.8.
+
+    Args:
+        enabled, calibrating: those of :class:`fp8_autocast`.
+        recipe: its ``fp8_recipe``.
+        amax_reduction_group: its ``fp8_group``.
+    """
+
+    _of_recipe, _of_group = "recipe", "amax_reduction_group"
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(enabled, calibrating, recipe, amax_reduction_group)
 
 
 def _is_group(group: Any) -> bool:
