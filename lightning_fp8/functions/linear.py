@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from typing import Any
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,55 @@ _STALE = "_fp8_stale"
 """The attribute of a ``main_grad`` that the next wgrad overwrites."""
 
 
+class MainGrad(NamedTuple):
+    """Where the gradient of a weight ``[N, K]`` goes instead of ``weight.grad``: it is added to ``weight.main_grad``.
+
+    Attributes of the weight that Megatron sets are honoured: ``overwrite_main_grad``, with which each gradient
+    overwrites, and ``grad_added_to_main_grad``, which is True after an addition where the weight has it.
+    """
+
+    weight: Tensor
+    tensor: Tensor
+
+    def add_product(self, a: ScaledTensor, b: ScaledTensor) -> Tensor | None:
+        """Add ``a @ bᵀ``; what the backward pass returns as the weight's gradient."""
+        if self.tensor.dtype is not torch.float32:
+            return self.add(ops.scaled_mm(a, b, out_dtype=torch.float32))
+        self._forget_stale()
+        ops.scaled_mm_accumulate(self.tensor, a, b)
+        return self._replacement()
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """Add ``gradient``, rounded once; what the backward pass returns as the weight's gradient."""
+        self._forget_stale()
+        self.tensor.add_(gradient)
+        return self._replacement()
+
+    def _forget_stale(self) -> None:
+        stale = not torch.compiler.is_compiling() and self.tensor.__dict__.pop(_STALE, False)
+        if stale or getattr(self.weight, "overwrite_main_grad", False):
+            self.tensor.zero_()
+
+    def _replacement(self) -> Tensor | None:
+        """Zeros where the weight has ``grad_added_to_main_grad``: Megatron's hooks run for a gradient alone.
+
+        With ``zero_out_wgrad`` Megatron adds them to ``main_grad``, and others may have added to them before. Else all
+        weights of a shape share them.
+        """
+        weight = self.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        if torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        return _shared_zeros(weight.shape, weight.dtype, weight.device).detach()
+
+
+@lru_cache(maxsize=32)
+def _shared_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class Product:
     """How one linear layer, ``y [R, N] = x [R, K] wᵀ + bias``, casts its tensors and runs its three GEMMs.
 
@@ -37,7 +86,7 @@ class Product:
         slots: its slots of the amax history.
         observe: whether casts of the forward and the backward pass write amaxes to them.
         cached_weight: the FP8 copies of the weight, where micro-batches share them.
-        main_grad: what the weight's gradient is added to.
+        main_grad: where the weight's gradient goes instead of ``grad``.
     """
 
     __slots__ = ("_casts", "_span", "cached_weight", "main_grad", "observe", "recipe", "slots")
@@ -48,7 +97,7 @@ class Product:
         slots: Slots,
         observe: bool,
         cached_weight: Quantized | None = None,
-        main_grad: Tensor | None = None,
+        main_grad: MainGrad | None = None,
     ) -> None:
         self.recipe = recipe
         self.slots = slots
@@ -164,13 +213,11 @@ class Product:
         return ops.scaled_mm(dy8.rowwise, w8.columnwise, out_dtype=dtype)  # type: ignore[arg-type]
 
     def weight_gradient(self, dy8: Quantized, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
-        """``dyᵀ x`` in ``dtype``; None where it was added to :attr:`main_grad`."""
+        """``dyᵀ x`` in ``dtype``, or what :class:`MainGrad` returns for it."""
         assert dy8.columnwise is not None
         if self.main_grad is None:
             return ops.scaled_mm(dy8.columnwise, x_t, out_dtype=dtype)
-        _forget_if_stale(self.main_grad)
-        ops.scaled_mm_accumulate(self.main_grad, dy8.columnwise, x_t)
-        return None
+        return self.main_grad.add_product(dy8.columnwise, x_t)
 
     def gradients(
         self, dy: Tensor, weight: Tensor, x_t: ScaledTensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype
@@ -279,18 +326,15 @@ class MainGradFunction(torch.autograd.Function):
     """A weight of a product in high precision, whose gradient is added to ``main_grad`` instead."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.main_grad = main_grad
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dw: Tensor | None) -> tuple[None, None]:
-        if dw is not None:  # who has no part in the loss leaves it as it is
-            _forget_if_stale(ctx.main_grad)
-            ctx.main_grad.add_(dw)
-        return None, None
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if dw is None else ctx.main_grad.add(dw), None  # a weight without part in the loss has no gradient
 
 
 def mark_stale(main_grad: Tensor) -> None:
@@ -299,11 +343,6 @@ def mark_stale(main_grad: Tensor) -> None:
     Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
     """
     setattr(main_grad, _STALE, True)
-
-
-def _forget_if_stale(main_grad: Tensor) -> None:
-    if not torch.compiler.is_compiling() and main_grad.__dict__.pop(_STALE, False):
-        main_grad.zero_()
 
 
 # --- Second derivatives -----------------------------------------------------------------------------------------------

@@ -37,8 +37,10 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         in_features: columns of x.
         out_features: columns of y.
         bias: whether there is a bias.
-        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``,
-            in each backward pass through the layer, also in one that asks for the input's gradient alone.
+        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32, bfloat16 or float16)
+            instead of ``weight.grad``, in each backward pass through the layer, also in one that asks for the input's
+            gradient alone. Each overwrites it where ``weight.overwrite_main_grad`` is True. Where the weight has the
+            attribute ``grad_added_to_main_grad`` it is set True, and ``grad`` gets zeros, as Megatron's hooks ask.
         return_bias: return ``(y without bias, bias)``.
         init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.

@@ -15,6 +15,7 @@ from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_b
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import (
     LinearFunction,
+    MainGrad,
     MainGradFunction,
     ObserveGradFunction,
     Product,
@@ -63,7 +64,7 @@ class LinearLayer(WeightCachingModule):
                 has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
                 nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
                 With ``fuse_wgrad_accumulation`` the first wgrad after True overwrites ``main_grad``, and later ones are
-                added.
+                added; where ``weight.overwrite_main_grad`` is True each one overwrites.
 
         Raises:
             TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
@@ -264,7 +265,7 @@ class LinearLayer(WeightCachingModule):
         view: Tensor = weight if main_grad is None else MainGradFunction.apply(weight, main_grad)
         return view
 
-    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
+    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
         """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""
         main_grad = getattr(weight, "main_grad", None)
         grad = torch.is_grad_enabled()
@@ -277,13 +278,14 @@ class LinearLayer(WeightCachingModule):
                 mark_stale(main_grad)
         if not (weight.requires_grad and grad):
             return None
-        if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+        fits = isinstance(main_grad, Tensor) and main_grad.dtype in ops.HIGH_PRECISION
+        if not fits or main_grad.shape != weight.shape:  # type: ignore[union-attr]
             raise ValueError(
-                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32 tensor of shape "
+                "fuse_wgrad_accumulation=True needs weight.main_grad, a float32, bfloat16 or float16 tensor of shape "
                 f"{tuple(weight.shape)}; set it, for example linear.weight.main_grad = torch.zeros_like(linear.weight, "
                 "dtype=torch.float32), and do not combine it with parameters_split"
             )
-        return main_grad
+        return MainGrad(weight, main_grad)  # type: ignore[arg-type]
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
         if not isinstance(input, Tensor):

@@ -136,3 +136,108 @@ def test_in_high_precision(kind: Any, surroundings: Any, compiled: bool) -> None
         expected = alike.get_parameter(name).grad
         assert (value.grad is None) == (name in weights), name
         torch.testing.assert_close(value.main_grad if name in weights else value.grad, expected)
+
+
+# --- What Megatron reads and sets -------------------------------------------------------------------------------------
+
+PLACES = pytest.mark.parametrize("recipe", ["tensorwise", None])
+"""In FP8, and in high precision."""
+
+
+def region(recipe: str | None) -> Any:
+    return nullcontext() if recipe is None else fp8_autocast(fp8_recipe=recipe)
+
+
+@PLACES
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("first", [None, True, False])
+def test_overwrite_main_grad(kind: Any, recipe: str | None, first: bool | None) -> None:
+    """Each gradient takes the place of what is there, be it NaN; the gradient itself is that of ``grad``."""
+    module, alike = (kind(16, 16, fuse_wgrad_accumulation=fused) for fused in (True, False))
+    alike.load_state_dict(module.state_dict(), strict=False)
+    weights = {name: value for name, value in module.named_parameters() if value.dim() == 2}
+    for weight in weights.values():
+        weight.main_grad = torch.full((16, 16), float("nan"))  # type: ignore[attr-defined]
+        weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        x, dy = torch.randn(4, 16), torch.randn(4, 16)
+        for layer in (module, alike):
+            layer.zero_grad()
+            with region(recipe):
+                output = layer(x, is_first_microbatch=first)
+            output.backward(dy)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight.main_grad, alike.get_parameter(name).grad)  # type: ignore[attr-defined]
+
+
+@PLACES
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_grad_added_to_main_grad(kind: Any, recipe: str | None, compiled: bool) -> None:
+    """Megatron's hook on the accumulated gradient asserts that there is one, and asks the flag whether to add it."""
+    module = kind(16, 16, fuse_wgrad_accumulation=True)
+    seen: dict[str, tuple[bool, bool]] = {}
+    weights = {name: value for name, value in module.named_parameters() if value.dim() == 2}
+    for name, weight in weights.items():
+        weight.main_grad = torch.zeros(16, 16)
+        weight.grad_added_to_main_grad = False
+
+        def hook(parameter: Any, name: str = name) -> None:
+            seen[name] = parameter.grad is not None and not parameter.grad.any(), parameter.grad_added_to_main_grad
+            parameter.grad = None
+
+        weight.register_post_accumulate_grad_hook(hook)
+    call = torch.compile(module, backend="aot_eager") if compiled else module
+    with region(recipe):
+        output = call(torch.randn(4, 16))
+    output.sum().backward()
+    assert seen == dict.fromkeys(weights, (True, True))
+    assert all(weight.main_grad.any() for weight in weights.values())
+
+
+def test_zeros_that_are_added_to_are_no_others() -> None:
+    """With ``zero_out_wgrad``, which Megatron sets of an embedding that is a head's weight, too."""
+    layers = [layer(), layer()]
+    for linear in layers:
+        linear.weight.grad_added_to_main_grad = False  # type: ignore[assignment]
+        linear.weight.zero_out_wgrad = True  # type: ignore[assignment]
+    x = numbers(4, 16)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        outputs = [linear(x) for linear in layers]
+    torch.autograd.backward([*outputs, layers[0].weight.sum()], [x.detach(), x.detach(), torch.tensor(1.0)])
+    assert layers[0].weight.grad is not None
+    assert bool((layers[0].weight.grad == 1.0).all())
+    assert layers[1].weight.grad is not None
+    assert not layers[1].weight.grad.any()
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_main_grad_of_16_bits_is_rounded_once(dtype: torch.dtype, recipe: str | None) -> None:
+    linear, x, dy = layer(), numbers(4, 16), numbers(4, 16)
+    before = torch.randn(16, 16).to(dtype)
+    linear.weight.main_grad = before.clone()  # type: ignore[assignment]
+    with region(recipe):
+        output = linear(x)
+    output.backward(dy.detach())
+    half_a_digit = 1.02 * torch.finfo(dtype).eps / 2
+    expected = before.double() + wgrad(x, dy)
+    torch.testing.assert_close(linear.weight.main_grad.double(), expected, rtol=half_a_digit, atol=1e-6)
+
+
+def test_attributes_stay_where_the_parameter_stays() -> None:
+    linear = layer()
+    weight = linear.weight
+    weight.overwrite_main_grad = True  # type: ignore[assignment]
+    linear.to(torch.bfloat16).float()
+    assert linear.weight is weight
+    assert linear.weight.overwrite_main_grad
+    assert bool((linear.weight.main_grad == 7.0).all())
+
+
+def test_a_main_grad_that_does_not_fit() -> None:
+    linear = layer()
+    for wrong in (torch.zeros(16, 8), torch.zeros(16, 16, dtype=torch.float64), None):
+        linear.weight.main_grad = wrong  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"needs weight.main_grad, a float32, bfloat16 or float16 tensor"):
+            linear(numbers(4, 16))

@@ -40,7 +40,7 @@ class LayerNormLinear(NormedLayer):
         parameters_split: as in :class:`lightning_fp8.Linear`.
         return_bias: give the bias beside y, not added.
         return_layernorm_output: give the norm's output ``[..., in_features]``, in x's dtype, beside y.
-        fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32) instead of ``weight.grad``.
+        fuse_wgrad_accumulation: as in :class:`lightning_fp8.Linear`.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`; ``parallel_mode`` is ``"column"`` or None. See
             :class:`lightning_fp8.Linear`.
 

@@ -48,7 +48,7 @@ class LayerNormMLP(NormedLayer):
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         return_bias: give ``fc2_bias`` beside y, not added.
         return_layernorm_output: give the norm's output ``[..., hidden_size]``, in x's dtype, beside y.
-        fuse_wgrad_accumulation: add weights' gradients to their ``main_grad`` (float32) instead of ``grad``.
+        fuse_wgrad_accumulation: of both weights, as in :class:`lightning_fp8.Linear`.
         checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
             compute them again there.
         seq_length, micro_batch_size: taken, and not needed.
