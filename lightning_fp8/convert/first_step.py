@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
 
 from lightning_fp8.attention.models.owners import owner_of, watch
@@ -38,11 +38,15 @@ class StepFlops(FlopCounterMode):
     It sets no global hooks of modules, since it counts for the whole model. It lets ``torch.compile`` compile: under
     torch's own mode Dynamo skips each function that it meets, and does not compile it later either. In compiled code it
     counts the ops that the code calls, not the products inside generated kernels.
+
+    Attributes:
+        failed: whether a formula has raised. The total is then too small.
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=_CPU_ATTENTION)
+        super().__init__(display=False, custom_mapping=_ATTENTION)
         self._depth = 0
+        self.failed = False
 
     def __enter__(self) -> Self:
         if not self._depth:
@@ -56,6 +60,13 @@ class StepFlops(FlopCounterMode):
         if not self._depth and self.mode is not None:
             mode, self.mode = self.mode, None
             mode.__exit__(*exception)
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super()._count_flops(func_packet, out, args, kwargs)
+        except Exception:  # a formula that does not accept these shapes: training does not depend on it
+            self.failed = True
+            return out
 
     @property
     def in_fp8(self) -> int:
@@ -87,14 +98,30 @@ def _has_kernel(func: torch._ops.OpOverload) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
 
 
-_aten = torch.ops.aten
-_CPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda do, q, k, v, *_, **__: sdpa_backward_flop_count(
-        do, q, k, v
-    ),
+Shape = Sequence[int]
+
+
+def _attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Of two products for each pair of a query and a key, whatever the mask hides, as torch counts attention."""
+    return 2 * _pairs(q, k) * (q[-1] + v[-1])
+
+
+def _attention_backward_flops(do: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Of five: the scores again, and the gradients of the scores, of q, of k and of v."""
+    return 2 * _pairs(q, k) * (3 * q[-1] + 2 * v[-1])
+
+
+def _pairs(q: Shape, k: Shape) -> int:
+    batch, heads, queries, _ = q
+    return batch * heads * queries * k[2]
+
+
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{direction}"): formula
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for direction, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
 }
-"""What torch counts on GPUs alone."""
+"""torch counts attention on GPUs alone, and before 2.12 its formulas raise where queries have more heads than keys."""
 
 
 class FirstStep:
@@ -155,7 +182,7 @@ class FirstStep:
         )
         summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps, fallbacks=fallbacks())
         flops = 0 if self._flops is None else self._flops.get_total_flops()
-        if self._flops is None or not flops or any(map(self._may_be_compiled, layers)):
+        if self._flops is None or self._flops.failed or not flops or any(map(self._may_be_compiled, layers)):
             return summary
         return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
 

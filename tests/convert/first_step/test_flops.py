@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_fp8 import fp8_autocast
 from lightning_fp8.attention.function import fp8_attention
@@ -91,3 +91,42 @@ def test_flops_of_attention_in_fp8(qkv_format: str) -> None:
     with FlopCounterMode(display=False) as counter:
         fp8_attention(q, k, v, qkv_format=qkv_format, **of_thd).sum().backward()
     assert counter.get_total_flops() == 7 * 2 * batch * length * length * heads * channels
+
+
+def test_flops_of_attention_whose_queries_have_more_heads() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv = nn.Linear(32, 4 * 8), nn.Linear(32, 2 * 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            kv = self.kv(x).unflatten(-1, (2, 8)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+
+    model = Grouped()
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    apply_conversion(model, plan)
+    watched = FirstStep(model, plan)
+    with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
+        model(torch.randn(2, 6, 32)).sum().backward()
+    summary = watched.finish()
+    assert summary.flops_in_fp8 == 2 * 2 * (2 * 6) * 32 * (32 + 16)  # no gradient of the input
+    assert summary.flops == summary.flops_in_fp8 + 7 * 2 * 2 * 4 * 6 * 6 * 8
+
+
+def test_a_formula_that_raises_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(*shapes: object, **kwargs: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.bmm, raising)
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(2, 4, 16)
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    apply_conversion(model, plan)
+    watched = FirstStep(model, plan)
+    with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
+        torch.bmm(model(x), x.mT).sum().backward()
+    summary = watched.finish()
+    assert model[0].weight.grad is not None
+    assert summary.flops is None
+    assert "FLOPs" not in str(summary)
