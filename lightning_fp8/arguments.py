@@ -23,8 +23,13 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, generic) else value
 
 
+_SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 def dtype_named(value: Any) -> Any:
-    """The dtype named by ``"bfloat16"`` or ``"torch.bfloat16"``; any other value is returned unchanged."""
+    """The dtype named by ``"bfloat16"``, ``"torch.bfloat16"`` or ``"bf16"``; any other value is returned unchanged."""
+    if isinstance(value, str) and value in _SHORT_DTYPES:
+        return _SHORT_DTYPES[value]
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     return found if isinstance(found, torch.dtype) else value
 

@@ -27,7 +27,7 @@ from lightning_fp8.attention.models import attach
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.attention.plan import PlannedAttention, place_in, plan_attention, reached_places
 from lightning_fp8.convert.blocks import find_blocks, find_heads, find_positions, is_linear, matrices_of
-from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, skipped_by
+from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
@@ -80,7 +80,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             head = "" if isinstance(module, LinearLayer) else output_heads.get(name, "")
             reason = (
                 reason_ineligible(module, policy.replace_layers)
-                or skipped_by(_with_gemms(module, names[id(module)]), policy)
+                or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(places.get(name), policy, head)
             )
             for gemm, shape in matrices_of(module).items():
@@ -161,7 +161,9 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     aliases = _all_names(model)
 
     def reason(name: str) -> str:
-        return skipped_by(aliases[id(modules[name])], policy) or reason_for_bf16(place_in(blocks, name), policy)
+        return skipped_by(modules[name], aliases[id(modules[name])], policy) or reason_for_bf16(
+            place_in(blocks, name), policy
+        )
 
     return plan_attention(model, policy.replace_layers, reason)
 
@@ -188,9 +190,10 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _with_gemms(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """``names`` of a linear layer and, if it has several, of its GEMMs: they run in one precision."""
-    return list(dict.fromkeys([*names, *(gemm_name(name, gemm) for name in names for gemm in matrices_of(module))]))
+def _gemm_names(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Of a linear layer that has several GEMMs, which run in one precision, their names by each of its ``names``."""
+    made = [gemm_name(name, gemm) for name in names for gemm in matrices_of(module)]
+    return [name for name in dict.fromkeys(made) if name not in names]
 
 
 def convert_module(
@@ -200,7 +203,7 @@ def convert_module(
     num_layers_at_start_in_bf16: int = 1,
     num_layers_at_end_in_bf16: int = 1,
     replace_layers: bool = True,
-    skip: Sequence[str] = (),
+    skip: Skip = (),
     fuse: bool = False,
 ) -> nn.Module:
     """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
@@ -216,7 +219,8 @@ def convert_module(
         num_layers_at_start_in_bf16: how many first layers.
         num_layers_at_end_in_bf16: how many last layers.
         replace_layers: False only runs ``lightning_fp8.Linear`` modules in FP8.
-        skip: globs of module names that stay in BF16.
+        skip: globs of the names of modules that stay in BF16, or a function that is called with each module that could
+            run in FP8, and its name, and returns True for what stays; a sequence may hold both.
         fuse: let the RMSNorms and the gated MLPs' activations of Hugging Face's Llama and its like cast for the layers
             that read them, in one pass.
 
@@ -224,7 +228,8 @@ def convert_module(
         ``model`` itself.
 
     Raises:
-        ValueError, TypeError: a negative count, or ``skip`` that is no sequence of strings, or matches no module.
+        ValueError, TypeError: a negative count, a ``skip`` that is neither globs nor functions, or a glob in it that
+            matches no module.
     """
     require_module("convert_module", model)
     policy = Policy(
@@ -261,11 +266,12 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
     known = {layer.name for layer in summary.layers}
     by_id = _all_names(model)
     aliases = [
-        _with_gemms(module, by_id[id(module)]) if is_linear(module) else by_id[id(module)] for module in model.modules()
+        [*by_id[id(module)], *(_gemm_names(module, by_id[id(module)]) if is_linear(module) else ())]
+        for module in model.modules()
     ]
     others = [name for names in aliases if known & {*names} for name in names if name not in known]
     modules = [name for names in aliases for name in names if name]
-    return globs_of_nothing(policy.skip, [*(layer.name for layer in summary.layers), *others], modules)
+    return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
 
 def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:

@@ -1,17 +1,26 @@
-"""The policy of layers that stay in BF16: the first and the last ones, output heads, and those that globs name.
+"""The policy of layers that stay in BF16: the first and the last ones, output heads, and those that ``skip`` names.
 
 Which layers a model counts as its first and last ones, and which one is its head: ``convert/blocks.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from inspect import signature
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.convert.blocks import BlockPosition
+
+ModuleFilter: TypeAlias = Callable[[nn.Module, str], bool]
+"""Called with a module and its name."""
+Skip: TypeAlias = Sequence[str | ModuleFilter] | ModuleFilter
+"""What stays in BF16: globs of module names, functions that return True for it, or one function."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Policy:
     num_layers_at_start_in_bf16: int = 1
     num_layers_at_end_in_bf16: int = 1
     replace_layers: bool = True
-    skip: Sequence[str] = ()
+    skip: Skip = ()
     fuse: bool = False
 
     def __post_init__(self) -> None:
@@ -34,16 +43,44 @@ class Policy:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{field}={value!r} must be an integer of at least 0")
-        a_list = isinstance(self.skip, (Sequence, Set)) and not isinstance(self.skip, (str, bytes, bytearray))
-        if not a_list or not all(isinstance(glob, str) for glob in self.skip):
-            raise TypeError(f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',)")
-        object.__setattr__(self, "skip", tuple(self.skip))  # a list could change
+        skip: Any = (self.skip,) if _is_filter(self.skip) else self.skip
+        a_list = isinstance(skip, (Sequence, Set)) and not isinstance(skip, (str, bytes, bytearray))
+        if not a_list or not all(isinstance(each, str) or _is_filter(each) for each in skip):
+            raise TypeError(
+                f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',), or a "
+                "function of a module and its name"
+            )
+        object.__setattr__(self, "skip", tuple(skip))  # a list could change
+
+    @property
+    def globs(self) -> list[str]:
+        """The globs of ``skip``."""
+        return [each for each in self.skip if isinstance(each, str)]  # type: ignore[union-attr]
 
 
-def skipped_by(names: Sequence[str], policy: Policy) -> str:
-    """Which glob keeps a module of any of these ``names`` in BF16; empty where none does."""
-    matching = (glob for glob in policy.skip if any(fnmatchcase(name, glob) for name in names))
-    return next((f"skip={glob!r}" for glob in matching), "")
+def _is_filter(value: Any) -> bool:
+    """Whether ``value`` is a function that can be called with a module and its name."""
+    try:
+        signature(value).bind(None, "")
+    except (TypeError, ValueError):  # the latter for callables without a signature
+        return False
+    return not isinstance(value, type)
+
+
+def skipped_by(module: nn.Module, names: Sequence[str], policy: Policy, gemm_names: Sequence[str] = ()) -> str:
+    """What of ``policy.skip`` keeps ``module`` in BF16; empty where nothing does.
+
+    Args:
+        names: all of the module's, of which one is enough.
+        gemm_names: those of its GEMMs, which globs may match, too.
+    """
+    for each in policy.skip:  # type: ignore[union-attr]
+        if isinstance(each, str):
+            if any(fnmatchcase(name, each) for name in (*names, *gemm_names)):
+                return f"skip={each!r}"
+        elif any(each(module, name) for name in names):
+            return f"skip={getattr(each, '__name__', repr(each))}"
+    return ""
 
 
 def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_fp8.convert.conversion import (
     with_gathers,
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
-from lightning_fp8.convert.policy import Policy
+from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
 from lightning_fp8.delayed.owners import all_slots, owned_by
 from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
@@ -62,12 +62,13 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"``.
+        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"`` or ``"bf16"``.
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: how many first layers.
         num_layers_at_end_in_bf16: how many last layers.
         replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only ``lightning_fp8.Linear`` in FP8.
-        skip: globs of module names that stay in BF16.
+        skip: globs of the names of modules that stay in BF16, or a function ``(module, name) -> bool``; see
+            :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
         attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
@@ -96,7 +97,7 @@ class FP8FabricPrecision(FabricPrecision):
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
         replace_layers: bool = True,
-        skip: Sequence[str] = (),
+        skip: Skip = (),
         compute_dtype: torch.dtype | str | None = None,
         attention: bool = False,
         cache_fp8_weights: bool | None = None,

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_fp8 import FP8Precision
 from lightning_fp8.cli.main import main
 from lightning_fp8.plugin.hints import complaints, plugins_in
+from tests.convert.test_globs import wide
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -33,8 +36,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no bool": ({"first_last_layers_bf16": "nope"}, "first_last_layers_bf16='nope' must be True or False"),
     "a number for a bool": ({"replace_layers": 0}, "replace_layers=0 must be True or False"),
     "a dtype's short name": (
-        {"weights_dtype": "bf16"},
-        "weights_dtype='bf16' is not supported; use one of torch.bfloat16",
+        {"weights_dtype": "bf17"},
+        "weights_dtype='bf17' is not supported; use one of torch.bfloat16",
     ),
     "another dtype": ({"weights_dtype": "torch.float64"}, "weights_dtype=torch.float64 is not supported"),
     "skip of one": ({"skip": "*.head"}, "skip='*.head' must be a sequence of module-name globs"),
@@ -81,6 +84,9 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_layers_at_end_in_bf16": "2"}, {"num_layers_at_end_in_bf16": 2}),
     ({"weights_dtype": "torch.float32", "compute_dtype": "torch.bfloat16"}, {"compute_dtype": "torch.bfloat16"}),
     ({"weights_dtype": "float32"}, {"weights_dtype": "float32"}),
+    ({"weights_dtype": "fp32", "compute_dtype": "bf16"}, {"weights_dtype": "fp32", "compute_dtype": "bf16"}),
+    ({"skip": "tests.convert.test_globs.wide"}, {"skip": "tests.convert.test_globs.wide"}),
+    ({"skip": ["*.router"]}, {"skip": ["*.router"]}),
     ({"recipe": {"name": "delayed", "margin": "1", "reduce_amax": "false"}}, {"margin": 1, "reduce_amax": False}),
     (
         {"recipe": {"class_path": "lightning_fp8.Float8BlockScaling", "init_args": {"power_2_scale": "false"}}},
@@ -101,6 +107,14 @@ def test_text_that_yaml_means_is_taken(
     (plugin,) = yaml.safe_load(capsys.readouterr().out)["trainer"]["plugins"]
     found = plugin["init_args"] | plugin["init_args"]["recipe"]
     assert {name: found[name] for name in expected} == expected
+
+
+def test_a_dotted_path_in_yaml_is_the_function_of_that_name() -> None:
+    parser = LightningArgumentParser()
+    parser.add_class_arguments(FP8Precision, "plugin")
+    plugin = parser.instantiate_classes(parser.parse_object({"plugin": {"skip": f"{wide.__module__}.wide"}})).plugin
+    assert plugin.policy == FP8Precision(skip=wide).policy
+    assert plugin.policy != FP8Precision().policy
 
 
 def test_errors_of_others_are_left_alone() -> None:

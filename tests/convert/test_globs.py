@@ -1,4 +1,4 @@
-"""A glob in ``skip`` that matches nothing is an error that names what was perhaps meant."""
+"""``skip``: functions and globs; a glob that matches nothing is an error that names what was perhaps meant."""
 
 from __future__ import annotations
 
@@ -82,3 +82,51 @@ def test_the_trainers_plugin_refuses_and_fabrics_warns() -> None:
         plugin.convert_module(Regression())
     with pytest.warns(UserWarning, match="skip='net.2' matches no module.*near it are '2'"):
         plugin.convert_module(mlp())
+
+
+# --- Functions --------------------------------------------------------------------------------------------------------
+
+
+def wide(module: nn.Module, name: str) -> bool:
+    """The layers of :func:`tests.small.mlp` that take 32 features, but the one called ``2``."""
+    return getattr(module, "in_features", 0) == 32 and name != "2"
+
+
+def _kinds(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def test_a_function_keeps_what_it_returns_true_for() -> None:
+    model = convert_module(mlp(), first_last_layers_bf16=False, skip=wide)
+    assert _kinds(model) == [Linear, Linear, nn.Linear, nn.Linear]
+    table = FP8FabricPrecision(first_last_layers_bf16=False, skip=wide)
+    table.convert_module(mlp())
+    assert table.summary is not None
+    assert [layer.reason for layer in table.summary.layers] == ["eligible", "eligible", "skip=wide", "skip=wide"]
+
+
+def test_functions_and_globs_go_together() -> None:
+    model = convert_module(mlp(), first_last_layers_bf16=False, skip=["0", lambda module, name: name == "4"])
+    assert _kinds(model) == [nn.Linear, Linear, nn.Linear, Linear]
+    with pytest.raises(ValueError, match="skip='5.5' matches no module"):
+        convert_module(mlp(), skip=("5.5", wide))
+
+
+def test_a_function_gets_every_name_of_a_shared_module_and_those_without_wrappers() -> None:
+    model = Decoder()
+    model.alias = model.blocks[1][0]
+    asked: list[tuple[nn.Module, str]] = []
+
+    def note(module: nn.Module, name: str) -> bool:
+        asked.append((module, name))
+        return name == "alias"
+
+    convert_module(nn.Sequential(torch.compile(model)), first_last_layers_bf16=False, skip=note)
+    assert (model.lm_head, "0.lm_head") in asked
+    assert {"0.blocks.1.0", "0.alias"} <= {name for module, name in asked if module is model.alias}
+
+
+@pytest.mark.parametrize("skip", [(wide, 3), 3, None, "wide"])
+def test_what_is_neither_function_nor_glob_is_refused(skip: object) -> None:
+    with pytest.raises(TypeError, match="must be a sequence of module-name globs.* or a function"):
+        FP8Precision(skip=skip)  # type: ignore[arg-type]

@@ -64,8 +64,8 @@ def is_recipe(value: Any) -> bool:
 
 
 def is_skip(value: Any) -> bool:
-    """``*`` is the only glob here that matches."""
-    return type(value) in (tuple, list, set) and not value
+    """``*`` is the only glob here that matches, and ``print`` a function that takes a module and its name."""
+    return value is print or (type(value) in (tuple, list, set) and not value)
 
 
 def or_none(accepts: Accepts) -> Accepts:
@@ -87,13 +87,15 @@ POLICY: dict[str, Accepts] = {
 PLUGIN: dict[str, Accepts] = {
     **POLICY,
     "recipe": is_recipe,
-    "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16"),
-    "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16")),
+    "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16"),
+    "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16", "bf16")),
     "attention": means_bool,
     "cache_fp8_weights": or_none(means_bool),
     "fuse": means_bool,
     # Matched where a model is converted.
-    "skip": lambda value: type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value),
+    "skip": lambda value: (
+        value is print or (type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value))
+    ),
 }
 NORM: dict[str, Accepts] = {
     "normalized_shape": lambda value: is_size(value) or one_of([4], (4,))(value),
@@ -129,6 +131,16 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
             "calibrating": means_bool,
             "fp8_recipe": or_none(is_recipe),
             "fp8_group": one_of(None),
+        },
+    ),
+    "autocast": (
+        fp8.autocast,
+        {},
+        {
+            "enabled": means_bool,
+            "calibrating": means_bool,
+            "recipe": or_none(is_recipe),
+            "amax_reduction_group": one_of(None),
         },
     ),
     "fp8_model_init": (

@@ -114,6 +114,20 @@ def test_dtypes_must_be_of_high_precision(name: str) -> None:
         FP8Precision(**{name: torch.float64})
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("bfloat16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16), ("bf16", torch.bfloat16)),
+        *(("float16", torch.float16), ("half", torch.float16), ("fp16", torch.float16)),
+        *(("float32", torch.float32), ("fp32", torch.float32)),
+    ],
+)
+@pytest.mark.parametrize("cls", [FP8Precision, FP8FabricPrecision])
+def test_a_dtype_may_be_named(cls: type[FP8FabricPrecision], name: str, dtype: torch.dtype) -> None:
+    plugin = cls(weights_dtype=name, compute_dtype=name)
+    assert (plugin.weights_dtype, plugin.compute_dtype) == (dtype, dtype)
+
+
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16])
 def test_only_float32_weights_compute_in_another_dtype(weights_dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"pass weights_dtype=torch\.float32 or leave compute_dtype out"):

@@ -98,9 +98,9 @@ CASES: dict[str, Case] = {
     "skip None": (lambda: fp8.convert_module(mlp(), skip=None), TypeError, "skip=None.*sequence"),
     "skip used up": (lambda: fp8.convert_module(mlp(), skip=(x for x in "2")), TypeError, "generator.*sequence"),
     "weights_dtype": (
-        lambda: fp8.FP8Precision(weights_dtype="bf16"),
+        lambda: fp8.FP8Precision(weights_dtype="bf17"),
         ValueError,
-        "weights_dtype='bf16'.*torch.bfloat16",
+        "weights_dtype='bf17'.*torch.bfloat16",
     ),
     "compute_dtype": (lambda: fp8.FP8Precision(compute_dtype=""), ValueError, "compute_dtype="),
     "plugin converts None": (lambda: fp8.FP8FabricPrecision().convert_module(None), TypeError, "NoneType"),
