@@ -6,13 +6,11 @@ imported before it is known what is asked for.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import importlib.util
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from lightning_fp8.version import __version__
 
@@ -42,20 +40,6 @@ lightning-fp8 COMMAND --help tells more; --version prints the version.
 """
 
 
-def recipe_hints(message: str) -> str:
-    """For each wrong recipe field in a parser's error ``message``, a line that lists the valid ones."""
-    from lightning_fp8.recipes import RECIPES
-
-    fields = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in RECIPES.values()}
-    wrong = re.findall(r"class_path 'lightning_fp8\.(?:recipes\.)?(\w+)':\s+Option '([^']+)' is not accepted", message)
-    lines = [
-        f"{cls} has no field {field!r}; its fields are {', '.join(fields[cls])}"
-        for cls, field in dict.fromkeys(wrong)
-        if cls in fields
-    ]
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``lightning-fp8`` with ``argv`` (``None``: the command line).
 
@@ -77,49 +61,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _lightning_cli(argv: Sequence[str] | None) -> None:
-    try:
-        import jsonargparse
-    except ImportError:
-        raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"') from None
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-
-    class Parser(LightningArgumentParser):
-        def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-            from lightning_fp8.plugin.hints import complaints, plugins_in
-
-            hints = recipe_hints(message) or complaints(plugins_in(message))
-            super().error(f"{message}\n\n{hints}" if hints else message, *args, **kwargs)
-
-    class FP8CLI(LightningCLI):
-        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-            parser = Parser(**kwargs)
-            parser.add_argument(
-                "-c", "--config", action=jsonargparse.ActionConfigFile, help="a YAML configuration file"
-            )
-            return parser
-
-        def instantiate_classes(self) -> None:
-            from lightning_fp8.plugin.hints import complaints
-
-            try:
-                super().instantiate_classes()
-            except ValueError:
-                if said := complaints(self._fp8_plugins()):
-                    self.parser.error(said)
-                raise
-
-        def _fp8_plugins(self) -> list[dict[str, Any]]:
-            plugins = self._get(self.config, "trainer.plugins")
-            return [
-                plugin.init_args.as_dict()
-                for plugin in (plugins if isinstance(plugins, list) else [plugins])
-                if getattr(plugin, "class_path", "").endswith(".FP8Precision")
-            ]
+    if importlib.util.find_spec("jsonargparse") is None:
+        raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
+    from lightning.pytorch.cli import LightningCLI
 
     # A console script does not see the working directory, where the user's classes live.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    FP8CLI(
+    LightningCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},

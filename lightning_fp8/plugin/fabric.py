@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ from lightning_fp8.plugin.dtypes import (
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
 from lightning_fp8.proofs import first_steps
-from lightning_fp8.recipes import DelayedScaling, Recipe, RecipeName, make_recipe
+from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
 class FP8FabricPrecision(FabricPrecision):
@@ -91,7 +91,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     def __init__(
         self,
-        recipe: RecipeName | Recipe = "delayed",
+        recipe: str | Recipe | Mapping[str, Any] = "delayed",
         weights_dtype: torch.dtype | str = torch.bfloat16,
         first_last_layers_bf16: bool = True,
         num_layers_at_start_in_bf16: int = 1,

@@ -1,65 +1,121 @@
-"""Repeats the plugin's own errors for arguments in YAML, which a parser hides among the types that it tried."""
+"""Errors of the plugins' arguments in YAML, in a few lines, for every program that reads it with jsonargparse.
+
+A parser tries each type that an argument may have, and reports them all: a wrong name of a recipe in a LightningCLI is
+half a screen of usage and a screen of types. It has no hook for the message of a class, so its methods are wrapped; what
+quotes no plugin of ours passes unchanged.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
-from inspect import signature
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, NoReturn
 
-import torch
-
-from lightning_fp8.formats import Format
-from lightning_fp8.plugin.precision import FP8Precision
+from lightning_fp8.plugin.fabric import FP8FabricPrecision
 from lightning_fp8.recipes import RECIPES, Recipe
+
+Spec = tuple[type[FP8FabricPrecision], Mapping[str, Any]]
+"""The class of a plugin and its arguments, as YAML has them."""
 
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 
 
-def plugins_in(message: str) -> list[dict[str, Any]]:
-    """The arguments of each ``FP8Precision`` that a parser's error ``message`` quotes, once."""
-    found = []
-    for text in re.findall(r"Given value: (\{'class_path': '[\w.]*\bFP8Precision'.*\})$", message, re.MULTILINE):
+def extend_parsers() -> None:
+    """Let jsonargparse's parsers, if it is installed, report wrong arguments of a plugin with :func:`complaints`.
+
+    A program ends with exit status 2, as after any error of a parser, without the usage.
+    """
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError:
+        return
+    report, instantiate = ArgumentParser.error, ArgumentParser.instantiate_classes
+
+    @wraps(report)
+    def error(self: ArgumentParser, message: str, *args: Any, **kwargs: Any) -> NoReturn:
+        said = complaints(plugins_in_message(message))
+        if said and self.exit_on_error:
+            self.exit(2, f"error: {said}\n")
+        report(self, said or message, *args, **kwargs)
+
+    @wraps(instantiate)
+    def instantiate_classes(self: ArgumentParser, cfg: Any, **kwargs: Any) -> Any:
         try:
-            arguments = ast.literal_eval(text).get("init_args", {})
+            return instantiate(self, cfg, **kwargs)
+        except (ValueError, TypeError):
+            said = complaints(plugins_in(cfg if isinstance(cfg, dict) else cfg.as_dict()))
+            if said and self.exit_on_error:
+                self.exit(2, f"error: {said}\n")
+            raise
+
+    ArgumentParser.error = error  # type: ignore[method-assign]
+    ArgumentParser.instantiate_classes = instantiate_classes  # type: ignore[method-assign]
+
+
+def plugins_in(value: Any) -> Iterator[Spec]:
+    """The plugins that a configuration names by ``class_path``."""
+    if isinstance(value, Mapping):
+        if (cls := _plugin_class(value.get("class_path"))) is not None:
+            yield cls, value.get("init_args") or {}
+        for each in value.values():
+            yield from plugins_in(each)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from plugins_in(each)
+
+
+def plugins_in_message(message: str) -> Iterator[Spec]:
+    """The plugins in the values that a parser's error ``message`` quotes, or whose arguments it does not know."""
+    for path, name in re.findall(r"class_path '([\w.]+)':\s+\w+ '([\w.]+)' is not (?:accepted|expected)", message):
+        yield from plugins_in({"class_path": path, "init_args": {name: None}})
+    for text in re.findall(r"Given value: ([{\[].*[}\]])$", message, re.MULTILINE):
+        try:
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError):  # it quotes an object
             continue
-        if arguments not in found:
-            found.append(arguments)
-    return found
+        yield from plugins_in(value)
 
 
-def complaints(plugins: Iterable[Mapping[str, Any]]) -> str:
-    """The errors that ``FP8Precision`` raises for ``plugins``, its arguments as YAML has them; empty without any."""
-    return "\n".join(filter(None, map(_complaint, plugins)))
+def complaints(plugins: Iterable[Spec]) -> str:
+    """The errors that these plugins raise for their arguments, a line each; empty without any."""
+    return "\n".join(dict.fromkeys(filter(None, (_complaint(*plugin) for plugin in plugins))))
 
 
-def _complaint(arguments: Mapping[str, Any]) -> str:
-    valid = list(signature(FP8Precision).parameters)
-    for name in arguments:
-        if name not in valid:
-            return f"FP8Precision has no argument {name!r}; its arguments are {', '.join(valid)}"
-    recipe = arguments.get("recipe")
-    fp8_format = recipe.get("init_args", recipe).get("fp8_format") if isinstance(recipe, Mapping) else None
-    if isinstance(fp8_format, str) and fp8_format not in Format.__members__:
-        return f"fp8_format={fp8_format!r} is not one of {', '.join(Format.__members__)}, which YAML has in upper case"
+def _named(path: Any) -> Any:
+    """What ``path`` names in a module that the parser has imported; None if it names nothing."""
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    return getattr(sys.modules.get(module or "lightning_fp8"), name, None)
+
+
+def _plugin_class(path: Any) -> type[FP8FabricPrecision] | None:
+    found = _named(path)
+    return found if isinstance(found, type) and issubclass(found, FP8FabricPrecision) else None
+
+
+def _complaint(cls: type[FP8FabricPrecision], arguments: Mapping[str, Any]) -> str:
+    parameters = signature(cls).parameters
+    if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for name in arguments:
+            if name not in parameters:
+                return f"{cls.__name__} has no argument {name!r}; its arguments are {', '.join(parameters)}"
     try:
-        FP8Precision(**{name: _read(name, value) for name, value in arguments.items()})
+        cls(**{name: _read(name, value) for name, value in arguments.items()})
     except (ValueError, TypeError) as error:
-        return str(error)
+        return f"{cls.__name__}: {error}"
     return ""
 
 
 def _read(name: str, value: Any) -> Any:
-    """``value`` as the parser would have understood it."""
+    """``value`` as the parser understands it."""
     if name == "recipe" and isinstance(value, Mapping):
         fields = {field: _read(field, given) for field, given in value.get("init_args", value).items()}
-        if "class_path" not in value:
-            return fields
-        return _recipe_class(value["class_path"])(**fields)
-    if name.endswith("_dtype") and isinstance(value, str) and value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."), value)
+        return _recipe_class(value["class_path"])(**fields) if "class_path" in value else fields
+    if name == "skip" and callable(found := _named(value)):
+        return found
     return _TEXT_FOR_FLAGS.get(value.lower(), value) if isinstance(value, str) else value
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import lightning_fp8
-from lightning_fp8.cli.main import COMMANDS, main, recipe_hints
+from lightning_fp8.cli.main import COMMANDS, main
 from lightning_fp8.delayed import update
 from lightning_fp8.delayed.update import update_slots
 from lightning_fp8.recipes import RECIPES
@@ -114,10 +114,6 @@ def test_a_wrong_field_is_refused_with_the_valid_ones(
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"{RECIPES[name].__name__} has no field '{field}'" in last_line
     assert all(valid.name in last_line for valid in dataclasses.fields(RECIPES[name]))
-
-
-def test_hints_are_only_given_for_recipes() -> None:
-    assert recipe_hints("Problem with given class_path 'torch.optim.AdamW':\n  Option 'lrr' is not accepted") == ""
 
 
 def test_fit_trains_from_yaml(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Wrong values in YAML: the last line of the parser's error is what the plugin says of them."""
+"""Wrong values in YAML: a program ends with what the plugin says of them, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pytest
 import yaml
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import FP8FabricPrecision, FP8Precision
 from lightning_fp8.cli.main import main
-from lightning_fp8.plugin.hints import complaints, plugins_in
+from lightning_fp8.plugin.hints import complaints, plugins_in_message
 from tests.convert.test_globs import wide
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -46,15 +49,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an argument": ({"margin": 1}, "FP8Precision has no argument 'margin'; its arguments are recipe, weights_dtype"),
     "a recipe's name": ({"recipe": "fp8"}, "recipe 'fp8' is unknown; use one of 'delayed'"),
     "no recipe": ({"recipe": None}, "recipe=None is neither a recipe, a name"),
+    "a recipe's field": (
+        {"recipe": {"name": "delayed", "history_len": 16}},
+        "DelayedScaling has no field 'history_len'; its fields are 'fp8_dpa'",
+    ),
     "a margin": ({"recipe": {"name": "delayed", "margin": 200}}, "margin=200 must be at most 18"),
     "half a margin": ({"recipe": {"name": "delayed", "margin": 0.5}}, "margin=0.5 must be an integer"),
     "a format": (
         {"recipe": {"name": "delayed", "fp8_format": "E5M2"}},
         "fp8_format=E5M2 is not supported by 'delayed'",
     ),
-    "a format in lower case": (
-        {"recipe": {"name": "delayed", "fp8_format": "hybrid"}},
-        "fp8_format='hybrid' is not one of E4M3, E5M2, HYBRID",
+    "a format's name": (
+        {"recipe": {"name": "delayed", "fp8_format": "hybird"}},
+        "fp8_format='hybird' is unknown; use one of 'E4M3', 'E5M2', 'HYBRID'",
     ),
     **{
         f"the class {path}": (
@@ -76,7 +83,53 @@ def test_a_wrong_value(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "--config", written(tmp_path, arguments)])
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert_short(capsys.readouterr().err, message)
+
+
+@pytest.mark.parametrize("case", ["a recipe's name", "a recipe's field", "an argument", "another dtype", "a margin"])
+def test_a_wrong_value_in_a_command_line_of_the_user(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = WRONG[case]
+    plugin = {"class_path": "lightning_fp8.FP8Precision", "init_args": arguments}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"plugins": [plugin], "logger": False}}))
+    with pytest.raises(SystemExit) as stopped:
+        LightningCLI(BoringModel, args=["fit", "--config", str(tmp_path / "my.yaml")], save_config_callback=None)
+    assert stopped.value.code == 2
+    assert_short(capsys.readouterr().err, message)
+
+
+def test_a_wrong_value_among_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--trainer.plugins=lightning_fp8.FP8Precision", "--trainer.plugins.recipe=float8"]
+    with pytest.raises(SystemExit):
+        LightningCLI(BoringModel, args=["fit", *given], save_config_callback=None)
+    assert_short(capsys.readouterr().err, "FP8Precision: recipe 'float8' is unknown; use one of 'delayed'")
+
+
+class MyPrecision(FP8Precision):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("cls", [FP8FabricPrecision, MyPrecision])
+def test_other_parsers_and_plugins(cls: type[FP8FabricPrecision], capsys: pytest.CaptureFixture[str]) -> None:
+    """A program that takes a plugin of Fabric, and one that handles a parser's errors itself."""
+    path = f"{cls.__module__}.{cls.__name__}"
+    for exits in (True, False):
+        parser = jsonargparse.ArgumentParser(exit_on_error=exits)
+        parser.add_argument("--plugin", type=FabricPrecision)
+        wrong = {"class_path": path, "init_args": {"recipes": "delayed"}}
+        with pytest.raises(SystemExit if exits else jsonargparse.ArgumentError) as stopped:
+            parser.parse_object({"plugin": wrong})
+        said = capsys.readouterr().err if exits else str(stopped.value)
+        assert f"{cls.__name__} has no argument 'recipes'; its arguments are recipe, weights_dtype" in said
+
+
+def assert_short(said: str, message: str) -> None:
+    """``said`` ends with the line of ``message``, and is ten lines at most."""
+    lines = said.strip().splitlines()
+    assert len(lines) <= 10, said
+    assert lines[-1].startswith("error: ")
+    assert message in lines[-1]
 
 
 RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -93,6 +146,8 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"name": "blockwise", "power_2_scale": False},
     ),
     ({"recipe": {}}, {"name": "delayed", "margin": 0}),
+    ({"recipe": {"name": "delayed", "fp8_format": "hybrid"}}, {"fp8_format": "hybrid"}),
+    ({"recipe": {"fp8": "e4m3", "fp8_margin": 1}}, {"fp8_margin": 1}),  # Megatron-LM's keys
 ]
 
 
@@ -117,12 +172,25 @@ def test_a_dotted_path_in_yaml_is_the_function_of_that_name() -> None:
     assert plugin.policy != FP8Precision().policy
 
 
-def test_errors_of_others_are_left_alone() -> None:
-    assert plugins_in("Given value: {'class_path': 'torch.optim.AdamW', 'init_args': {'lr': 'x'}}") == []
-    assert (
-        plugins_in("Given value: {'class_path': 'lightning_fp8.FP8Precision', 'init_args': {'skip': <object>}}") == []
-    )
-    assert complaints([{"first_last_layers_bf16": "False", "recipe": {"name": "rowwise"}}]) == ""
+def test_errors_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value of the Trainer beside a plugin that is right is reported as jsonargparse does."""
+    assert not [*plugins_in_message("Given value: {'class_path': 'torch.optim.AdamW', 'init_args': {'lr': 'x'}}")]
+    assert not [
+        *plugins_in_message(
+            "Given value: {'class_path': 'lightning_fp8.FP8Precision', 'init_args': {'skip': <object>}}"
+        )
+    ]
+    assert complaints([(FP8Precision, {"first_last_layers_bf16": "False", "recipe": {"name": "rowwise"}})]) == ""
+    with pytest.raises(SystemExit):
+        LightningCLI(
+            BoringModel,
+            args=["fit", "--trainer.plugins=lightning_fp8.FP8Precision", "--trainer.max_steps=many"],
+            save_config_callback=None,
+        )
+    said = capsys.readouterr().err
+    assert "usage:" in said
+    assert "trainer.max_steps" in said
+    assert "FP8Precision" not in said
 
 
 @pytest.mark.parametrize("command", ["bench", "kernels build --out nowhere"])
