@@ -5,8 +5,8 @@
 | ``ops/`` | casts and products: the ops, the specification in plain torch, launches |
 | ``function.py`` | gradients; ``sequence_tables.py``: offsets of packed sequences |
 | ``modules/`` | ``DotProductAttention`` |
-| ``models/`` | calls of models that know nothing of FP8 |
-| ``plan.py`` ``ran.py`` | what conversion plans, and what ran |
+| ``models/`` | attention calls of unchanged models |
+| ``plan.py`` | which attention conversion plans to run in FP8, and which ran |
 
 The kernels are in ``cuda_kernels/attention``.
 """

@@ -1,4 +1,4 @@
-"""Where a model computes attention, which of it shall run in FP8, and which of it did in a training step."""
+"""Find the modules that compute attention, decide which of them run in FP8, and report which did in a training step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ HF = "hf"
 
 
 def attention_modules(model: nn.Module) -> dict[str, str]:
-    """The modules that compute attention themselves, by name, and how: :data:`OUR`, :data:`TORCH`, :data:`HF`, ..."""
+    """Names of the modules that compute attention, and how: :data:`OUR`, :data:`TORCH`, :data:`BY_NAME`, :data:`HF`."""
     found = {clean_name(name): how_it_attends(module) for name, module in model.named_modules()}
     return {name: how for name, how in found.items() if how}
 
 
 def how_it_attends(module: nn.Module) -> str:
-    """Read from the code of its forward, and of the methods and functions that it names; empty if it does not."""
+    """How ``module`` computes attention, from the code of its forward and of what that calls; empty if it does not."""
     if isinstance(module, DotProductAttention):
         return OUR
     if isinstance(module, nn.MultiheadAttention):
@@ -81,7 +81,7 @@ def _read(function: Callable[..., Any], module: nn.Module, said: set[str], known
 
 
 def _is_from(modules: str | tuple[str, ...], function: FunctionType | MethodType) -> bool:
-    """Whether the name of its module begins so; code that was generated, as torch.fx does, has none."""
+    """Whether the name of its module starts with ``modules``; generated code, as by torch.fx, has no module."""
     return (function.__module__ or "").startswith(modules)
 
 
@@ -93,7 +93,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """A method, or what calls an object that is no module, such as an attention processor."""
+    """The method ``name``, or ``__call__`` of an attribute that is not a module, such as an attention processor."""
     own = vars(module).get(name)
     if own is not None and not isinstance(own, (FunctionType, MethodType)):
         return vars(type(own)).get("__call__")
@@ -101,9 +101,12 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 class PlannedAttention(NamedTuple):
-    """What the table says of a module that computes attention, and how it is reached; None needs no reaching.
+    """The table's row for a module that computes attention, and how FP8 contexts reach it.
 
-    ``follows`` says whether it follows FP8 contexts: what cannot train in FP8 may still be evaluated in it.
+    Attributes:
+        decision: the row of the table.
+        follows: whether the module follows FP8 contexts. A module that cannot train in FP8 may still run in evaluation.
+        place: what to attach; None if nothing has to be attached.
     """
 
     decision: LayerDecision
@@ -114,7 +117,7 @@ class PlannedAttention(NamedTuple):
 def plan_attention(
     model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str]
 ) -> list[PlannedAttention]:
-    """Decide for each module that computes attention; changes nothing."""
+    """Decide for each module that computes attention whether it runs in FP8; changes nothing."""
     modules = {clean_name(name): (name, module) for name, module in model.named_modules()}
     planned = []
     for name, how in attention_modules(model).items():
@@ -132,7 +135,7 @@ def plan_attention(
 
 
 def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[str]) -> list[AttentionPlace]:
-    """What to attach: the modules, and blocks in high precision of whose attention none was found."""
+    """What to attach: the modules, and high-precision blocks in which no attention was found."""
     found = [attention.decision.name for attention in planned]
     blind = [block for block in kept_blocks if not any(f"{name}.".startswith(f"{block}.") for name in found)]
     return [attention.place for attention in planned if attention.place is not None] + [
@@ -141,12 +144,12 @@ def reached_places(planned: Sequence[PlannedAttention], kept_blocks: Sequence[st
 
 
 def place_in(blocks: Mapping[str, BlockPosition], name: str) -> BlockPosition | None:
-    """The place of the block that holds the module called ``name``."""
+    """The position of the block that contains the module called ``name``."""
     return next((place for block, place in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
 
 
 def _why_not_in_training(module: nn.Module, how: str) -> str:
-    """Why training steps of the module, as it is, do not run in FP8; empty where only its calls can tell."""
+    """Why training steps of the module do not run in FP8; empty if that depends on the calls."""
     if isinstance(module, DotProductAttention):
         return module.why_not_in_training()
     name = "dropout" if isinstance(module, nn.MultiheadAttention) else "attention_dropout"
@@ -157,7 +160,7 @@ def _why_not_in_training(module: nn.Module, how: str) -> str:
 
 
 def _reached(modules: dict[str, Any], name: str, module: nn.Module, how: str) -> tuple[Any, str]:
-    """transformers' configuration to switch, or None, and why the module's attention cannot run in FP8."""
+    """transformers' configuration to switch, or None, and the reason why this attention cannot run in FP8, or ""."""
     if how == BY_NAME:
         return None, f"{type(module).__name__} imported {_SDPA} by name; call torch.nn.functional.{_SDPA}"
     if how != HF:
@@ -170,7 +173,7 @@ def _reached(modules: dict[str, Any], name: str, module: nn.Module, how: str) ->
 
 
 def _is_switchable(modules: dict[str, Any], name: str) -> bool:
-    """Whether the model of transformers that holds the module takes masks that are not dense, as for FlashAttention."""
+    """Whether the transformers model that contains the module accepts masks that are not dense, as FlashAttention's."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return False
@@ -182,7 +185,7 @@ def _is_switchable(modules: dict[str, Any], name: str) -> bool:
                 return False
             try:
                 from lightning_fp8.attention.models import hf
-            except ImportError:  # one that knows no mask functions
+            except ImportError:  # a version without mask functions
                 return False
             return hf.supported()
     return False
@@ -196,16 +199,16 @@ def judged(
     calls: int,
     otherwise: str,
 ) -> LayerDecision:
-    """``layer`` with what its attention did.
+    """``layer`` updated with what its attention did.
 
     Args:
-        owner: None of a module of ours.
+        owner: None for our own modules.
         counts: calls of attention in FP8, in high precision, and in evaluation mode.
-        calls: forwards of the module, as far as they are counted.
-        otherwise: what to say where nothing was called, or outside FP8 contexts: see ``first_step``.
+        calls: forwards of the module, where they are counted.
+        otherwise: the reason to report if attention was not called, or only outside FP8 contexts; see ``first_step``.
     """
     fp8, high_precision, evaluations = counts
-    if not layer.fp8:  # as its module was then
+    if not layer.fp8:  # as decided for the module at that time
         return replace(layer, fp8=True, ran=True, reason="eligible") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:

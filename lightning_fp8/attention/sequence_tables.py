@@ -1,9 +1,9 @@
-"""What attention makes of a batch's lengths, once for all layers that attend in it, as long as one of them keeps it.
+"""Tables computed from a batch's sequence lengths, shared by all attention layers of a step.
 
-What keeps it is the autograd graph: a backward pass takes the tables of its forward pass, and the layers of a step
-share them. Where nothing is kept (no gradients, activation checkpointing), every call makes its own. So nothing
-outlives the step that it was made in, and a change of lengths that torch cannot see, by a kernel of one's own or by
-NumPy, has to fall between forward and backward passes to be missed, where autograd misses it as well.
+The autograd graph keeps them alive: a backward pass uses the tables of its forward pass, and the layers of a step share
+them. If nothing keeps them (no gradients, activation checkpointing), every call computes its own. So no table outlives
+its step. A change of lengths that autograd's version counters miss, by a custom kernel or NumPy, is missed only between
+a forward pass and its backward pass, where autograd misses it as well.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from lightning_fp8.attention.ops import Attention, attention_tables
 
 Refs = tuple[TensorWeakRef, ...]
 _kept: dict[Hashable, tuple[Refs, Refs]] = {}
-"""What tensors were made of, and they."""
+"""By key: weak references to the source tensors, and to the tables made of them."""
 
 
 def on_card(device: torch.device) -> bool:
-    """Whether attention on ``device`` reads tables, and what is made there takes the host's time."""
+    """Whether attention on ``device`` needs tables, whose computation costs host time."""
     return device.type == "cuda"
 
 
 def shared(
     device: torch.device, sources: tuple[Tensor, ...], key: Hashable, make: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """What ``make`` makes of ``sources`` and ``key``: the very tensors that somebody keeps, if somebody does.
+    """The tensors that ``make`` computes from ``sources`` and ``key``; cached as long as they are in use.
 
-    They are taken again for the same sources, unchanged since (by their version counters), on the same stream of a
-    card. Compiled code finds equal calls itself; inside a CUDA graph each call is part of the graph, since replays read
-    what the sources hold then.
+    Cached tensors are reused for the same sources, if unchanged (by their version counters), on the same CUDA stream.
+    Compiled code merges equal calls itself. In a CUDA graph each call is captured, because a replay must read the
+    sources' current values.
     """
     if torch.compiler.is_compiling() or not on_card(device) or not all(map(_is_followed, sources)):
         return make()
@@ -63,7 +63,7 @@ def shared_tables(
     key_rows: int,
     device: torch.device,
 ) -> Tensor:
-    """:func:`~lightning_fp8.attention.ops.attention_tables`, :func:`shared`."""
+    """:func:`~lightning_fp8.attention.ops.attention_tables`, cached by :func:`shared`."""
 
     def made() -> tuple[Tensor]:
         return (attention_tables(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, device),)
@@ -73,5 +73,5 @@ def shared_tables(
 
 
 def _is_followed(x: Tensor) -> bool:
-    """Whether a version counter follows what is written to ``x``."""
+    """Whether a version counter records writes to ``x``."""
     return type(x) is Tensor and not x.is_inference()

@@ -1,6 +1,6 @@
-"""Attention of models that know nothing of FP8: how its calls are reached, and what decides where they run.
+"""Attention of unchanged models: how its calls are intercepted, and what decides whether they run in FP8.
 
-transformers' models call it by a name in their configuration (:mod:`~lightning_fp8.attention.models.hf`), all others
-through ``torch.nn.functional.scaled_dot_product_attention`` (:mod:`~lightning_fp8.attention.models.sdpa`). Both ask
-:mod:`lightning_fp8.attention.models.owners`, where each module that computes attention has an entry.
+transformers' models call attention by a name in their configuration (:mod:`~lightning_fp8.attention.models.hf`), all
+others through ``torch.nn.functional.scaled_dot_product_attention`` (:mod:`~lightning_fp8.attention.models.sdpa`). Both
+look up the calling module in :mod:`lightning_fp8.attention.models.owners`.
 """

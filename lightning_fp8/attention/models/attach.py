@@ -1,4 +1,4 @@
-"""Models whose attention is reached: what was changed about each, to be taken back."""
+"""Attach FP8 attention to unchanged models, and detach it again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_fp8.attention.modules.arguments import forget_what_was_told
 
 
 class AttentionPlace(NamedTuple):
-    """A module that computes attention, or that holds something that does and could not be found.
+    """A module that computes attention, or a block whose attention was not found.
 
     Attributes:
-        name: the module's in its model.
+        name: the module's name in its model.
         fp8: whether its attention runs in FP8.
-        hf_config: transformers' configuration that says which function it calls; None where it calls torch's.
+        hf_config: the transformers configuration that selects its attention function; None if it calls torch's.
     """
 
     name: str
@@ -35,7 +35,7 @@ _lock = threading.RLock()
 
 
 def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
-    """Remember where ``model`` computes attention, for :func:`attach`; it changes nothing about the model yet."""
+    """Record where ``model`` computes attention, for :func:`attach`. The model is not changed yet."""
     with _lock:
         was_attached = is_attached(model)
         if was_attached and [*map(_key, _prepared[model])] == [*map(_key, places)]:
@@ -51,12 +51,12 @@ def _key(place: AttentionPlace) -> tuple[str, bool, int]:
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether FP8 contexts reach the attention of ``model``."""
+    """Whether FP8 contexts apply to the attention of ``model``."""
     return model in _attached
 
 
 def attach(model: nn.Module) -> None:
-    """Let FP8 contexts reach the attention of a prepared ``model``; again changes nothing."""
+    """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached."""
     with _lock:
         if is_attached(model):
             return
@@ -66,19 +66,19 @@ def attach(model: nn.Module) -> None:
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
             owner = Owner(place.name, type(module).__qualname__, place.fp8)
-            # one in high precision stays there when somebody switches the configuration back to torch's function
+            # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(_disowning(module, owner))
         configs = {id(place.hf_config): place.hf_config for place in _prepared[model] if place.hf_config is not None}
         undo += [_switched(hf_config) for hf_config in configs.values()]
-        # The newest reference to a dead model is told first: it has to be out of ``_attached`` when ours is told.
+        # Weak references call back newest first: the model must be out of ``_attached`` when this one is called.
         weakref.finalize(model, _uninstall_if_unused).atexit = False
         _attached[model] = undo
         sdpa.install()
 
 
 def detach(model: nn.Module) -> None:
-    """Take back what :func:`attach` did."""
+    """Undo :func:`attach`."""
     with _lock:
         for undo in reversed(_attached.pop(model, [])):
             undo()
@@ -86,7 +86,7 @@ def detach(model: nn.Module) -> None:
 
 
 def attach_prepared() -> bool:
-    """:func:`attach` every model that is prepared, for a region that asks for FP8 attention; whether there are any."""
+    """:func:`attach` every prepared model, on entering a region with FP8 attention; returns whether there are any."""
     if len(_attached) < len(_prepared):
         for model in list(_prepared):
             attach(model)
@@ -102,7 +102,7 @@ def _uninstall_if_unused() -> None:
 
 
 def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
-    """A function that keeps neither alive."""
+    """A function that removes ``owner`` from ``module``; it keeps neither alive."""
     of_module = weakref.ref(module)
 
     def disown() -> None:
@@ -113,7 +113,7 @@ def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
 
 
 def _switched(hf_config: Any) -> Callable[[], None]:
-    """Have modules of ``hf_config`` call ours; gives what switches back."""
+    """Make modules of ``hf_config`` call our attention; returns a function that switches back."""
     from lightning_fp8.attention.models import hf
 
     former = hf_config._attn_implementation_internal

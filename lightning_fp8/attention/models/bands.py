@@ -1,7 +1,7 @@
-"""transformers' masks as bands around the diagonal, and how a band and padding travel through a model as one tensor.
+"""transformers' masks as bands around the diagonal, and a tensor that encodes a band with padding.
 
-transformers describes a mask by a function of the indices of a query and a key, ``kv_idx <= q_idx`` for example. Called
-with symbols instead of numbers it gives the inequalities that it checks, eagerly and while torch.compile traces.
+transformers describes a mask by a function of a query's and a key's index, for example ``kv_idx <= q_idx``. Called with
+symbols instead of numbers, it yields the inequalities it checks, both in eager mode and under torch.compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_fp8.attention.ops import Band
 
 
 class _Difference:
-    """``query * (a query's index) + key * (a key's index) + offset``, an index or a difference of two."""
+    """``query * (query index) + key * (key index) + offset``: an index, or a difference of two."""
 
     def __init__(self, query: int, key: int, offset: int = 0) -> None:
         self.query, self.key, self.offset = query, key, offset
@@ -44,7 +44,7 @@ class _Difference:
         return _Distance(self)
 
     def new_ones(self, *args: Any, **options: Any) -> _Limits:
-        """What an intersection of masks starts with: all is seen."""
+        """The initial value of an intersection of masks, in which every key is visible."""
         return _Limits()
 
     def at_most_zero(self) -> _Limits:
@@ -69,7 +69,7 @@ class _Distance:
 
 
 class _Limits:
-    """How many keys before and after its own a query sees; None is all."""
+    """How many keys before and after its own position a query attends to; None is unlimited."""
 
     device = None
 
@@ -82,7 +82,7 @@ class _Limits:
         return _Limits(_smaller(self.left, other.left), _smaller(self.right, other.right))
 
     def __bool__(self) -> bool:
-        raise TypeError("no band")  # what ``and`` or ``if`` makes of it would lose one side
+        raise TypeError("no band")  # ``and`` and ``if`` would lose one side
 
     def to(self, device: Any) -> _Limits:
         return self
@@ -101,10 +101,10 @@ def _whole(value: Any) -> int:
 
 
 def band_of(mask_function: Callable[..., Any]) -> Band | None:
-    """The band that ``mask_function(batch, head, query, key)`` says; None where it says something else."""
+    """The band described by ``mask_function(batch, head, query, key)``; None if it is not a band."""
     try:
         limits = mask_function(None, None, _Difference(1, 0), _Difference(0, 1))
-    except Exception:  # whatever somebody's function does with what is no number
+    except Exception:  # a custom function may raise anything when called with symbols
         return None
     if not isinstance(limits, _Limits) or (limits.left or 0) < 0 or (limits.right or 0) < 0:
         return None
@@ -112,35 +112,35 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
 
 
 class Padded(NamedTuple):
-    """A band, and of each sequence the keys that count: ``key_mask``, bool ``[B, Lk]``."""
+    """A band, and which keys of each sequence are not padding: ``key_mask``, bool ``[B, Lk]``."""
 
     key_mask: Tensor
     band: Band
 
 
 def carried(padded: Padded) -> Tensor:
-    """``padded`` as one tensor that a model hands down like a mask: a view ``[B, Lk, 1, left + 2, right + 2]``.
+    """Encode ``padded`` as one tensor that a model passes on like a mask: a view ``[B, Lk, 1, left + 2, right + 2]``.
 
-    What is not limited has size 1. Sizes pass through activation checkpointing and torch.compile, and no mask that
-    a model could mean otherwise has five dimensions.
+    An unlimited side has size 1. Sizes are preserved by activation checkpointing and torch.compile, and no other mask
+    of a model has five dimensions.
     """
     sizes = [1 if limit is None else limit + 2 for limit in (padded.band.left, padded.band.right)]
     return padded.key_mask[:, :, None, None, None].expand(-1, -1, 1, *sizes)
 
 
 def from_carried(mask: Tensor) -> Padded:
-    """The way back."""
+    """The inverse of :func:`carried`."""
     left, right = (None if size == 1 else size - 2 for size in mask.shape[3:])
     return Padded(mask[:, :, 0, 0, 0], Band(left, right))
 
 
 def is_carried(mask: Tensor | None) -> bool:
-    """Whether :func:`carried` made ``mask``."""
+    """Whether ``mask`` was made by :func:`carried`."""
     return mask is not None and mask.dim() == 5
 
 
 def dense(padded: Padded, queries: int) -> Tensor:
-    """What a query sees, bool ``[B, 1, queries, Lk]``."""
+    """The mask as bool ``[B, 1, queries, Lk]``; True where a query attends to a key."""
     key_mask, band = padded
     offset = (
         torch.arange(key_mask.shape[1], device=key_mask.device) - torch.arange(queries, device=key_mask.device)[:, None]
@@ -154,5 +154,5 @@ def dense(padded: Padded, queries: int) -> Tensor:
 
 
 def ends_padded(key_mask: Tensor) -> Tensor:
-    """Whether of all sequences only the end is padding: a bool of no dimensions."""
+    """Whether padding is only at the end of sequences: a 0-dimensional bool tensor."""
     return ~(key_mask[:, 1:] & ~key_mask[:, :-1]).any()

@@ -1,6 +1,6 @@
-"""What transformers' models call in place of their attention, once their configuration says ``"lightning_fp8"``.
+"""The attention and mask functions that transformers' models call if their configuration selects ``"lightning_fp8"``.
 
-Imported only where a model is one of theirs.
+Imported only if a model is transformers'.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WITHOUT = {
     "position_bias": "a position bias is added to its scores",
     "head_mask": "it has a head_mask",
     "cache": "it has a paged key/value cache",
-    "output_attentions": "output_attentions=True asks for the weights",
+    "output_attentions": "output_attentions=True returns the weights",
 }
 
 
@@ -45,7 +45,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of transformers: ``[B, H, L, D]`` to ``[B, L, H, D]``, and no weights."""
+    """An attention function for transformers: ``[B, H, L, D]`` to ``[B, L, H, D]``; returns no attention weights."""
     owner = owner_of(module) or current_owner()
     if not torch.compiler.is_compiling():
         owner.training = module.training
@@ -74,7 +74,7 @@ def attention(
 
 
 def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """``cu_seqlens`` of all queries, which are as in transformers' own masks, and of the keys that count."""
+    """``cu_seqlens`` of all queries, padding included as in transformers' own masks, and of keys without padding."""
     counts = key_mask.sum(1, dtype=torch.int32)
     of_queries = torch.arange(key_mask.shape[0] + 1, device=key_mask.device, dtype=torch.int32) * queries
     return of_queries, torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -119,10 +119,9 @@ def mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """A mask function of transformers: None for plain attention, :func:`carried` bands with padding, or a dense mask.
+    """A mask function for transformers. Returns None without a mask, a :func:`carried` band, or a dense mask.
 
-    Where compiled code cannot look at values, it asserts them: sequences that are packed, or padded at their start,
-    are an error there.
+    Compiled code cannot check values, so it asserts them: packed sequences and padding at the start raise an error.
     """
     band = None
     tracing = torch.compiler.is_compiling()
@@ -134,7 +133,7 @@ def mask(
         if skips:
             band = band_of(mask_function)
         elif tracing and attention_mask is None:
-            # transformers cannot tell whether position_ids are those of packed sequences, and takes them for such.
+            # transformers cannot check whether position_ids are those of packed sequences, and assumes they are.
             band = Band(None if local_size is None else local_size - 1, 0)
             _assert_band(mask_function, band, batch_size, q_length, device)
     if band is not None and attention_mask is not None:
@@ -160,17 +159,17 @@ def mask(
 
 
 _WRONG_PADDING = (
-    "a compiled model runs FP8 attention with padding at the end of sequences only; pad on the right, compile the "
+    "a compiled model supports FP8 attention only with padding at the end of sequences; pad on the right, compile the "
     "model's layers instead of the whole, or pass attention=False"
 )
 _PACKED = (
-    "a compiled model does not run FP8 attention of packed sequences; compile the model's layers instead of the whole, "
+    "a compiled model does not support FP8 attention of packed sequences; compile its layers instead of the whole, "
     "pass an attention_mask, or attention=False"
 )
 
 
 def _assert_band(mask_function: Callable[..., Any], band: Band, batch: int, sequence_length: int, device: Any) -> None:
-    """In compiled code: each query sees its predecessor and its window's last key, and nothing before it or after."""
+    """Assert in compiled code that a query attends to its predecessor and its window's last key, and none outside."""
     sequence = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     i = torch.arange(sequence_length, device=device)[None]
@@ -188,5 +187,5 @@ AttentionMaskInterface.register(NAME, mask)
 
 
 def supported() -> bool:
-    """Whether this transformers tells a mask function all that it needs."""
+    """Whether this version of transformers passes a mask function all that it needs."""
     return "q_length" in inspect.signature(masking_utils.sdpa_mask).parameters

@@ -1,7 +1,7 @@
-"""The modules that compute attention, which of them run it in FP8, and what they did.
+"""The modules that compute attention, which of them run it in FP8, and which did.
 
-While the forward of one runs, it is the innermost of its thread's owners, under torch.compile and in the recomputation
-of activation checkpointing too.
+While a module's forward runs, its owner is on top of a thread-local stack, also under torch.compile and in the
+recomputation of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FORMER = "_class_without_fp8_attention"
 
 
 class Owner:
-    """What is known of a module that computes attention.
+    """State of a module that computes attention.
 
     Attributes:
-        name: the module's in its model.
-        cls: its class's name, by which compiled code is remembered.
+        name: the module's name in its model.
+        cls: the name of its class, by which compiled code is recorded.
         fp8: False keeps its attention in high precision.
-        record: what its attention did.
-        calls: forwards of the module; they may come to no attention at all. Of transformers' modules in FP8 0.
+        record: counts of its attention calls.
+        calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
         why: why the last call that should have run in FP8 did not.
-        watched: somebody will say so; until then a warning does at once.
+        watched: whether ``why`` will be reported; otherwise a warning is issued at once.
     """
 
     def __init__(self, name: str, cls: str, fp8: bool) -> None:
@@ -48,12 +48,12 @@ class Owner:
         self.last_context: FP8Context | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, as of an average of the weights, start anew: a context may hold a process group."""
+        """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
         return Owner, (self.name, self.cls, self.fp8)
 
 
 class _Thread(threading.local):
-    """Set by ``__init__`` as :mod:`lightning_fp8.fp8_region` does, for Dynamo."""
+    """Initialized in ``__init__``, as in :mod:`lightning_fp8.fp8_region`, for Dynamo."""
 
     def __init__(self) -> None:
         self.owners: list[Owner] = []
@@ -61,31 +61,31 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _nobody = Owner("", "", True)
-"""Of calls outside all modules that are known to compute attention."""
+"""Owner of calls outside all modules that are known to compute attention."""
 _kept = Owner("", "", False)
 _traced: set[str] = set()
 _said: set[str] = set()
 _compiled_whole = False
 
 COMPILED_WHOLE = (
-    "torch.compile keeps torch.nn.functional.multi_head_attention_forward whole, and attention cannot be taken out of "
-    "it; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
+    "torch.compile does not trace into torch.nn.functional.multi_head_attention_forward, so its attention cannot be "
+    "replaced; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
 )
 
 
 def owner_of(module: nn.Module | None) -> Owner | None:
-    """What is known of ``module``, if it was found to compute attention."""
+    """The owner of ``module``, if it is known to compute attention."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def current_owner() -> Owner:
-    """The innermost of this thread, or one that stands for none."""
+    """The innermost owner of this thread; a placeholder outside all owners."""
     return _thread.owners[-1] if _thread.owners else _nobody
 
 
 @contextmanager
 def in_high_precision() -> Iterator[None]:
-    """Whatever is called inside has been decided already."""
+    """Context in which attention runs in high precision."""
     _thread.owners.append(_kept)
     try:
         yield
@@ -94,14 +94,14 @@ def in_high_precision() -> Iterator[None]:
 
 
 def own(module: nn.Module, owner: Owner, entered: bool) -> None:
-    """Make ``owner`` that of ``module``; with ``entered``, of all that is called while its forward runs, too."""
+    """Set the owner of ``module``; with ``entered``, also of all calls made while its forward runs."""
     setattr(module, _ATTRIBUTE, owner)
     if entered:
         swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
 
 
 def disown(module: nn.Module, owner: Owner) -> None:
-    """Forget ``owner``, if it still is that of ``module``."""
+    """Remove ``owner`` from ``module``, if it still is its owner."""
     if owner_of(module) is not owner:
         return
     delattr(module, _ATTRIBUTE)
@@ -111,10 +111,10 @@ def disown(module: nn.Module, owner: Owner) -> None:
 
 @cache
 def entering(former: Any) -> Any:
-    """A subclass whose forward makes the module's owner the current one.
+    """A subclass of ``former`` whose forward makes the module's owner the current one.
 
-    Hooks would not do: compiled code is compiled again for each module that has one which exceptions do not skip, and
-    activation checkpointing stops a recomputation by an exception.
+    Hooks are not suitable: Dynamo recompiles for each module that has an always-called hook, and activation
+    checkpointing ends a recomputation by an exception, which skips other hooks.
     """
     if former_class(former) is not None:
         return former
@@ -124,7 +124,7 @@ def entering(former: Any) -> Any:
     class Entering(former):  # type: ignore[valid-type, misc]
         @wraps(former.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            owner = owner_of(self) or _nobody  # of a copy
+            owner = owner_of(self) or _nobody  # copies have no owner
             if not torch.compiler.is_compiling():
                 owner.calls += not in_backward()
                 owner.training = self.training
@@ -136,7 +136,7 @@ def entering(former: Any) -> Any:
             finally:
                 _thread.owners.pop()
 
-        def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; the class has no name to be found by
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; this class cannot be found by its name
             made, made_of, *rest = super().__reduce_ex__(protocol)
             return (_copy_of, (former,), *rest) if made_of == (type(self),) else (made, made_of, *rest)
 
@@ -147,7 +147,7 @@ def entering(former: Any) -> Any:
 
 
 def former_class(cls: type) -> type[nn.Module] | None:
-    """What :func:`entering` made ``cls`` of; None if it did not."""
+    """The class that :func:`entering` derived ``cls`` from; None if it did not."""
     return vars(cls).get(_FORMER)
 
 
@@ -157,7 +157,7 @@ def _copy_of(former: Any) -> Any:
 
 
 def asked(owner: Owner) -> bool:
-    """Whether a call of ``owner`` shall run in FP8, by the current context, or by its forward's in a recomputation."""
+    """Whether a call of ``owner`` runs in FP8: by the current context, in a recomputation by its forward's."""
     context = current_context()
     if not torch.compiler.is_compiling():
         if not in_backward():
@@ -169,7 +169,7 @@ def asked(owner: Owner) -> bool:
 
 
 def note(owner: Owner, wanted: bool, reason: str) -> None:
-    """Count a call: what :func:`asked` said, and why it cannot be, if so."""
+    """Count a call; ``wanted``: the result of :func:`asked`; ``reason``: why it cannot run in FP8, or ""."""
     if reason == COMPILED_WHOLE:
         _note_compiled_whole()
     if torch.compiler.is_compiling():
@@ -189,7 +189,7 @@ def note(owner: Owner, wanted: bool, reason: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _say(reason: str) -> bool:
-    """While torch.compile traces, too; each reason once, until another model is attached."""
+    """Warn once per reason until another model is attached; also while torch.compile traces."""
     if reason not in _said:
         _said.add(reason)
         warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
@@ -198,39 +198,39 @@ def _say(reason: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _note_traced(cls: str) -> bool:
-    """Equal blocks share compiled code, so that the second is never traced: classes are noted, not modules."""
+    """Record the class, not the module: equal blocks share compiled code, and only the first is traced."""
     _traced.add(cls)
     return True
 
 
 def was_traced(owner: Owner) -> bool:
-    """Whether attention of such a module was ever compiled: one that counted nothing may have run all the same."""
+    """Whether attention of this class of modules was compiled; compiled calls are not counted."""
     return owner.cls in _traced
 
 
 def _note_compiled_whole() -> None:
-    """Whose call it is cannot be known there."""
+    """The calling module is not known here."""
     global _compiled_whole
     _compiled_whole = True
 
 
 def was_compiled_whole(module: nn.Module | None) -> bool:
-    """Whether ``module``, which counted nothing, may have been compiled as one function of torch, in high precision."""
+    """Whether ``module``, without counted calls, may have been compiled as one torch function, in high precision."""
     return _compiled_whole and isinstance(module, nn.MultiheadAttention)
 
 
 def any_traced() -> bool:
-    """Whether FP8 attention was ever compiled in this process."""
+    """Whether FP8 attention was compiled in this process."""
     return bool(_traced)
 
 
 def watch(owner: Owner, watched: bool) -> None:
-    """Keep why ``owner`` runs in high precision for somebody who will say it, or who has."""
+    """Set whether ``owner.why`` will be reported elsewhere; once it has been, it is not warned about again."""
     owner.watched = watched
     if not watched and owner.why:
         _said.add(owner.why)
 
 
 def forget_what_was_said() -> None:
-    """Another model's reasons are said again."""
+    """Let reasons be warned about again, for another model."""
     _said.clear()

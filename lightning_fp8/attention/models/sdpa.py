@@ -1,4 +1,4 @@
-"""``torch.nn.functional.scaled_dot_product_attention``, wrapped once while some model needs it."""
+"""A wrapper of ``torch.nn.functional.scaled_dot_product_attention``, installed while a model needs it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_fp8.modules.linear_layer import autocast_dtype
 _CAUSAL = Band(right=0)
 _EVERYTHING = Band()
 _DEVICES = ("cpu", "cuda", "meta")
-_TRACED = (FakeTensor, FunctionalTensor)  # what compiled code calls without Dynamo's looking into it gets these
+_TRACED = (FakeTensor, FunctionalTensor)  # argument types of functions that Dynamo does not trace into
 
 _BUILT_IN = F.scaled_dot_product_attention
 _torch: Any = _BUILT_IN
-"""What the wrapper stands in front of."""
+"""The wrapped function."""
 _installed = False
-"""Whether the wrapper is called, by everybody or by somebody else's wrapper around it."""
-_lock = threading.RLock()  # a model may go, and uninstall, at any allocation
+"""Whether the wrapper is called, directly or through another wrapper around it."""
+_lock = threading.RLock()  # a model may be freed, and uninstall the wrapper, at any allocation
 
 
 def scaled_dot_product_attention(
@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function of this name, in FP8 where the current context and the module that calls it say so."""
+    """torch's function of this name; runs in FP8 if the current context and the calling module select it."""
     owner = current_owner()
     wanted = asked(owner)
     reason = _why_not(query, key, value, attn_mask, dropout_p, scale, enable_gqa) if wanted else ""
@@ -55,12 +55,12 @@ def scaled_dot_product_attention(
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """``x`` in the dtype that torch.autocast computes in, if it is on."""
+    """``x`` in the dtype of torch.autocast, if that is enabled."""
     return x.to(autocast_dtype(x.device.type) or x.dtype)
 
 
 def _with_batch(x: Tensor) -> Tensor:
-    """``[B, H, L, D]`` of ``[..., H, L, D]``, or of ``[B, L, D]`` with one head."""
+    """``[..., H, L, D]`` to ``[B, H, L, D]``; ``[B, L, D]`` to ``[B, 1, L, D]``."""
     if x.dim() == 3:
         return x[:, None]
     return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
@@ -71,8 +71,8 @@ def _why_not(
 ) -> str:
     if mask is not None:
         return (
-            "scaled_dot_product_attention got an attn_mask, which may hide anything; where it is causal pass "
-            "is_causal=True, and none where it hides nothing"
+            "scaled_dot_product_attention got an attn_mask, which may be any mask; pass is_causal=True if it is "
+            "causal, and no mask if it masks nothing"
         )
     if dropout > 0:
         return f"scaled_dot_product_attention got dropout_p={dropout:g}; set the model's attention dropout to 0"
@@ -80,7 +80,7 @@ def _why_not(
 
 
 def why_not_softmax_scale(softmax_scale: Any) -> str:
-    """Why attention with ``softmax_scale`` does not run in FP8, or an empty string where it does."""
+    """Why attention with ``softmax_scale`` does not run in FP8; empty if it does."""
     if softmax_scale is None:
         return ""
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
@@ -90,11 +90,11 @@ def why_not_softmax_scale(softmax_scale: Any) -> str:
 
 
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
-    """Why attention of ``[..., H, L, D]`` tensors does not run in FP8, or an empty string where it does."""
+    """Why attention of ``[..., H, L, D]`` tensors does not run in FP8; empty if it does."""
     if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
         if type(q) in _TRACED and TracingContext.try_get() is not None:
             return COMPILED_WHOLE
-        return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain ones"
+        return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain tensors"
     if _sequences_are_split():
         return (
             "torch's context_parallel splits its sequences; DotProductAttention's cp_group runs such attention in FP8"
@@ -102,13 +102,13 @@ def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     if any(x.is_nested or x.layout is not torch.strided for x in (q, k, v)):
         return "its tensors are nested or sparse; pad them"
     if q.device.type not in _DEVICES:
-        return f"there is no FP8 attention on {q.device.type}"
+        return f"FP8 attention is not supported on {q.device.type}"
     return _why_not_shapes(q, k, v, enable_gqa) or why_not_fp8(q, k, v, dtype=autocast_dtype(q.device.type))
 
 
 @torch.compiler.assume_constant_result
 def _sequences_are_split() -> bool:
-    """Whether torch's ``context_parallel`` has put its function in place of attention: tensors are a rank's part."""
+    """Whether torch's ``context_parallel`` has replaced attention, so that tensors are a rank's part of sequences."""
     of = (getattr(each, "__module__", None) or "" for each in (F.scaled_dot_product_attention, _torch))
     return any(name.startswith("torch.distributed.tensor.experimental") for name in of)
 
@@ -118,12 +118,12 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     fit = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:heads] == k.shape[:heads] and k.shape[:-1] == v.shape[:-1]
     if not fit or (enable_gqa and (q.dim() < 4 or q.shape[-3] % max(k.shape[-3], 1))):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        return f"its tensors have shapes {shapes}, of other batches or heads"
+        return f"its tensors have shapes {shapes}, whose batches or heads do not match"
     return "" if q.numel() and k.numel() else "its tensors are empty"
 
 
 def install() -> None:
-    """Put the wrapper into ``torch.nn.functional``; again changes nothing."""
+    """Install the wrapper in ``torch.nn.functional``. No effect if installed."""
     global _torch, _installed
     with _lock:
         current = F.scaled_dot_product_attention
@@ -134,7 +134,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take it out again. Under somebody else's wrapper it stays, and goes on deciding."""
+    """Remove the wrapper. It stays installed under another wrapper, and keeps deciding."""
     global _installed
     with _lock:
         if F.scaled_dot_product_attention is scaled_dot_product_attention:

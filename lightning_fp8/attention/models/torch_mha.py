@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` under torch.compile, which would keep the function that does its work whole."""
+"""``nn.MultiheadAttention`` under torch.compile, which does not trace into the function that computes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEPT_WHOLE: Any = F.multi_head_attention_forward
 
 
 def _looked_into() -> Any:
-    """A copy of torch's function that Dynamo does not know by name, so that it finds attention in it."""
+    """A copy of torch's function that Dynamo does not recognize, so that it traces into the copy."""
     code = _KEPT_WHOLE.__code__.replace(co_filename=__file__)
     found = FunctionType(code, _KEPT_WHOLE.__globals__, argdefs=_KEPT_WHOLE.__defaults__)
     found.__kwdefaults__ = _KEPT_WHOLE.__kwdefaults__
@@ -23,7 +23,7 @@ _multi_head_attention_forward = _looked_into()
 
 
 def computes_as_torch(cls: type[nn.Module]) -> bool:
-    """Whether :func:`forward` does what the forward of ``cls`` does."""
+    """Whether :func:`forward` is equivalent to the forward of ``cls``."""
     return issubclass(cls, nn.MultiheadAttention) and cls.forward is nn.MultiheadAttention.forward
 
 
@@ -38,15 +38,15 @@ def forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``nn.MultiheadAttention``; its arguments and results."""
+    """The forward of ``nn.MultiheadAttention``, with the same arguments and results."""
     hides = key_padding_mask is not None or (attn_mask is not None and not is_causal)
     may_be_fast = not module.training and key is query
-    if hides or need_weights or may_be_fast:  # what does not run in FP8 without torch.compile either
+    if hides or need_weights or may_be_fast:  # these do not run in FP8 without torch.compile either
         return nn.MultiheadAttention.forward(
             module, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
     turned = module.batch_first and query.dim() == 3
-    if turned:  # one tensor stays one: a projection of three is another product than three of one each
+    if turned:  # keep equal tensors identical: torch projects one tensor in one product, three tensors in three
         keys_are_queries, values_are_keys = key is query, value is key
         query = query.transpose(1, 0)
         key = query if keys_are_queries else key.transpose(1, 0)

@@ -1,13 +1,13 @@
 """FP8 attention, forward and backward: two ops, and their specification in plain torch.
 
-The specification states the numerics for heads side by side, ``[B, H, L, D]``:
+The specification defines the numerics with heads as an outer dimension, ``[B, H, L, D]``:
 
     q8, k8, v8 = cast(q), cast(k, centered=True, mean_rows=rows_of_mean(band)), cast(v)
     o, m, l = forward(q8, k8, v8, softmax_scale, band)
     dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, band)
 
-The ops take the formats of Transformer Engine, and casts are part of them: what a card needs beside the codes
-(transposed copies, statistics) never leaves them. See :mod:`lightning_fp8.attention.ops.attention`.
+The ops take Transformer Engine's formats and include the casts. Whatever else a GPU needs (transposed copies,
+statistics) stays inside them. See :mod:`lightning_fp8.attention.ops.attention`.
 """
 
 from lightning_fp8.attention.ops.attention import (

@@ -1,18 +1,18 @@
 """FP8 attention: the ops, and their specification in the formats of Transformer Engine.
 
-The specification runs on the CPU, and on a card for which there is no kernel; kernels are in ``cuda.py``.
+The specification runs on the CPU, and on GPUs without a kernel; kernels are launched in ``cuda.py``.
 
-Queries, keys, values and gradients come in one of Transformer Engine's formats, any strides: ``bshd [B, L, H, D]``,
-``sbhd [L, B, H, D]``, or ``thd [T, H, D]``, sequences one after the other. Outputs and gradients are contiguous in the
-same format. ``cu_seqlens``, integers ``[B + 1]``, says where each sequence of ``thd`` starts, and rows behind the last
-one are padding; with the other formats its differences are lengths, and the rows after them padding.
+Queries, keys, values and gradients have one of Transformer Engine's formats, with any strides: ``bshd [B, L, H, D]``,
+``sbhd [L, B, H, D]``, or ``thd [T, H, D]`` with concatenated sequences. Outputs and gradients are contiguous in the
+same format. ``cu_seqlens``, integers ``[B + 1]``, is where each sequence of ``thd`` starts; rows after the last
+sequence are padding. In the other formats its differences are the sequences' lengths, and later rows are padding.
 
 ``softmax_scale`` is ``c`` of ``softmax(c q kᵀ)``; None is ``1 / sqrt(D)``.
 
-What the forward op gives beside ``o`` is for the backward op alone: :class:`Kept`, in packed rows, R of queries or of
-keys. Each sequence begins at a multiple of 128 rows there, so that a block of scales is a sequence's own: ``R = B
-ceil(L / 128) 128`` of a padded batch. Of ``thd`` sequence ``b`` begins with block ``cu_seqlens[b] // 128 + b`` of
-``T // 128 + B``: room for every choice of lengths, which no host has to know.
+Besides ``o``, the forward op returns :class:`Kept`, for the backward op only, as R packed rows of queries or keys. Each
+sequence starts at a multiple of 128 packed rows, so that no block of scales is shared by two sequences: ``R = B
+ceil(L / 128) 128`` for a padded batch. In ``thd``, sequence ``b`` starts at block ``cu_seqlens[b] // 128 + b`` of
+``T // 128 + B`` blocks. This suffices for any lengths, so the host does not need to know them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ _OPTIONS = "str qkv_format, int? left, int? right, bool bottom_right, bool cente
 class Attention(NamedTuple):
     """The options of attention.
 
-    The softmax scale is none of them: a number that torch.compile may let vary. Those here are constants of compiled
-    code.
+    They are constants in compiled code. The softmax scale is not an option, since torch.compile may make it dynamic.
 
     Attributes:
         qkv_format: one of :data:`~lightning_fp8.attention.ops.layouts.FORMATS`.
-        band: which keys a query sees.
-        centered: keys are cast without their mean, or that of the first ones: see
+        band: the mask: which keys a query attends to.
+        centered: subtract a mean from keys before the cast; see
             :func:`lightning_fp8.attention.ops.casts.rows_of_mean`.
-        longest_query: no sequence of queries has more rows; None is all of the tensor's.
+        longest_query: upper bound of the query sequences' lengths; None is the tensor's length.
     """
 
     qkv_format: str
@@ -63,11 +62,11 @@ class Attention(NamedTuple):
 
     @property
     def flat(self) -> tuple[str, int | None, int | None, bool, bool, int | None]:
-        """The fields as arguments of an op."""
+        """The fields as the op's arguments."""
         return self.options()
 
     def options(self) -> tuple[str, int | None, int | None, bool, bool, int | None]:
-        """:attr:`flat`, as a method: Dynamo of torch 2.8 does not trace properties of a NamedTuple."""
+        """:attr:`flat` as a method: Dynamo in torch 2.8 does not trace properties of a NamedTuple."""
         band = self.band
         return self.qkv_format, band.left, band.right, band.bottom_right, self.centered, self.longest_query
 
@@ -81,7 +80,7 @@ class Attention(NamedTuple):
         centered: bool,
         longest_query: int | None,
     ) -> Attention:
-        """The options of :attr:`flat`.
+        """The inverse of :attr:`flat`.
 
         Raises:
             ValueError: a limit of the band is negative.
@@ -98,8 +97,8 @@ class AttentionCall(NamedTuple):
     Attributes:
         attention: the options.
         softmax_scale: ``c``; None is ``1 / sqrt(D)``.
-        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, both or neither; needed for ``thd``.
-        tables: what :func:`attention_tables` makes of both; each op makes its own of None.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, both or neither; required for ``thd``.
+        tables: the result of :func:`attention_tables`; if None, each op computes it.
     """
 
     attention: Attention
@@ -110,28 +109,28 @@ class AttentionCall(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The fields as arguments of an op."""
+        """The fields as the op's arguments."""
         return *self.attention.options(), self.softmax_scale, self.cu_seqlens_q, self.cu_seqlens_kv, self.tables
 
     @classmethod
     def from_flat(cls, *flat: Any) -> AttentionCall:
-        """The call of :attr:`flat`."""
+        """The inverse of :attr:`flat`."""
         options = _OPTIONS.count(",") + 1
         return cls(Attention.from_flat(*flat[:options]), *flat[options:])
 
     def softmax_scale_of(self, channels: int) -> float:
-        """``c`` for heads of so many channels."""
+        """``c`` for heads of ``channels`` channels."""
         return channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 @spec("Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv")
 class Kept(NamedTuple):
-    """What the backward pass needs beside the output, in packed rows.
+    """What the backward pass needs besides the output, in packed rows.
 
     Attributes:
-        m, l: float32 ``[H, R]`` of queries: see :func:`lightning_fp8.attention.ops.reference.forward`.
-        q8, k8, v8: E4M3 ``[H, R, D]``; 0 where no row is.
-        q_scale_inv, k_scale_inv, v_scale_inv: float32 ``[H, R / 128]``; 1 where no row is.
+        m, l: float32 ``[H, R]`` of queries; see :func:`lightning_fp8.attention.ops.reference.forward`.
+        q8, k8, v8: E4M3 ``[H, R, D]``; 0 in unused rows.
+        q_scale_inv, k_scale_inv, v_scale_inv: float32 ``[H, R / 128]``; 1 in unused blocks.
     """
 
     m: Tensor
@@ -145,12 +144,12 @@ class Kept(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
-        """The fields as arguments of an op."""
+        """The fields as the op's arguments."""
         return tuple(self)
 
     @classmethod
     def from_flat(cls, *flat: Tensor) -> Kept:
-        """What is kept, of :attr:`flat`."""
+        """The inverse of :attr:`flat`."""
         return cls(*flat)
 
 
@@ -158,16 +157,16 @@ class Kept(NamedTuple):
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    """``softmax(c q kᵀ) v`` of tensors in high precision, cast to FP8 on the way.
+    """``softmax(c q kᵀ) v`` of high-precision tensors, which the op casts to FP8.
 
     Args:
-        q, k, v: bfloat16, float16 or float32, in the format that ``call.attention`` says.
+        q, k, v: bfloat16, float16 or float32, in the format of ``call.attention``.
 
     Returns:
-        ``o`` in q's dtype and format, and what :func:`attention_backward` takes.
+        ``o`` in q's dtype and format, and what :func:`attention_backward` needs.
 
     Raises:
-        ValueError: an unknown format; heads, lengths, devices or ``cu_seqlens`` that do not fit.
+        ValueError: an unknown format, or heads, lengths, devices or ``cu_seqlens`` that do not match.
     """
     return _attention_forward(q, k, v, call)  # type: ignore[no-any-return]
 
@@ -177,12 +176,12 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
 
     Args:
         do: the gradient of ``o``.
-        o: what the forward op gave; BF16 is enough, and what it is rounded to.
-        kept, call: as there.
-        key_rows: L of keys and values, T of ``thd``.
+        o: the output of the forward op, or its BF16 copy: it is rounded to BF16.
+        kept, call: as returned by, and passed to, the forward op.
+        key_rows: L of keys and values; T in ``thd``.
 
     Raises:
-        ValueError: ``do`` has another shape than ``o``.
+        ValueError: ``do`` and ``o`` have different shapes.
     """
     return _attention_backward(do, o, kept, key_rows, call)  # type: ignore[no-any-return]
 
@@ -195,11 +194,11 @@ def attention_tables(
     key_rows: int,
     device: torch.device,
 ) -> Tensor:
-    """What a card reads of a batch's lengths in both passes: made once, it serves all calls with these arguments.
+    """The tables of a batch's lengths that GPU kernels read in both passes, reusable by all calls with these arguments.
 
     Args:
-        query_rows, key_rows: L of queries and of keys, T of ``thd``.
-        device: of the queries.
+        query_rows, key_rows: L of queries and of keys; T in ``thd``.
+        device: the queries' device.
 
     Returns:
         int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
@@ -274,7 +273,7 @@ _attention_tables = attention_tables_op.call
 def spaces_of(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, attention: Attention, query_rows: int, key_rows: int
 ) -> tuple[RowSpace, RowSpace]:
-    """The packed rows of queries and of keys; rows: L, or T of ``thd``."""
+    """The packed rows of queries and of keys; ``query_rows``, ``key_rows``: L, or T in ``thd``."""
     ragged, pairs = attention.qkv_format == "thd", ((cu_seqlens_q, query_rows), (cu_seqlens_kv, key_rows))
     queries, keys = (RowSpace(cu_seqlens.shape[0] - 1, rows, ragged) for cu_seqlens, rows in pairs)
     return queries, keys
@@ -284,7 +283,7 @@ def spaces_of(
 
 
 def reference_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    """Cast, attend by :func:`~lightning_fp8.attention.ops.reference.forward`, and keep the codes in packed rows."""
+    """Cast, compute :func:`~lightning_fp8.attention.ops.reference.forward`, and pack the codes."""
     qkv_format, band, centered, _ = call.attention
     q_heads, q_lengths = to_heads(q, qkv_format, call.cu_seqlens_q)
     k_heads, k_lengths = to_heads(k, qkv_format, call.cu_seqlens_kv)
@@ -330,13 +329,13 @@ attention_backward_op.implement("cpu", reference_attention_backward)
 
 @register_flop_formula(attention_forward_op.overload.overloadpacket)
 def _forward_flops(q: Shape, k: Shape, v: Shape, *call: Any, **kwargs: Any) -> int:
-    """Of two products for each pair of a query and a key, whatever the mask hides, as torch counts attention."""
+    """FLOPs of two products per pair of a query and a key; masked pairs count too, as in torch's formula."""
     return 2 * _pairs(q, k, call) * (q[-1] + v[-1])
 
 
 @register_flop_formula(attention_backward_op.overload.overloadpacket)
 def _backward_flops(do: Shape, *others: Any, **kwargs: Any) -> int:
-    """Of five: the scores again, and the gradients of the scores, of q, of k and of v."""
+    """FLOPs of five products: the scores again, and the gradients of the scores, of q, of k and of v."""
     num_kept = len(Kept._fields)
     kept, key_rows, call = others[1 : 1 + num_kept], others[1 + num_kept], others[2 + num_kept :]
     of_queries, of_values = (kept[Kept._fields.index(name)] for name in ("q8", "v8"))
@@ -344,7 +343,7 @@ def _backward_flops(do: Shape, *others: Any, **kwargs: Any) -> int:
 
 
 def _pairs(queries: Shape, keys: Shape, call: Sequence[Any]) -> int:
-    """Pairs of a query and a key in all heads; the sequences of ``thd`` are taken to be of one length."""
+    """Pairs of a query and a key in all heads; for ``thd``, sequences are assumed to have equal lengths."""
     qkv_format = next(value for value in call if isinstance(value, str))
     if qkv_format == "thd":
         (starts, *_) = (value for value in call if isinstance(value, torch.Size))

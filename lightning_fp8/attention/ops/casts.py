@@ -1,9 +1,9 @@
-"""How attention's operands become FP8: E4M3, scaled in blocks of one head and 128 rows.
+"""Casts of attention's operands to E4M3, with a scale per block of one head and 128 rows.
 
-Why so: E4M3 everywhere, gradients too, since a current scale gives the range and three bits of mantissa halve the error
-of two. Blocks of whole rows, since a block's scale is then one factor of a tile's product along rows and along columns:
-the transposed copy holds the same codes. ``448 / amax``, not rounded to a power of two: where one element dominates a
-block, it is represented exactly.
+Reasons: E4M3 for all operands, including gradients, because the current scale covers the range, and three mantissa bits
+halve the error of two. Blocks of whole rows, because a block's scale then is one factor of a tile's product along rows
+and along columns, so that the transposed copy has the same codes. ``448 / amax`` without rounding to a power of two,
+because an element that dominates its block is then represented exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 class Codes(NamedTuple):
-    """``data * scale_inv`` of the row's block is the value.
+    """FP8 codes; a value is ``data * scale_inv``, with the ``scale_inv`` of the row's block.
 
     Attributes:
         data: E4M3 ``[B, H, L, D]``.
@@ -34,23 +34,23 @@ class Codes(NamedTuple):
     scale_inv: Tensor
 
     def by_row(self) -> Tensor:
-        """Each row's ``scale_inv``: float32 ``[B, H, L]``."""
+        """``scale_inv`` of each row: float32 ``[B, H, L]``."""
         return self.scale_inv.repeat_interleave(BLOCK, 2)[:, :, : self.data.shape[2]]
 
     def decode(self) -> Tensor:
-        """The codes as float32 numbers ``[B, H, L, D]``, without the scale."""
+        """The codes as float32 ``[B, H, L, D]``, without the scale."""
         return decode(self.data).float()
 
     def dequantize(self) -> Tensor:
-        """float32 ``[B, H, L, D]``."""
+        """The values: float32 ``[B, H, L, D]``."""
         return self.decode() * self.by_row()[..., None]
 
 
 def rows_of_mean(band: Band) -> int | None:
-    """How many of a sequence's first keys make the mean that :func:`cast` subtracts from all; None is all of them.
+    """How many of a sequence's first keys :func:`cast` averages for the mean it subtracts; None is all.
 
-    Where a mask hides later keys, those of the first block: a key then moves no digit of rows that never see it, but
-    for those of its own block, whose scale it shares.
+    If a mask hides later keys, only the first block is averaged. A key then does not affect rows that do not attend to
+    it, except those of its own block, which share its scale.
     """
     return None if band.right is None else BLOCK
 
@@ -59,18 +59,19 @@ def rows_of_mean(band: Band) -> int | None:
 def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None, mean_rows: int | None = None) -> Codes:
     """Quantize a tensor of heads: queries, keys, values or the output's gradient.
 
-    ``centered`` subtracts each channel's mean over the sequence first. Attention over keys does not change by it: all
-    scores of a query move alike, which softmax ignores, and its gradient of scores sums to 0 (Zhang et al.,
-    "SageAttention", arXiv:2410.02367, section 4.2). What is saved is the digits that a common offset would take. So
-    with any other vector, such as the mean of the first rows.
+    ``centered`` first subtracts each channel's mean over the sequence. This does not change attention over keys: all
+    scores of a query shift equally, which softmax ignores, and the gradient of its scores sums to 0 (Zhang et al.,
+    "SageAttention", arXiv:2410.02367, section 4.2). It avoids spending precision on a common offset. The same holds
+    for any other vector, such as the mean of the first rows.
 
-    A value that is not finite becomes NaN, which E4M3 has (it has no inf, and a saturated one would hide an overflow);
-    scales and means are those of the finite values beside it.
+    Non-finite values become NaN: E4M3 has no inf, and saturation would hide an overflow. They are ignored in scales and
+    means.
 
     Args:
         x: ``[B, H, L, D]`` of any floating dtype.
-        lengths: integers ``[B]``; rows from there on are padding: codes 0, and no part of a scale or a mean.
-        mean_rows: how many first rows make the mean, see :func:`rows_of_mean`; None is all.
+        centered: subtract the mean of the first ``mean_rows`` rows.
+        lengths: integers ``[B]``; later rows are padding: their codes are 0, and scales and means ignore them.
+        mean_rows: how many rows are averaged, see :func:`rows_of_mean`; None is all.
     """
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if lengths is not None:
@@ -96,40 +97,40 @@ def cast(x: Tensor, centered: bool = False, lengths: Tensor | None = None, mean_
 
 
 def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
-    """What a mean over the rows of ``x`` divides by; not 0."""
+    """Divisor of a mean over the rows of ``x``; at least 1."""
     most = max(x.shape[2], 1)
     return most if lengths is None else lengths.to(x.device).clamp(1, most)[:, None, None, None]
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of each row's own scale, ``448 / amax``, as float32 numbers, and ``scale_inv``. Overwrites ``x``.
+    """Cast each row with its own scale, ``448 / amax``. Overwrites ``x``.
 
     Args:
         x: float32 ``[..., N]``.
 
     Returns:
-        ``[..., N]`` and ``[..., 1]``. A row with a value that is not finite gets NaN for its ``scale_inv``: the cast
-        alone would saturate an inf.
+        Codes as float32 ``[..., N]``, and ``scale_inv [..., 1]``. ``scale_inv`` is NaN for a row with a non-finite
+        value, since the cast alone would saturate an inf.
     """
     amax = x.abs().amax(-1, keepdim=True)
     return _round(x, scaling.current_scale(amax, E4M3.max), amax)
 
 
 def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`round_rows`, with a scale that stays from tile to tile and halves only when a row's values outgrow it.
+    """:func:`round_rows` with a scale that is kept from tile to tile, and halved only when values exceed its range.
 
-    A row starts with ``448 / amax`` of the first tile in which it is not 0. A kernel that accumulates in the scale's
-    units rescales, by a power of two and so exactly, when the scale changes.
+    A row starts with ``448 / amax`` of the first tile in which it is not 0. A kernel that accumulates in units of the
+    scale rescales when it changes, exactly, since by a power of two.
 
     Args:
         x: float32 ``[..., N]``; overwritten.
-        fitted: float32 ``[..., 1]``, what 448 stands for so far, at first 0; updated.
+        fitted: float32 ``[..., 1]``, the value that code 448 represents so far, initially 0; updated.
     """
     amax = x.abs().amax(-1, keepdim=True)
     ratio = amax / fitted
     power = scaling.floor_power_of_2(ratio)
     grown = fitted * torch.where(power < ratio, 2 * power, power)
-    # anew where there is nothing to double, or too little: 0, NaN, a ratio beyond float32
+    # Start anew if it cannot be doubled: fitted is 0, a value is NaN, or the ratio overflows float32.
     grown = torch.where(torch.isfinite(grown), grown, amax)
     fitted.copy_(torch.where(amax <= fitted, fitted, grown))
     return _round(x, scaling.current_scale(fitted, E4M3.max), fitted)

@@ -1,7 +1,7 @@
-"""Attention of keys and values that are FP8 codes already, as context parallelism gathers them, and the cast to codes.
+"""Attention with keys and values that are FP8 codes already, as gathered by context parallelism, and the cast to codes.
 
-Queries are cast by the op. The backward pass is :func:`~lightning_fp8.attention.ops.attention.attention_backward`,
-which takes codes.
+The op casts queries. The backward pass is :func:`~lightning_fp8.attention.ops.attention.attention_backward`, which
+takes codes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class QueriesKept(NamedTuple):
 
 
 def attention_cast(x: Tensor) -> Codes:
-    """The codes of keys or values ``[B, L, H, D]``, in blocks of a head and 128 rows.
+    """Cast keys or values ``[B, L, H, D]`` to codes in blocks of a head and 128 rows.
 
     Returns:
-        E4M3 ``[H, R, D]`` and float32 ``[H, R / 128]`` of packed rows: see :class:`~lightning_fp8.attention.ops.Kept`.
+        E4M3 ``[H, R, D]`` and float32 ``[H, R / 128]``, in packed rows: see :class:`~lightning_fp8.attention.ops.Kept`.
     """
     return Codes(*_attention_cast(x))
 
@@ -40,16 +40,16 @@ def attention_cast(x: Tensor) -> Codes:
 def attention_forward_of_codes(
     q: Tensor, k8: Codes, v8: Codes, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
-    """``softmax(c q kᵀ) v`` of queries in high precision and of the codes of keys and values.
+    """``softmax(c q kᵀ) v`` of high-precision queries and the codes of keys and values.
 
     Args:
         q: bfloat16, float16 or float32 ``[B, L, H, D]``.
-        k8, v8: what :func:`attention_cast` gives.
+        k8, v8: results of :func:`attention_cast`.
         key_rows: L of keys and values.
-        call: of ``bshd``, without ``cu_seqlens``. Keys are taken as they are, whatever it says of a mean.
+        call: in ``bshd``, without ``cu_seqlens``; ``centered`` is ignored.
 
     Returns:
-        ``o`` in q's dtype, and what the backward op takes of queries.
+        ``o`` in q's dtype, and what the backward op needs of queries.
     """
     return _attention_forward_of_codes(q, *k8, *v8, key_rows, call)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""From Transformer Engine's formats to heads side by side, which the specification takes, to packed rows, and back."""
+"""Conversions between Transformer Engine's formats, ``[B, H, L, D]`` as in the specification, and packed rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 
 def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """``[B, H, L, D]`` of a tensor in ``qkv_format``, and the sequences' lengths ``[B]``; None where all are ``L``.
+    """``[B, H, L, D]`` of a tensor in ``qkv_format``, and the sequences' lengths ``[B]``; None if all are ``L``.
 
     Raises:
-        ValueError: ``thd`` without ``cu_seqlens``, or one that does not rise from 0 to at most the tensor's rows.
+        ValueError: ``thd`` without ``cu_seqlens``, or ``cu_seqlens`` does not rise from 0 to at most the tensor's rows.
     """
     if qkv_format == "thd":
         if cu_seqlens is None:
@@ -26,7 +26,7 @@ def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Ten
 
 
 def from_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Tensor:
-    """``[B, H, L, D]`` in ``qkv_format``, contiguous; of ``thd`` with so many ``rows``, see :func:`pack`."""
+    """``[B, H, L, D]`` to ``qkv_format``, contiguous; ``rows``: T in ``thd``, see :func:`pack`."""
     if qkv_format == "thd":
         assert cu_seqlens is not None
         return pack(x, cu_seqlens, rows)
@@ -37,8 +37,8 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """``[T, H, D]`` to a padded ``[B, H, L, D]`` and the lengths ``[B]``; padding is 0.
 
     Args:
-        cu_seqlens: integers ``[B + 1]``, where each sequence starts; 0 comes first, the end of the last one last. Rows
-            behind it are padding, which is left out. Sequences may be empty.
+        cu_seqlens: integers ``[B + 1]``, where each sequence starts; the first is 0, the last is the end of the last
+            sequence. Later rows of ``x`` are padding and left out. Sequences may be empty.
 
     Raises:
         ValueError: ``cu_seqlens`` does not rise from 0 to at most T.
@@ -51,9 +51,9 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(x: Tensor, cu_seqlens: Tensor, rows: int | None = None) -> Tensor:
-    """The way back from :func:`unpack`: ``[B, H, L, D]`` to ``[T, H, D]``, or ``[B, H, L]`` to ``[T, H]``.
+    """The inverse of :func:`unpack`: ``[B, H, L, D]`` to ``[T, H, D]``, or ``[B, H, L]`` to ``[T, H]``.
 
-    ``rows`` is T, where 0 stands behind the last sequence; None is its end.
+    ``rows`` is T; rows after the last sequence are 0. None is the end of the last sequence.
     """
     packed_rows = int(cu_seqlens[-1])
     rows = packed_rows if rows is None else rows
@@ -73,12 +73,12 @@ def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def _places(lengths: Tensor, longest: int) -> Tensor:
-    """True where a padded batch ``[B, L]`` holds a row."""
+    """True for the rows of a padded batch ``[B, L]`` that are not padding."""
     return torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
 def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:
-    """The packed rows of a tensor in ``qkv_format``; of one that is like ``x`` but for its number of ``rows``."""
+    """The packed rows of a tensor in ``qkv_format``; with ``rows``, of a tensor like ``x`` with that many rows."""
     if qkv_format == "thd":
         if cu_seqlens is None:
             raise ValueError("qkv_format='thd' needs cu_seqlens, where each sequence starts; pass integers [B + 1]")
@@ -88,7 +88,7 @@ def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int |
 
 
 class Packing:
-    """Heads side by side, ``[B, H, L, ...]``, to packed rows and back; :class:`Kept` is in them.
+    """``[B, H, L, ...]`` to packed rows, as in :class:`Kept`, and back.
 
     Args:
         packed: the rows of the batch.
@@ -103,11 +103,11 @@ class Packing:
 
     @classmethod
     def of(cls, x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Packing:
-        """That of a tensor in a format; see :func:`row_space`."""
+        """The packing of a tensor in a format; see :func:`row_space`."""
         return cls(packed_rows(row_space(x, qkv_format, cu_seqlens, rows), cu_seqlens, x.device))
 
     def pack(self, x: Tensor, padding: float = 0.0) -> Tensor:
-        """``[B, H, L]`` to ``[H, R]``, with ``padding`` where no row is."""
+        """``[B, H, L]`` to ``[H, R]``; unused rows are ``padding``."""
         return self._rows.pack(x, self._space.total, padding)
 
     def unpack(self, x: Tensor, padding: float = 0.0) -> Tensor:
@@ -120,13 +120,13 @@ class Packing:
         return Codes(data.view(codes.data.dtype), self._blocks.pack(codes.scale_inv, self._space.blocks, 1))
 
     def unpack_codes(self, data: Tensor, scale_inv: Tensor) -> Codes:
-        """The way back."""
+        """The inverse of :meth:`pack_codes`."""
         codes = self._rows.unpack(data.view(torch.uint8), 0)
         return Codes(codes.view(data.dtype), self._blocks.unpack(scale_inv, 1))
 
 
 class _Places:
-    """Where each of at most ``most`` things of a sequence lies: ``counts [B]`` of them, from ``starts [B]`` on."""
+    """Index of items in a packed dimension: ``counts [B]`` (at most ``most``) per sequence, from ``starts [B]``."""
 
     def __init__(self, starts: Tensor, counts: Tensor, most: int) -> None:
         index = torch.arange(most, device=starts.device)

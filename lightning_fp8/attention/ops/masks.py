@@ -1,7 +1,7 @@
-"""Which keys a query sees, and which tiles need no look because nobody in them sees anybody.
+"""Mask geometry: the keys that a query attends to, and fully masked tiles, which are skipped.
 
-Every mask that runs in FP8 is a band around a diagonal, cut off at the sequences' lengths. Names and meaning of windows
-are those of FlashAttention and Transformer Engine.
+Every mask that is supported in FP8 is a band around a diagonal, limited by the sequences' lengths. Windows have the
+names and meaning that FlashAttention and Transformer Engine give them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Band:
-    """Query ``i`` sees key ``j`` where ``i + shift - left <= j <= i + shift + right``.
+    """Query ``i`` attends to key ``j`` if ``i + shift - left <= j <= i + shift + right``.
 
     Attributes:
-        left: how many keys before the diagonal are seen; None is all of them.
-        right: how many after it; 0 is causal, None is all of them.
-        bottom_right: the diagonal ends at the last query and the last key, ``shift = keys - queries`` of each sequence;
-            otherwise it starts at the first ones, ``shift = 0``.
+        left: number of keys before the diagonal; None is unlimited.
+        right: number of keys after the diagonal; 0 is causal, None is unlimited.
+        bottom_right: if True, the diagonal ends at the last query and the last key of each sequence,
+            ``shift = keys - queries``; if False, it starts at the first ones, ``shift = 0``.
 
     Raises:
         ValueError: a limit is negative.
@@ -41,12 +41,12 @@ class Band:
         return self.left is not None or self.right is not None
 
     def transposed(self) -> Band:
-        """Which queries see a key, said as which keys a query sees."""
+        """The band with queries and keys exchanged."""
         return Band(self.right, self.left, self.bottom_right)
 
 
 class Lengths(NamedTuple):
-    """Rows that count in each sequence of a padded batch: integers ``[B]`` on the host, queries and keys."""
+    """Lengths of the sequences in a padded batch: integers ``[B]`` on the host, of queries and of keys."""
 
     queries: Tensor
     keys: Tensor
@@ -56,9 +56,9 @@ class Lengths(NamedTuple):
 
 
 def seeing(band: Band, key_slice: slice, lengths: Lengths, tile_size: int) -> slice:
-    """The queries, in whole tiles from a multiple of ``tile_size`` on, of which some see a key of ``key_slice``.
+    """The range of queries that attend to keys of ``key_slice``, rounded out to tiles of ``tile_size``.
 
-    Where lengths differ, a tile is looked at if any sequence needs it. The last tile ends with the longest sequence.
+    A tile is included if any sequence of the batch needs it. The range ends at the longest sequence's end.
     """
     starts, stops = [], []
     for num_queries, num_keys in zip(lengths.queries.tolist(), lengths.keys.tolist()):
@@ -72,14 +72,14 @@ def seeing(band: Band, key_slice: slice, lengths: Lengths, tile_size: int) -> sl
 
 
 def seen(band: Band, query_slice: slice, lengths: Lengths, tile_size: int) -> slice:
-    """The keys, in whole tiles, of which some are seen by a query of ``query_slice``."""
+    """The range of keys that queries of ``query_slice`` attend to, rounded out to tiles of ``tile_size``."""
     return seeing(band.transposed(), query_slice, lengths.transposed(), tile_size)
 
 
 def hidden(band: Band, query_slice: slice, key_slice: slice, lengths: Lengths, padded: bool) -> Tensor | None:
-    """True where a query does not see a key: ``[B, queries, keys]``, B of ``lengths``; None where nothing is hidden.
+    """True where a query does not attend to a key: ``[B, queries, keys]``, B of ``lengths``; None if nothing is masked.
 
-    ``padded`` says that some sequence is shorter than the tensor that holds it.
+    ``padded``: whether some sequence is shorter than the tensor.
     """
     if not band.limited and not padded:
         return None

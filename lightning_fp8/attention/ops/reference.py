@@ -1,17 +1,19 @@
 """The specification of FP8 attention: ``o = softmax(c q kᵀ) v`` and its gradients, every product of E4M3 codes.
 
-The recurrences are FlashAttention-2's (Dao, arXiv:2307.08691): keys in tiles with a running maximum forward, scores
-computed again backward, ``dS = P (dP - D)``. What FP8 adds: probabilities are cast relative to their tile's maximum;
-backward, each row of a product's left operand is scaled from itself within the tile, so that neither a sink (one key
-that takes most of the mass) nor a gradient's range underflows; two passes, one with queries as rows (dQ), one with keys
-as rows (dK, dV), so that this scale always lies along the rows of the result, where it can be divided out.
+The recurrences are those of FlashAttention-2 (Dao, arXiv:2307.08691): the forward pass visits keys in tiles with a
+running maximum; the backward pass recomputes the scores and uses ``dS = P (dP - D)``. FP8 adds the following.
+Probabilities are cast relative to their tile's maximum. In the backward pass, each row of a product's left operand has
+its own scale within a tile, so that neither an attention sink (one key with most of the mass) nor a gradient's range
+underflows. The backward pass has two parts, one with queries as rows (dQ) and one with keys as rows (dK, dV), so that
+this scale is always along the rows of the result, where it can be divided out.
 
-Tiles are part of the specification, since scales are theirs: 128 keys forward and for dQ, 64 queries for dK and dV.
-Products are of codes, exact, and accumulated in float32; scales come in afterwards. Exponentials are of two:
-log2(e) is in the factor of the scores. Every operation has its order: results are deterministic.
+Tiles are part of the specification, since they determine scales: 128 keys in the forward pass and for dQ, 64 queries
+for dK and dV. Products of codes are exact, and accumulated in float32; scales are applied afterwards. Exponentials have
+base 2: log2(e) is included in the factor of the scores. The order of all operations is fixed, so results are
+deterministic.
 
-For speed, all rows that see a tile are computed at once, for all sequences and heads. What a kernel may do otherwise:
-the order of additions in float32, and what stands in masked places of tiles that hold NaN.
+For speed, all rows that attend to a tile are computed at once, for all sequences and heads. A kernel may differ only in
+the order of float32 additions, and in the values of masked positions of tiles that contain NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ R = TypeVar("R")
 
 
 def _of_codes(function: Callable[Concatenate[Codes, P], R]) -> Callable[Concatenate[Codes, P], R]:
-    """No gradients, and products that are exact for codes, whatever torch.autocast would make of them."""
+    """Decorator: no gradients, and products that are exact for codes, also under torch.autocast."""
 
     @wraps(function)
     def exact(first: Codes, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,13 +65,15 @@ def forward(
         q: ``[B, H, Lq, D]``.
         k, v: ``[B, H / G, Lk, D]``; query head ``h`` uses head ``h // G``.
         softmax_scale: ``c``.
+        band: the mask.
         lengths: of the sequences in a padded batch.
+        dtype: of the output.
 
     Returns:
         ``o [B, H, Lq, D]`` in ``dtype``; float32 ``m [B, H, Lq]``, a row's largest score times log2(e), and
         ``l [B, H, Lq]``, its sum of ``2**(score log2(e) - m)``. The natural logarithm of the row's sum of exponentials
-        is ``m ln(2) + ln(l)``; of the keys as they were cast, without their mean if they were centered. A row that
-        sees no key, and padding, has ``o = 0``, ``m = -inf``, ``l = 0``.
+        is ``m ln(2) + ln(l)``; scores are of the keys as cast, without their mean if centered. Padding, and rows that
+        attend to no key, have ``o = 0``, ``m = -inf``, ``l = 0``.
     """
     call = TiledCall(q, k, softmax_scale, band, lengths)
     queries, keys, values = call.grouped(q.decode()), _flat(k.decode()), _flat(v.decode())
@@ -80,7 +84,7 @@ def forward(
     out = queries.new_zeros(*queries.shape[:3], values.shape[2])
     total = queries.new_zeros(queries.shape[:3])
     largest = torch.full_like(total, -torch.inf)
-    units = largest.clone()  # what 1 stands for in ``out`` and ``total``: of the last tile that was added
+    units = largest.clone()  # log2 of the unit of ``out`` and ``total``: that of the last tile added
     for block, query_slice, key_slice in call.tiles_of_keys():
         scores = _product(queries[:, :, query_slice], keys[:, key_slice].mT)
         scores *= (score_of_row[:, :, query_slice] * score_of_key[:, block, None, None])[..., None]
@@ -88,17 +92,17 @@ def forward(
         tile_largest = scores.amax(3)
         largest[:, :, query_slice] = torch.maximum(largest[:, :, query_slice], tile_largest)
         unit = torch.maximum(tile_largest, largest[:, :, query_slice] - REACH)
-        zero = torch.where(unit == -torch.inf, 0.0, unit)  # a row that has seen nothing yet: 2**-inf below, not NaN
+        zero = torch.where(unit == -torch.inf, 0.0, unit)  # for rows without a visible key yet: 2**-inf below, not NaN
         probability = scores.sub_((zero - TOP)[..., None]).exp2_()
         alpha = torch.exp2(units[:, :, query_slice] - zero)
         units[:, :, query_slice] = unit
-        # The sum is that of the probabilities before the cast below rounds them.
+        # Probabilities are summed before the cast below rounds them.
         total[:, :, query_slice] = total[:, :, query_slice] * alpha + probability.sum(3)
         codes = decode(saturating_cast(probability, one, E4M3)).float()
         part = _product(codes, values[:, key_slice]) * value_scale_inv[:, block, None, None, None]
         out[:, :, query_slice] = out[:, :, query_slice] * alpha[..., None] + part
     blind = total == 0
-    out = torch.where(blind[..., None], 0.0, out / total[..., None])  # both are 2**TOP as large as they should be
+    out = torch.where(blind[..., None], 0.0, out / total[..., None])  # the common factor 2**TOP cancels
     total = torch.where(blind, 0.0, total * torch.exp2(units - largest - TOP))
     return call.apart(out).to(dtype), call.apart(largest), call.apart(total)
 
@@ -108,20 +112,21 @@ def backward(
     do: Codes, q: Codes, k: Codes, v: Codes, o: Tensor, m: Tensor, l: Tensor, softmax_scale: float,  # noqa: E741
     band: Band = ALL, lengths: Lengths | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of :func:`forward`, of the same operands and with what it returned.
+    """The gradients of :func:`forward`, from the same operands and its results.
 
     Args:
         do: the gradient of ``o``, cast as the others.
-        o: is rounded to BF16, in which it is saved.
+        o: the output; rounded to BF16, in which it is saved.
+        m, l: as returned by :func:`forward`.
 
     Returns:
-        ``dq [B, H, Lq, D]``, ``dk`` and ``dv [B, H / G, Lk, D]`` in ``dtype``. A row that sees no key has ``dq = 0``
-        and adds nothing to the others; a key that no row sees has ``dk = dv = 0``.
+        ``dq [B, H, Lq, D]``, ``dk`` and ``dv [B, H / G, Lk, D]`` in ``dtype``. A row that attends to no key has
+        ``dq = 0`` and does not contribute to the others; a key without queries has ``dk = dv = 0``.
     """
     call = TiledCall(q, k, softmax_scale, band, lengths)
-    # 2**(score - total) is a probability; 0 where there is none
+    # 2**(score - total) is a probability; 0 in rows without keys
     total = torch.where(l == 0, torch.inf, m + torch.log2(l))
-    # D = rowsum(P dP), of the same codes that dP multiplies: the rounding of dO would not cancel otherwise
+    # D = rowsum(P dP), from the same codes that dP is computed from: otherwise the rounding of dO would not cancel.
     delta = (do.decode() * o.to(torch.bfloat16).float()).sum(3) * do.by_row()
     dq, rest = _dq(call, do, q, k, v, call.grouped(total), call.grouped(delta))
     dk, dv = _dk_dv(call, do, q, k, v, call.grouped(total), call.grouped(delta) + rest)
@@ -131,7 +136,7 @@ def backward(
 def _dq(
     call: TiledCall, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dQ, and each row's sum of dS: what is missing in D for the rows of the exact gradient to sum to 0."""
+    """dQ, and each row's sum of dS: the correction to D with which the rows of the exact gradient sum to 0."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())
     score_of_row, gradient_scale_inv = call.grouped(q.by_row()) * call.c, call.grouped(do.by_row())
@@ -156,7 +161,7 @@ def _dq(
 def _dk_dv(
     call: TiledCall, do: Codes, q: Codes, k: Codes, v: Codes, total: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV: the heads that share a key one after the other, the queries of each in tiles."""
+    """dK and dV, looping over the heads that share keys, and over tiles of their queries."""
     queries, keys = call.grouped(q.decode()), _flat(k.decode())
     gradients, values = call.grouped(do.decode()), _flat(v.decode())
     query_scale_inv, gradient_scale_inv = call.grouped(q.scale_inv), call.grouped(do.scale_inv)
@@ -174,7 +179,7 @@ def _dk_dv(
             ds = torch.bmm(values[:, key_slice], do_tile.mT) * (value_scale_inv[:, key_slice, None] * do_scale_inv)
             ds -= delta[:, head, None, query_slice]
             ds *= p
-            # the right operand's scale goes into the left one: all tiles' products are then in the row's one unit
+            # The right operand's scale is applied to the left one, so that all tiles' products have the row's unit.
             codes, inverse = round_rows_running(p.mul_(do_scale_inv), fitted_p[:, key_slice])
             dv[:, key_slice] += torch.bmm(codes, do_tile) * inverse
             codes, inverse = round_rows_running(ds.mul_(q_scale_inv), fitted_ds[:, key_slice])
@@ -188,5 +193,5 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``[N, G, R, K]`` times ``[N, K, C]``: ``[N, G, R, C]`` in float32. Of codes: exact in BF16 products."""
+    """``[N, G, R, K]`` times ``[N, K, C]``: ``[N, G, R, C]`` in float32. Exact for codes, also in BF16 products."""
     return torch.bmm(left.flatten(1, 2), right).unflatten(1, left.shape[1:3])

@@ -1,4 +1,4 @@
-"""The order in which one call's tiles are visited, and its heads as a grouped product wants them."""
+"""The order in which a call's tiles are visited, and its heads grouped for the products."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_fp8.attention.ops.casts import BLOCK, Codes
 from lightning_fp8.attention.ops.masks import Band, Lengths, hidden, seeing, seen
 
 KEYS = 128
-"""Keys of a tile in the forward pass and in that of dQ; with 128 queries, whole tiles that see nothing are skipped."""
+"""Keys of a tile in the forward pass and for dQ; with tiles of 128 queries, fully masked tiles are skipped."""
 QUERIES = 64
-"""Queries of a tile in the pass of dK and dV, with 128 keys."""
+"""Queries of a tile for dK and dV, with 128 keys."""
 ROWS = 128
 """Rows of a tile's result in each pass."""
 
@@ -22,14 +22,14 @@ LOG2_E = math.log2(math.e)
 
 
 class TiledCall:
-    """What one call of attention asks for: shapes, scale, mask.
+    """Shapes, scale and mask of one call of attention.
 
     Attributes:
         c: the softmax scale times log2(e).
-        group: query heads that share a head of keys and values.
+        group: number of query heads that share a head of keys and values.
 
     Raises:
-        ValueError: heads that do not divide; lengths of another batch, or beyond the tensors' rows.
+        ValueError: the number of query heads is not divisible; lengths have another batch size, or exceed the rows.
     """
 
     def __init__(self, q: Codes, k: Codes, softmax_scale: float, band: Band, lengths: Lengths | None) -> None:
@@ -51,29 +51,29 @@ class TiledCall:
         self.padded = any(bool((length != most).any()) for length, most in zip(self.lengths, held))
 
     def grouped(self, x: Tensor) -> Tensor:
-        """``[B, H, ...]`` to ``[N, G, ...]``, N heads of keys and values in the whole batch."""
+        """``[B, H, ...]`` to ``[N, G, ...]``; N is the number of heads of keys and values in the whole batch."""
         return x.reshape(self.batch * self.shared_heads, self.group, *x.shape[2:])
 
     def apart(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of :meth:`grouped`."""
         return x.reshape(self.batch, self.heads, *x.shape[2:])
 
     def tiles_of_keys(self) -> Iterator[tuple[int, slice, slice]]:
-        """``block, query_slice, key_slice`` of each tile of keys that is seen: its block of scales, and who looks."""
+        """``block, query_slice, key_slice`` for each visible tile of keys: its block of scales, and its queries."""
         for key_slice in _tiles(self.keys_in_all, KEYS):
             query_slice = seeing(self.band, key_slice, self.lengths, ROWS)
             if query_slice.start < query_slice.stop:
                 yield key_slice.start // BLOCK, query_slice, key_slice
 
     def tiles_of_queries(self) -> Iterator[tuple[int, slice, slice]]:
-        """``block, query_slice, key_slice`` of each tile of queries: its block of scales, and the keys that it sees."""
+        """``block, query_slice, key_slice`` for each tile of queries: its block of scales, and its keys."""
         for query_slice in _tiles(self.queries_in_all, QUERIES):
             key_slice = seen(self.band, query_slice, self.lengths, ROWS)
             if key_slice.start < key_slice.stop:
                 yield query_slice.start // BLOCK, query_slice, key_slice
 
     def hide(self, scores: Tensor, query_slice: slice, key_slice: slice) -> None:
-        """Write -inf into ``scores [N, G, queries, keys]`` where a query does not see a key."""
+        """Set ``scores [N, G, queries, keys]`` to -inf where a query does not attend to a key."""
         mask = hidden(self.band, query_slice, key_slice, self.lengths, self.padded)
         if mask is not None:
             apart = scores.unflatten(0, (self.batch, self.shared_heads)) if len(mask) > 1 else scores[:, None]
