@@ -1,13 +1,13 @@
-"""Context parallelism: each rank holds a part of every sequence, and attends with its queries to all keys.
+"""Context parallelism: each rank holds a part of every sequence, and its queries attend to the keys of all ranks.
 
-A sequence is cut into ``2 n`` chunks for ``n`` ranks, and rank ``i`` holds chunks ``i`` and ``2 n - 1 - i``, so that
-ranks have the same work under a causal mask (Transformer Engine's order). Queries stay. Keys and values are cast where
-they are, and their codes and scales are gathered, in the forward pass and again in the backward pass, for which only a
-rank's own codes are kept. Gradients of keys and values are summed over ranks and scattered in the gradient's own dtype:
-FP8 codes cannot be added, a BF16 sum rounds by 0.4 % at most, against 5 % of FP8 attention itself, and float32 would
-double the bytes.
+A sequence is divided into ``2 n`` chunks for ``n`` ranks. Rank ``i`` holds chunks ``i`` and ``2 n - 1 - i``, which
+balances the ranks' work under a causal mask (Transformer Engine's order). Queries stay on their rank. Keys and values
+are cast on their rank, and their codes and scales are gathered in the forward pass, and again in the backward pass, for
+which a rank saves only its own codes. Gradients of keys and values are reduce-scattered in the gradient's own dtype:
+FP8 codes cannot be added, a BF16 sum has an error of at most 0.4 %, against 5 % of FP8 attention itself, and float32
+would double the bytes.
 
-Which collectives run follows from shapes and arguments alone, which are the same on all ranks.
+Which collectives run depends only on shapes and arguments, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Batch = TypeVar("Batch", Tensor, dict[str, Any])
 class ContextParallel:
     """The ranks that share sequences.
 
-    Copies share the group; pickled ones lose it, and then raise where they are used.
+    Copies share the group. Pickles do not contain it; an unpickled object raises when it is used.
 
     Args:
-        group: of these ranks.
+        group: the process group of these ranks.
 
     Attributes:
-        size, rank: of the group, and in it.
+        size, rank: the size of the group, and this rank in it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -71,30 +71,32 @@ class ContextParallel:
 
     @property
     def order(self) -> list[int]:
-        """Where the chunks of a sequence are among those of all ranks, which come by rank."""
+        """Position of each chunk of a sequence among the chunks of all ranks, concatenated by rank."""
         chunks = range(2 * self.size)
         return [2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1 for i in chunks]
 
     def chunks(self) -> tuple[int, int]:
-        """This rank's, among the ``2 n`` of a sequence."""
+        """Indices of this rank's two chunks among the ``2 n`` chunks of a sequence."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def require_group(self) -> dist.ProcessGroup:
-        """Raises:
-        RuntimeError: this was pickled, which a group does not survive.
+        """Return the group.
+
+        Raises:
+            RuntimeError: this object was unpickled, and has no group.
         """
         if self.group is None:
             raise RuntimeError(
-                "this attention was pickled with a context-parallel group, which a file does not hold; call "
+                "this attention was pickled with a context-parallel group, which pickles do not contain; call "
                 "set_context_parallel_group again, with None for attention on one rank"
             )
         return self.group
 
     def require_agreement(self, **here: Any) -> None:
-        """Compare what ranks are called with, once: later calls would wait for each other where they differ.
+        """Compare the arguments of ranks once. If they differed, later collectives would not match and would hang.
 
         Raises:
-            RuntimeError: on all ranks, if they differ; the message names both.
+            RuntimeError: on all ranks, if they differ; the message contains both.
         """
         if self._agreed:
             return
@@ -106,14 +108,14 @@ class ContextParallel:
         self._agreed = True
 
     def positions(self, x: Tensor, rows: int) -> Tensor:
-        """Of a tensor of a sequence's positions ``[L, ...]`` those of this rank's ``rows``.
+        """The part for this rank's ``rows`` of a tensor of a sequence's positions ``[L, ...]``.
 
         Raises:
             ValueError: fewer positions than the sequence has.
         """
         if len(x) < rows * self.size:
             raise ValueError(
-                f"rotary_pos_emb has {len(x)} positions; with context parallelism give those of the whole sequence, "
+                f"rotary_pos_emb has {len(x)} positions; with context parallelism pass those of the whole sequence, "
                 f"here {self.size} ranks times {rows} rows = {rows * self.size}"
             )
         return chunks_of_rank(x[: rows * self.size], 0, self.size, self.rank)
@@ -122,17 +124,17 @@ class ContextParallel:
 def context_parallel(
     cp_group: Any, cp_global_ranks: Sequence[int] | None = None, cp_comm_type: str = "p2p"
 ) -> ContextParallel | None:
-    """The ranks that Transformer Engine's arguments say; None for one rank.
+    """The :class:`ContextParallel` of Transformer Engine's arguments; None for one rank.
 
     Args:
         cp_group: a process group, or None.
-        cp_global_ranks: its ranks in the world, compared with the group's.
-        cp_comm_type: one of :data:`COMM_TYPES`; codes are gathered whatever it is, results are the same.
+        cp_global_ranks: its global ranks; must equal the group's.
+        cp_comm_type: one of :data:`COMM_TYPES`. It has no effect: codes are always gathered, with the same results.
 
     Raises:
-        TypeError: no process group.
-        ValueError: other ranks than the group's, or an unknown type.
-        NotImplementedError: ``"a2a+p2p"``, with its two groups.
+        TypeError: ``cp_group`` is not a process group.
+        ValueError: ranks that differ from the group's, or an unknown type.
+        NotImplementedError: ``"a2a+p2p"``, which uses two groups.
     """
     types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
     if "a2a+p2p" in types or isinstance(cp_group, (list, tuple)):
@@ -148,27 +150,28 @@ def context_parallel(
         return None
     if not (dist.is_available() and isinstance(cp_group, dist.ProcessGroup)):
         raise TypeError(
-            f"cp_group is {type(cp_group).__name__}; pass a torch.distributed.ProcessGroup that this rank is in, as "
-            "device_mesh['cp'].get_group() gives it"
+            f"cp_group is {type(cp_group).__name__}; pass a torch.distributed.ProcessGroup that contains this rank, "
+            "for example device_mesh['cp'].get_group()"
         )
     ranks = dist.get_process_group_ranks(cp_group)
     if cp_global_ranks is not None and list(cp_global_ranks) != ranks:
-        raise ValueError(f"cp_global_ranks={list(cp_global_ranks)}, and cp_group has ranks {ranks}; leave it out")
+        raise ValueError(f"cp_global_ranks={list(cp_global_ranks)}, but cp_group has ranks {ranks}; leave it out")
     return ContextParallel(cp_group) if len(ranks) > 1 else None
 
 
 def get_batch_on_this_cp_rank(batch: Batch, cp_group: dist.ProcessGroup, seq_dim: int = 1) -> Batch:
-    """The part of a batch of whole sequences that this rank of ``cp_group`` holds: two of ``2 n`` chunks.
+    """This rank's part of a batch of whole sequences: two of ``2 n`` chunks, for the ``n`` ranks of ``cp_group``.
 
-    Shift labels before, as the next token of a chunk's last one may be on another rank.
+    Shift labels before, because the next token of a chunk's last one may be on another rank.
 
     Args:
-        batch: a tensor, or a mapping of tensors; what is None, and what is no tensor, stays.
-        seq_dim: the dimension of positions, in all of them.
+        batch: a tensor, or a mapping of tensors. Values that are not tensors are returned unchanged.
+        cp_group: the context-parallel ranks.
+        seq_dim: the sequence dimension of all tensors.
 
     Raises:
         TypeError: ``batch`` is neither a tensor nor a mapping.
-        ValueError: ``2 n`` chunks do not divide it.
+        ValueError: the sequence length is not a multiple of ``2 n``.
     """
     if not isinstance(batch, (Tensor, Mapping)):
         raise TypeError(f"batch={batch!r} must be a tensor, or a mapping of names to tensors")
@@ -181,10 +184,10 @@ def get_batch_on_this_cp_rank(batch: Batch, cp_group: dist.ProcessGroup, seq_dim
 
 
 def chunks_of_rank(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """Of ``2 size`` chunks along ``dim`` the two of ``rank``.
+    """Chunks ``rank`` and ``2 size - 1 - rank`` of ``2 size`` chunks along ``dim``.
 
     Raises:
-        ValueError: the dimension does not divide.
+        ValueError: the dimension is not a multiple of ``2 size``.
     """
     length = x.shape[dim]
     if length % (2 * size):
@@ -196,16 +199,16 @@ def chunks_of_rank(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
 
 
-# --- What a rank computes ---------------------------------------------------------------------------------------------
+# --- Computation on one rank ------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """Queries of this rank that see keys from a sequence's first one to the same last one.
+    """Queries of this rank that attend to the same range of keys, from a sequence's first key on.
 
     Attributes:
-        rows: of the rank's queries.
-        chunks: of keys, from the first on.
-        band: which of them a query sees.
+        rows: the range of the rank's queries.
+        chunks: the number of chunks of keys.
+        band: the mask within this range.
     """
 
     rows: slice
@@ -214,7 +217,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(ranks: ContextParallel, query_rows: int, band: Band) -> list[Piece]:
-    """Under a causal mask a piece for each chunk of queries, which need no later keys; else one."""
+    """Under a causal mask one piece per chunk of queries, which do not need later keys; otherwise one piece."""
     if not band.limited:
         return [Piece(slice(0, query_rows), 2 * ranks.size, band)]
     half = query_rows // 2
@@ -224,18 +227,19 @@ def pieces_of(ranks: ContextParallel, query_rows: int, band: Band) -> list[Piece
 
 
 def has_whole_blocks(key_rows: int) -> bool:
-    """Whether chunks of a rank's keys are whole blocks of scales, so that codes can be put into a sequence's order."""
+    """Whether a rank's chunks of keys consist of whole blocks of scales, so that codes can be reordered by chunk."""
     return key_rows % (2 * BLOCK) == 0
 
 
 def attention_of_gathered(
     ranks: ContextParallel, q: Tensor, k: Tensor, v: Tensor, band: Band, attend: Attend
 ) -> Tensor:
-    """Attention in pieces over keys and values that are gathered as they are.
+    """Attention in pieces, with keys and values gathered in their own dtype.
 
     Args:
+        ranks: the context-parallel ranks.
         q, k, v: this rank's ``[B, L, H, D]``.
-        band: causal, with any ``left``, or everything.
+        band: no limit, or causal with any ``left``.
         attend: computes a piece.
     """
     keys, values = GatherFunction.apply(k, v, ranks)
@@ -250,18 +254,20 @@ def attention_of_gathered(
 def fp8_attention_of_codes(
     ranks: ContextParallel, q: Tensor, k: Tensor, v: Tensor, band: Band, softmax_scale: float, center_keys: bool
 ) -> Tensor:
-    """FP8 attention over codes of keys and values that are gathered.
+    """FP8 attention with gathered codes of keys and values.
 
     Args:
+        ranks: the context-parallel ranks.
         q, k, v: this rank's ``[B, L, H, D]``; L of keys :func:`has_whole_blocks`.
-        band: causal, with any ``left``, or everything.
-        center_keys: cast keys without a mean over their whole sequence.
+        band: no limit, or causal with any ``left``.
+        softmax_scale: the factor of the scores.
+        center_keys: subtract from keys their mean over the whole sequence before the cast.
     """
     return CodesFunction.apply(q, k, v, ranks, band, softmax_scale, center_keys)  # type: ignore[no-any-return]
 
 
 class GatherFunction(torch.autograd.Function):
-    """Keys and values ``[B, L, H, D]`` of a rank to those of whole sequences; gradients are summed over ranks."""
+    """Gathers keys and values ``[B, L, H, D]`` into whole sequences; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, ranks: ContextParallel) -> tuple[Tensor, Tensor]:
@@ -275,7 +281,7 @@ class GatherFunction(torch.autograd.Function):
 
 
 class CodesFunction(torch.autograd.Function):
-    """The gradients of :func:`fp8_attention_of_codes`."""
+    """The autograd function of :func:`fp8_attention_of_codes`."""
 
     @staticmethod
     def forward(
@@ -307,11 +313,11 @@ class CodesFunction(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
-                "FP8 attention has no second derivatives, which create_graph=True asks for; run this attention in high "
+                "FP8 attention does not support second derivatives (create_graph=True); run this attention in high "
                 "precision: with fp8_autocast(enabled=False), or a recipe with fp8_dpa=False"
             )
         ranks, batch, chunk = ctx.ranks, do.shape[0], ctx.key_rows // 2
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes for it
+        saved = ctx.saved_tensors  # read only once: activation checkpointing recomputes for each read
         own, kept = saved[:4], saved[4:]
         keys, values = _gathered_codes(own, batch, ranks)
         pieces = pieces_of(ranks, do.shape[1], ctx.band)
@@ -331,7 +337,7 @@ class CodesFunction(torch.autograd.Function):
 
 
 def _mean_of_keys(k: Tensor, mean_rows: int | None, ranks: ContextParallel) -> Tensor:
-    """That of a sequence's finite keys, or of its first ones: float32 ``[B, 1, H, D]``; see ``ops.casts.cast``."""
+    """Mean of a sequence's finite keys, or of its first ones: float32 ``[B, 1, H, D]``; see ``ops.casts.cast``."""
     chunk = k.shape[1] // 2
     rows = 2 * chunk * ranks.size if mean_rows is None else min(mean_rows, 2 * chunk * ranks.size)
     total = torch.zeros(k.shape[0], *k.shape[2:], dtype=torch.float32, device=k.device)
@@ -343,11 +349,11 @@ def _mean_of_keys(k: Tensor, mean_rows: int | None, ranks: ContextParallel) -> T
     return torch.where(torch.isfinite(mean), mean, 0.0)[:, None]
 
 
-# --- What travels -----------------------------------------------------------------------------------------------------
+# --- Communication ----------------------------------------------------------------------------------------------------
 
 
 def _gathered(parts: Sequence[Tensor], ranks: ContextParallel) -> list[Tensor]:
-    """Each of ``parts`` of all ranks ``[n, ...]``, in one collective; their bytes are multiples of their items'."""
+    """Gather each of ``parts`` to ``[n, ...]`` in one collective; sizes in bytes must be multiples of item sizes."""
     mine = torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
     everyone = mine.new_empty(ranks.size, mine.numel())
     all_gather(everyone.view(-1), mine, ranks.require_group())
@@ -356,7 +362,7 @@ def _gathered(parts: Sequence[Tensor], ranks: ContextParallel) -> list[Tensor]:
 
 
 def _in_sequence(x: Tensor, dim: int, ranks: ContextParallel) -> Tensor:
-    """``[n, ...]`` of all ranks, with a rank's rows at ``dim`` of what follows, to rows in a sequence's order."""
+    """Reorder gathered ``[n, ...]``, with a rank's rows at dimension ``dim + 1``, to a sequence's order of rows."""
     x = x.movedim(0, dim)  # ranks, then a rank's rows
     x = x.unflatten(dim + 1, (2, x.shape[dim + 1] // 2)).flatten(dim, dim + 1)
     order = torch.tensor(ranks.order, device=x.device)
@@ -364,7 +370,7 @@ def _in_sequence(x: Tensor, dim: int, ranks: ContextParallel) -> Tensor:
 
 
 def _gathered_codes(own: Sequence[Tensor], batch: int, ranks: ContextParallel) -> tuple[Codes, Codes]:
-    """Of keys and values, ``[H, B, 2 n, ...]`` each: codes as bytes of a chunk, and scales of its blocks."""
+    """Gathered codes of keys and values, by chunk: ``[H, B, 2 n, ...]``, data as bytes and scales of blocks."""
     parts = []
     for part in own:
         by_sequence = part.view(torch.uint8) if part.dtype != torch.float32 else part
@@ -375,13 +381,13 @@ def _gathered_codes(own: Sequence[Tensor], batch: int, ranks: ContextParallel) -
 
 
 def _first(codes: Codes, chunks: int) -> Codes:
-    """The first ``chunks`` of each sequence, in packed rows."""
+    """The first ``chunks`` chunks of each sequence, in packed rows."""
     data, scale_inv = (x[:, :, :chunks].flatten(1, 3) for x in codes)
     return Codes(data.contiguous().view(torch.float8_e4m3fn), scale_inv.contiguous())
 
 
 def _sum(gradients: Sequence[Tensor], ranks: ContextParallel, chunk: int) -> Tensor:
-    """Of the pieces' keys, each from a sequence's first one on, for all rows of the sequence."""
+    """Sum the pieces' gradients of keys, which all start at a sequence's first key, over the whole sequence."""
     if len(gradients) == 1:
         return gradients[0]
     batch, _, *rest = gradients[0].shape
@@ -392,7 +398,7 @@ def _sum(gradients: Sequence[Tensor], ranks: ContextParallel, chunk: int) -> Ten
 
 
 def _scattered(gradients: Sequence[Tensor], ranks: ContextParallel) -> list[Tensor]:
-    """Sums over ranks of ``[B, L, H, D]`` in a sequence's order: this rank's rows of each, in one collective."""
+    """Reduce-scatter ``[B, L, H, D]`` in a sequence's order, in one collective: this rank's rows of the sums."""
     parts = []
     for x in gradients:
         chunks = x.unflatten(1, (2 * ranks.size, x.shape[1] // (2 * ranks.size)))

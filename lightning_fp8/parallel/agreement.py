@@ -1,7 +1,7 @@
-"""What ranks must have in common, compared before their collectives follow from it.
+"""Checks that ranks agree on what determines their collectives.
 
-Where one rank has another recipe, another plan or other shards than the rest, their collectives do not meet: some
-backends wait for ever then, others mix up the bytes of different tensors.
+If one rank has another recipe, plan or sharding than the others, their collectives do not match: some backends hang,
+others mix up bytes of different tensors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lightning_fp8.names import clean_name
 
 
 def require_same(what: str, here: str, group: dist.ProcessGroup) -> None:
-    """Compare ``here`` over the ranks of ``group``, on all of them.
+    """Compare ``here`` over the ranks of ``group``; collective.
 
     Raises:
-        RuntimeError: on all ranks, if it differs: ``what``, and each value with its ranks.
+        RuntimeError: on all ranks, if values differ; ``what``, and each value with its ranks.
     """
     found = _of_all(here, group)
     if len(set(found)) > 1:
@@ -29,18 +29,19 @@ def require_same(what: str, here: str, group: dist.ProcessGroup) -> None:
 
 
 def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
-    """Compare over its ranks how a model is cut and sharded, and which of its weights run in FP8.
+    """Compare over ranks how a model is sharded, and which of its weights run in FP8.
 
-    Parameters that are no DTensors, which ranks may hold as they like, are not compared. Without DTensors this does
-    nothing; with them it is a collective of all ranks of their meshes.
+    Only DTensors are compared. With DTensors, this is a collective of all ranks of their meshes; without, it does
+    nothing.
 
     Args:
-        in_fp8: the names of those weights, without what wrappers put into them.
+        model: the sharded model.
+        in_fp8: names of the weights that run in FP8, without parts added by wrappers.
 
     Raises:
-        RuntimeError: on all ranks of a group that differ; the first difference, and each side's ranks.
+        RuntimeError: on all ranks of a group whose ranks differ; the first difference, with ranks.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")  # which whatever makes DTensors imports
+    tensors = sys.modules.get("torch.distributed.tensor")  # imported if there are DTensors
     if tensors is None or not dist.is_initialized():
         return
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
@@ -66,7 +67,7 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
 
 
 def _policies(module: Any) -> str:
-    """How FSDP2 gathers the parameters of a module that it shards, as far as this version says it."""
+    """How FSDP2 gathers the parameters of a sharded module, as far as this torch version exposes it."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     kept = [not getattr(each, "_reshard_after_forward", True) for each in groups if each is not None]
@@ -74,7 +75,7 @@ def _policies(module: Any) -> str:
 
 
 def _groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """Those of more than one rank that share it; none if this rank is not on its mesh."""
+    """Process groups of several ranks that share it; empty if this rank is not in its mesh."""
     mesh = parameter.device_mesh
     if mesh.get_coordinate() is None:
         return []
@@ -95,7 +96,7 @@ def _raise_difference(of_ranks: Sequence[Sequence[str]], group: dist.ProcessGrou
 
 
 def _of_all(here: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank has; a group that only plays ranks, torch's ``"fake"``, has this one's."""
+    """The value of each rank; with torch's ``"fake"`` backend only this rank's."""
     if dist.get_backend(group) == "fake":
         return [here]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -104,7 +105,7 @@ def _of_all(here: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _said(found: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Each value of ``found`` once, behind the ranks that have it."""
+    """Each distinct value of ``found``, after the ranks that have it."""
     ranks = dist.get_process_group_ranks(group)
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, found):

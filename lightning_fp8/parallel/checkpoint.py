@@ -1,7 +1,6 @@
-"""``checkpoint()``: Transformer Engine's arguments on torch's non-reentrant activation checkpointing.
+"""``checkpoint()``: torch's non-reentrant activation checkpointing with Transformer Engine's arguments.
 
-FP8 layers need nothing of their own here: scales are constant within a step, and the amaxes of a recomputation are
-those of its forward.
+FP8 layers need no special treatment: scales are constant within a step, and a recomputation does not change amaxes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lightning_fp8.parallel.collectives import all_gather
 T = TypeVar("T")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What the function runs in, and what its recomputation does."""
+"""Contexts of the function and of its recomputation."""
 
 
 def checkpoint(
@@ -37,39 +36,40 @@ def checkpoint(
     debug: bool = False,
     **kwargs: Any,
 ) -> T:
-    """``function(*args, **kwargs)``, which keeps its arguments alone and is computed again in the backward pass.
+    """``function(*args, **kwargs)``, which saves only its arguments and is computed again in the backward pass.
 
-    Outputs, gradients and FP8 scales are equal to the bit to those of ``function(*args, **kwargs)``.
+    Outputs, gradients and FP8 scales are bitwise equal to those of ``function(*args, **kwargs)``.
 
     Args:
         function: a module, or any function.
         args: its arguments; gradients flow to the tensors among them.
-        distribute_saved_activations: keep 1/n of the first argument on each of the n ranks of ``tp_group``, and gather
-            it in the backward pass. The first argument must be equal on these ranks, as between tensor-parallel layers;
-            under sequence parallelism it is not, and is split already.
-        get_rng_state_tracker: gives a tracker of random states with ``get_states`` and ``set_states``, as Megatron's;
-            the recomputation draws what the forward did. torch's own generators need no tracker.
-        tp_group: the ranks over which ``distribute_saved_activations`` distributes.
+        distribute_saved_activations: save 1/n of the first argument on each of the n ranks of ``tp_group``, and gather
+            it in the backward pass. The first argument must be equal on these ranks, as between tensor-parallel layers.
+            Under sequence parallelism it is not, and is split already.
+        get_rng_state_tracker: returns a tracker of random states with ``get_states`` and ``set_states``, such as
+            Megatron's; the recomputation uses the random states of the forward. torch's own generators need no
+            tracker.
+        tp_group: the ranks for ``distribute_saved_activations``.
         use_reentrant: has no effect; checkpointing is always non-reentrant.
-        context_fn, determinism_check, debug: those of :func:`torch.utils.checkpoint.checkpoint`.
-        kwargs: keyword arguments of ``function``, and ``preserve_rng_state``, which is torch's.
+        context_fn, determinism_check, debug: see :func:`torch.utils.checkpoint.checkpoint`.
+        kwargs: keyword arguments of ``function``, and torch's ``preserve_rng_state``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
-        TypeError: a ``function`` that cannot be called, a tracker without states, or a first argument that is
-            distributed and not a local tensor.
-        ValueError: ``distribute_saved_activations`` without ``tp_group``, or a first argument whose number of elements
-            the group's size does not divide.
+        TypeError: ``function`` is not callable, the tracker has no states, or the first argument is to be distributed
+            and is not a local tensor.
+        ValueError: ``distribute_saved_activations`` without ``tp_group``, or the number of elements of the first
+            argument is not divisible by the group's size.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r} cannot be called; pass a module or a function")
     get_rng_state_tracker = kwargs.pop("get_cuda_rng_tracker", None) or get_rng_state_tracker  # its former name
     if use_reentrant and torch.is_grad_enabled() and not any(isinstance(x, Tensor) and x.requires_grad for x in args):
         warnings.warn(
-            "checkpoint(use_reentrant=True): no argument requires a gradient. Reentrant checkpointing would give the "
-            "function's parameters no gradients; this one is non-reentrant, and gives them",
+            "checkpoint(use_reentrant=True): no argument requires a gradient. Reentrant checkpointing would not "
+            "compute gradients of the function's parameters; this function is non-reentrant, and computes them",
             stacklevel=2,
         )
     if distribute_saved_activations:
@@ -91,7 +91,7 @@ def checkpoint(
 def _distributed(
     function: Callable[..., T], args: Sequence[Any], group: dist.ProcessGroup | None
 ) -> tuple[Callable[..., T], Sequence[Any]]:
-    """A function of this rank's piece of the first argument, and its arguments."""
+    """A function of this rank's piece of the first argument, and the arguments to pass to it."""
     if group is None:
         raise ValueError(
             "checkpoint: distribute_saved_activations=True needs the ranks to distribute over; pass tp_group, or leave "
@@ -107,14 +107,14 @@ def _distributed(
     ranks = dist.get_world_size(group)
     if first.numel() % ranks:
         raise ValueError(
-            f"checkpoint: the {first.numel()} elements of the first argument, {list(first.shape)}, do not divide by "
-            f"the {ranks} ranks of tp_group; pad it, or leave distribute_saved_activations out"
+            f"checkpoint: the {first.numel()} elements of the first argument, {list(first.shape)}, are not divisible "
+            f"by the {ranks} ranks of tp_group; pad it, or leave distribute_saved_activations out"
         )
     if ranks == 1 or not torch.is_grad_enabled():
         return function, args
     shape, requires_grad = first.shape, first.requires_grad
     piece = first.detach().reshape(ranks, -1)[dist.get_rank(group)].clone()
-    of_forward = [first]  # the forward takes it out; only the piece is kept
+    of_forward = [first]  # removed by the forward, so that only the piece is saved
 
     def of_piece(piece: Tensor, *others: Any, **kwargs: Any) -> T:
         if of_forward:
@@ -130,35 +130,35 @@ def _distributed(
 
 
 class RNGStatesTracker(Protocol):
-    """What Megatron's and Transformer Engine's ``CudaRNGStatesTracker`` have in common."""
+    """The common interface of Megatron's and Transformer Engine's ``CudaRNGStatesTracker``."""
 
     def get_states(self) -> dict[str, Any]:
         """The states by name: tensors, or generators."""
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Take states that :meth:`get_states` gave."""
+        """Set states that :meth:`get_states` returned."""
 
 
 class SavedStates:
-    """A context manager in which a tracker has the states that it had when this was made; it may be entered again.
+    """A reusable context manager that restores the states a tracker had when this object was created.
 
-    ``torch.utils.checkpoint`` restores torch's default generators alone, and a recomputation under other states would
-    draw another dropout mask than its forward.
+    ``torch.utils.checkpoint`` restores only torch's default generators. With other states, a recomputation would draw
+    another dropout mask than its forward.
 
     Args:
-        tracker: holds the states.
-        context: entered within.
+        tracker: has the states.
+        context: entered within this one.
 
     Raises:
-        TypeError: the tracker gives and takes no states.
+        TypeError: the tracker has no ``get_states`` and ``set_states``.
     """
 
     def __init__(self, tracker: Any, context: AbstractContextManager[Any]) -> None:
         if not (hasattr(tracker, "get_states") and hasattr(tracker, "set_states")):
             raise TypeError(
-                "a recomputation restores the states of get_rng_state_tracker's tracker, and "
-                f"{type(tracker).__name__} has no get_states and set_states; add them, as Megatron's "
-                "CudaRNGStatesTracker has them, or pass checkpoint_core_attention=False (checkpoint(): leave "
+                "a recomputation restores the states of get_rng_state_tracker's tracker, but "
+                f"{type(tracker).__name__} has no get_states and set_states; add them, as in Megatron's "
+                "CudaRNGStatesTracker, or pass checkpoint_core_attention=False (checkpoint(): leave "
                 "get_rng_state_tracker out)"
             )
         self.tracker: RNGStatesTracker = tracker
@@ -167,7 +167,7 @@ class SavedStates:
         self.before: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self.before = dict(self.tracker.get_states())  # generators themselves: a CUDA graph may hold them
+        self.before = dict(self.tracker.get_states())  # not copies: a CUDA graph may use these generators
         self.tracker.set_states(_copies(self.states))
         self.context.__enter__()
 
@@ -179,7 +179,7 @@ class SavedStates:
 
 
 def _copies(states: dict[str, Any]) -> dict[str, Any]:
-    """Generators advance in place."""
+    """Copies of the states; generators would advance in place."""
     return {name: _copy(rng_state) for name, rng_state in states.items()}
 
 

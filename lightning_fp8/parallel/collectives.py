@@ -1,6 +1,6 @@
-"""What the ranks of a tensor-parallel group send each other: pieces of tensors, sums and amaxes.
+"""Collectives of a tensor-parallel group: gathers of pieces, sums and amaxes.
 
-A collective is started, and waited for where its result is read, so that a GEMM may run meanwhile.
+They run asynchronously. The result is waited for when it is read, so that a GEMM can run meanwhile.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 
-# The names that torch 2.13 has deprecated, and those in their place.
+# torch 2.13 deprecates the second names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Pending = Callable[[], Tensor]
-"""Waits for a collective, and gives its result."""
+"""Waits for a collective, and returns its result."""
 
 
 def start_gather(piece: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
-    """The pieces of all ranks one after the other along ``dim``. FP8 codes and E8M0 scales travel as bytes."""
+    """Gather the pieces of all ranks along ``dim``. FP8 codes and E8M0 scales are sent as bytes."""
     ranks = dist.get_world_size(group)
     piece = piece.contiguous()
     whole = piece.new_empty((ranks, *piece.shape))
@@ -39,10 +39,10 @@ def start_gather(piece: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
 
 
 def start_scatter_of_sum(parts: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
-    """This rank's piece, along ``dim``, of the sum of the ranks' ``parts``.
+    """Reduce-scatter: this rank's piece, along ``dim``, of the sum of the ranks' ``parts``.
 
     Raises:
-        ValueError: ``dim`` does not divide into as many pieces as there are ranks.
+        ValueError: ``dim`` is not divisible by the number of ranks.
     """
     ranks = dist.get_world_size(group)
     if parts.shape[dim] % ranks:
@@ -57,13 +57,13 @@ def start_scatter_of_sum(parts: Tensor, group: dist.ProcessGroup, dim: int) -> P
 
 
 def start_sum(parts: Tensor, group: dist.ProcessGroup) -> Pending:
-    """The sum of the ranks' ``parts``, which it overwrites."""
+    """All-reduce: the sum of the ranks' ``parts``, which is overwritten."""
     parts = parts.contiguous()
     return _result(dist.all_reduce(parts, group=group, async_op=True), parts)
 
 
 def amax_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``max |x|`` over the ranks' ``x``, float32 ``[]``; every rank of the group has to call it."""
+    """``max |x|`` over all ranks, float32 ``[]``; must be called by every rank of the group."""
     amax = x.new_zeros((), dtype=torch.float32)
     ops.observe(x, amax)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
@@ -71,10 +71,10 @@ def amax_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def require_shared_scales(fp8_group: dist.ProcessGroup | None, group: dist.ProcessGroup) -> None:
-    """Check that ranks that gather each other's codes share their scales.
+    """Check that ranks that gather each other's codes share scales.
 
     Args:
-        fp8_group: the ranks that share scales; None is all.
+        fp8_group: the ranks that share scales; None is all ranks.
         group: the ranks of a layer.
 
     Raises:
@@ -86,12 +86,12 @@ def require_shared_scales(fp8_group: dist.ProcessGroup | None, group: dist.Proce
     if missing := set(dist.get_process_group_ranks(group)) - set(sharing):
         raise ValueError(
             f"fp8_group has the ranks {sharing}, without {sorted(missing)} of a tensor-parallel layer. These gather "
-            "each other's FP8 codes, and have to share scales: pass a group that contains them, or fp8_group=None"
+            "each other's FP8 codes and must share scales: pass a group that contains them, or fp8_group=None"
         )
 
 
 class SumGradient(torch.autograd.Function):
-    """A parameter that each rank applies to its piece of the sequence; its gradient is summed over the group."""
+    """Identity for a parameter that each rank applies to its piece of the sequence; sums gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
-"""What one optimizer step of a Llama-like model costs each rank: bytes on the wire, collectives, and memory.
+"""Cost of one optimizer step of a Llama-like model on each rank: bytes sent, collectives, and memory.
 
-Pure functions of a :class:`Setup`, with BF16 (``recipe=None``) and FP8 by the same formulas. They know bytes and
-counts, no times. A collective over ``n`` ranks is counted as a ring sends it: of a tensor of ``s`` bytes in all,
-``s (n - 1) / n`` from each rank for an all-gather or a reduce-scatter, and twice that for an all-reduce.
+Pure functions of a :class:`Setup`, with the same formulas for BF16 (``recipe=None``) and FP8. They compute bytes and
+counts, not times. A collective over ``n`` ranks is counted as a ring: for a tensor of ``s`` bytes, each rank sends
+``s (n - 1) / n`` in an all-gather or a reduce-scatter, and twice that in an all-reduce.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 STATES = {"adamw": 2, "sgd": 0}
-"""Tensors that an optimizer keeps for each parameter, in the parameter's dtype."""
+"""Number of tensors that an optimizer keeps per parameter, in the parameter's dtype."""
 
 WIDE = 2
 """Bytes of a BF16 value."""
@@ -25,7 +25,7 @@ WIDE = 2
 
 
 class Weight(NamedTuple):
-    """A parameter ``[rows, columns]``, and which of these tensor parallelism splits."""
+    """A parameter ``[rows, columns]``, and which of the two tensor parallelism splits."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model: blocks of attention and a gated MLP, each behind an RMSNorm, without biases."""
+    """A Llama-like model: blocks of attention and a gated MLP, each after an RMSNorm, without biases."""
 
     layers: int
     hidden: int
@@ -63,13 +63,13 @@ class Shape:
 
     @property
     def root(self) -> tuple[Weight, ...]:
-        """What is in no block: embedding, head and the last norm."""
+        """Parameters outside blocks: embedding, head and the last norm."""
         vocabularies = 1 if self.tied else 2
         return (Weight(self.vocabulary, self.hidden, "rows"),) * vocabularies + (Weight(self.hidden, 1, "none"),)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the model."""
         block = sum(rows * columns for rows, columns, _ in (*self.linears, *self.norms))
         return self.layers * block + sum(rows * columns for rows, columns, _ in self.root)
 
@@ -85,14 +85,14 @@ SHAPES = {
 
 
 def shape_of_config(config: dict[str, Any]) -> Shape:
-    """The shape that a ``config.json`` of Hugging Face describes.
+    """The shape described by a Hugging Face ``config.json``.
 
     Raises:
-        ValueError: a key is missing or no positive integer, or the model is not Llama-like.
+        ValueError: a key is missing or not a positive integer, or the model is not Llama-like.
     """
     for key in ("num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"):
         if config.get(key):
-            raise ValueError(f"{key}={config[key]} is not supported: the formulas are of dense Llama-like decoders")
+            raise ValueError(f"{key}={config[key]} is not supported: the formulas are for dense Llama-like decoders")
 
     def read(key: str, default: int | None = None) -> int:
         value = config.get(key)
@@ -122,20 +122,20 @@ class Setup:
     Attributes:
         shape: the model.
         recipe: a recipe's name; None is BF16.
-        data, tensor, context: ranks of each dimension of the mesh. FSDP2 shards over data times context.
+        data, tensor, context: number of ranks in each dimension of the mesh. FSDP2 shards over data times context.
         sequence_parallel: split norms and residuals over the tensor-parallel ranks.
-        micro_batch, sequence_length: sequences of a micro-batch on each data-parallel rank, and their tokens.
-        accumulate: micro-batches of an optimizer step.
-        weights_dtype: of the sharded parameters; gathers and gradients on the wire are BF16.
+        micro_batch, sequence_length: sequences per micro-batch on each data-parallel rank, and tokens per sequence.
+        accumulate: micro-batches per optimizer step.
+        weights_dtype: dtype of the sharded parameters; gathered weights and gradients are BF16.
         optimizer: ``adamw`` or ``sgd``.
         checkpointing: recompute each block in the backward pass.
-        gather_again: keep the sharded input of a column-parallel layer, and gather it again for the weight's gradient.
-        fused: the gated MLP keeps its first product alone, as :class:`lightning_fp8.LayerNormMLP` does.
-        fp8_attention: keys and values of context parallelism travel as FP8 codes.
+        gather_again: save the sharded input of a column-parallel layer, and gather it again for the weight's gradient.
+        fused: the gated MLP saves only its first product, as :class:`lightning_fp8.LayerNormMLP` does.
+        fp8_attention: context parallelism gathers keys and values as FP8 codes.
         bf16_blocks: blocks that an FP8 recipe leaves in BF16; the plugin's default is the first and the last one.
 
     Raises:
-        ValueError: a size that the mesh does not divide, or that is not positive.
+        ValueError: a size is not divisible by the mesh, or not positive.
     """
 
     shape: Shape
@@ -170,8 +170,8 @@ class Setup:
         for name in ("heads", "kv_heads", "ffn", "vocabulary"):
             if getattr(shape, name) % self.tensor:
                 raise ValueError(
-                    f"the model's {name}={getattr(shape, name)} do not divide by {self.tensor} tensor-parallel ranks; "
-                    "make the second number of the mesh smaller"
+                    f"the model's {name}={getattr(shape, name)} are not divisible by {self.tensor} tensor-parallel "
+                    "ranks; make the second number of the mesh smaller"
                 )
         if self.context > 1 and self.sequence_length % (2 * self.context):
             raise ValueError(
@@ -180,82 +180,81 @@ class Setup:
             )
         if self.splits_sequence and self.tokens % self.tensor:
             raise ValueError(
-                f"{self.tokens} tokens do not divide by {self.tensor} tensor-parallel ranks; change the sequence "
+                f"{self.tokens} tokens are not divisible by {self.tensor} tensor-parallel ranks; change the sequence "
                 "length, or turn sequence parallelism off"
             )
 
     @property
     def cards(self) -> int:
-        """Ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return self.data * self.tensor * self.context
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP2 shards over."""
+        """Number of ranks that FSDP2 shards over."""
         return self.data * self.context
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a tensor-parallel group of ranks."""
+        """Tokens of a micro-batch on a tensor-parallel group."""
         return self.micro_batch * self.sequence_length // self.context
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether norms and residuals are split over ranks."""
+        """Whether norms and residuals are split over the tensor-parallel ranks."""
         return self.sequence_parallel and self.tensor > 1
 
     @property
     def fp8_blocks(self) -> int:
-        """Blocks whose linear layers run in FP8."""
+        """Number of blocks whose linear layers run in FP8."""
         return 0 if self.recipe is None else max(0, self.shape.layers - self.bf16_blocks)
 
     def over_blocks(self, cost: Callable[[Setup], float]) -> float:
-        """The sum of a block's cost over all blocks, those that run in BF16 included."""
+        """The sum of ``cost`` over all blocks, including those in BF16."""
         fp8, wide = self.fp8_blocks, replace(self, recipe=None)
         return (fp8 * cost(self) if fp8 else 0) + (self.shape.layers - fp8) * cost(wide)
 
     def local(self, weight: Weight) -> tuple[int, int]:
-        """Rows and columns that tensor parallelism leaves a rank."""
+        """Rows and columns on a rank under tensor parallelism."""
         rows, columns, split = weight
         return rows // (self.tensor if split == "rows" else 1), columns // (self.tensor if split == "columns" else 1)
 
     def shard(self, weight: Weight) -> int:
-        """Elements of a rank's shard, with the padding that FSDP2 adds to make rows divide by ranks."""
+        """Elements of a rank's shard, including FSDP2's padding."""
         rows, columns = self.local(weight)
         return ceil(rows / self.shards) * columns
 
 
 class Traffic(NamedTuple):
-    """Collectives of an optimizer step, and the bytes that each rank sends for them in a ring."""
+    """Number of collectives in an optimizer step, and the bytes that each rank sends for them in a ring."""
 
     collectives: int
     bytes: float
 
 
 def _ring(ranks: int) -> float:
-    """Of a gathered or scattered tensor, the part that each rank sends."""
+    """The fraction of a gathered or scattered tensor that each rank sends."""
     return (ranks - 1) / ranks
 
 
-# --- On the wire: FSDP2 -----------------------------------------------------------------------------------------------
+# --- Communication: FSDP2 ---------------------------------------------------------------------------------------------
 
 
 def gathers_fp8(setup: Setup, weight: Weight) -> bool:
-    """Whether FSDP2 gathers a linear layer's weight as FP8 codes.
+    """Whether FSDP2 gathers a linear layer's weight as FP8 codes; otherwise in BF16.
 
-    Blocks of scales may not cross shards: a shard has a multiple of 128 rows (blockwise) or 32 (mxfp8). Other weights
-    are gathered in BF16.
+    A block of scales must not cross shards: a shard needs a multiple of 128 rows (blockwise) or 32 rows (mxfp8).
     """
     block = {"blockwise": 128, "mxfp8": 32}.get(setup.recipe or "", 1)
     return setup.recipe is not None and (block == 1 or setup.local(weight)[0] % (block * setup.shards) == 0)
 
 
 def gathered_bytes(setup: Setup, weight: Weight) -> float:
-    """A linear layer's weight on the wire of one gather, whole.
+    """Bytes of a linear layer's whole weight in one gather.
 
-    BF16: 2 B per element. FP8: 1 B, and the scales: none (delayed, tensorwise: all ranks have it), 4 B per row
-    (rowwise), 4 B per 128 x 128 elements (blockwise), 1 B per 32 (mxfp8; the forward gathers the copy that is scaled
-    along rows, the backward pass the other). Counted on 2 ranks: 0.502, 0.502, 0.508, 0.503 and 0.518 of BF16's.
+    BF16: 2 B per element. FP8: 1 B per element, plus scales: none (delayed, tensorwise: all ranks have it), 4 B per row
+    (rowwise), 4 B per 128 x 128 elements (blockwise), 1 B per 32 elements (mxfp8; the forward pass gathers the copy
+    scaled along rows, the backward pass the other). Counted on 2 ranks: 0.502, 0.502, 0.508, 0.503 and 0.518 of BF16.
     """
     columns = setup.local(weight)[1]
     rows = setup.shards * setup.shard(weight) // columns
@@ -267,20 +266,20 @@ def gathered_bytes(setup: Setup, weight: Weight) -> float:
 
 
 def gathered_block_bytes(setup: Setup) -> float:
-    """All parameters of a block on the wire of one gather, whole; norms are BF16."""
+    """Bytes of all parameters of a block in one gather; norms are BF16."""
     norms = sum(WIDE * setup.shards * setup.shard(norm) for norm in setup.shape.norms)
     return norms + sum(gathered_bytes(setup, weight) for weight in setup.shape.linears)
 
 
 def gathered_root_bytes(setup: Setup) -> float:
-    """Embedding, head and the last norm, which are BF16."""
+    """Bytes of embedding, head and the last norm in one gather, in BF16."""
     return sum(WIDE * setup.shards * setup.shard(weight) for weight in setup.shape.root)
 
 
 def fsdp_all_gathers(setup: Setup) -> Traffic:
     """Each block is gathered for the forward and for the backward pass of a micro-batch, the root once.
 
-    That is ``fully_shard(block)`` for each block and ``fully_shard(model)``: torch keeps the root gathered.
+    This assumes ``fully_shard(block)`` for each block and ``fully_shard(model)``: torch keeps the root gathered.
     """
     if setup.shards == 1:
         return Traffic(0, 0)
@@ -289,7 +288,7 @@ def fsdp_all_gathers(setup: Setup) -> Traffic:
 
 
 def fsdp_reduce_scatters(setup: Setup) -> Traffic:
-    """The gradients of each block and of the root, BF16, once for each micro-batch: FP8 values are not summed."""
+    """Gradients of each block and of the root, in BF16, per micro-batch; FP8 values cannot be summed."""
     if setup.shards == 1:
         return Traffic(0, 0)
     wide = replace(setup, recipe=None)
@@ -297,14 +296,14 @@ def fsdp_reduce_scatters(setup: Setup) -> Traffic:
     return Traffic(setup.accumulate * (setup.shape.layers + 1), setup.accumulate * whole * _ring(setup.shards))
 
 
-# --- On the wire: tensor, sequence and context parallelism ------------------------------------------------------------
+# --- Communication: tensor, sequence and context parallelism ----------------------------------------------------------
 
 
 def input_bytes(setup: Setup) -> float:
-    """One element of a gathered input: 2 B in BF16; 1 B where one scale serves a tensor (delayed, tensorwise).
+    """Bytes per element of a gathered input: 2 in BF16; 1 with one scale per tensor (delayed, tensorwise).
 
-    Other recipes gather 1 B and scales along rows where the input is gathered again for the backward pass, and BF16
-    where one gather serves both passes.
+    Other recipes gather 1 B and scales along rows if the input is gathered again for the backward pass, and BF16 if one
+    gather serves both passes.
     """
     one_scale = setup.recipe in ("delayed", "tensorwise")
     if setup.recipe is None or not (one_scale or setup.gather_again):
@@ -313,20 +312,20 @@ def input_bytes(setup: Setup) -> float:
 
 
 def gradient_bytes(setup: Setup) -> float:
-    """One element of a gathered output gradient, or of an input that is gathered again.
+    """Bytes per element of a gathered output gradient, or of an input that is gathered again.
 
-    1 B where one scale serves both copies that are multiplied (delayed, tensorwise). Other recipes need two copies,
-    whose codes take what BF16 does, and gather BF16.
+    1 if one scale serves both copies that are multiplied (delayed, tensorwise). Other recipes need two copies, whose
+    codes are as large as BF16, and gather BF16.
     """
     return 1 if setup.recipe in ("delayed", "tensorwise") else WIDE
 
 
 def tensor_block_all_gathers(setup: Setup) -> Traffic:
-    """Of a block and micro-batch, with sequence parallelism, M tokens and H channels.
+    """All-gathers of a block per micro-batch, with sequence parallelism, M tokens and H channels.
 
-    Forward: x for q, k and v, and for gate and up. Backward: the output gradients of o and down. With the reduce-
-    scatters they are 16 MH bytes in BF16 and 12 MH with a single scale (16 with others); with x gathered again 20, 14
-    and 18. A recomputed block gathers x again, too.
+    Forward: x for q, k and v, and for gate and up. Backward: the output gradients of o and down. Together with the
+    reduce-scatters they are 16 MH bytes in BF16 and 12 MH with a single scale (16 with others); if x is gathered again,
+    20, 14 and 18. A recomputed block gathers x again, too.
     """
     if not setup.splits_sequence:
         return Traffic(0, 0)
@@ -337,7 +336,7 @@ def tensor_block_all_gathers(setup: Setup) -> Traffic:
 
 
 def tensor_block_sums(setup: Setup) -> Traffic:
-    """Of a block and micro-batch: the outputs of o and down, and two input gradients, BF16 under any recipe.
+    """Sums of a block per micro-batch: the outputs of o and down, and two input gradients, in BF16 for any recipe.
 
     Reduce-scatters with sequence parallelism, else all-reduces. A recomputation stops before down's.
     """
@@ -349,13 +348,13 @@ def tensor_block_sums(setup: Setup) -> Traffic:
 
 
 def _over_blocks(setup: Setup, cost: Callable[[Setup], Traffic]) -> Traffic:
-    """Of all blocks in an optimizer step."""
+    """``cost`` summed over all blocks and micro-batches of an optimizer step."""
     count = setup.over_blocks(lambda each: cost(each).collectives)
     return Traffic(setup.accumulate * int(count), setup.accumulate * setup.over_blocks(lambda each: cost(each).bytes))
 
 
 def tensor_all_gathers(setup: Setup) -> Traffic:
-    """Those of the blocks; and, in BF16, the head's input and the gradient of the embedding's output."""
+    """All-gathers of all blocks and, in BF16, of the head's input and the gradient of the embedding's output."""
     if not setup.splits_sequence:
         return Traffic(0, 0)
     count, size = _over_blocks(setup, tensor_block_all_gathers)
@@ -364,7 +363,7 @@ def tensor_all_gathers(setup: Setup) -> Traffic:
 
 
 def tensor_sums(setup: Setup) -> Traffic:
-    """Those of the blocks; and, in BF16, the embedding's output and the gradient of the head's input."""
+    """Sums of all blocks and, in BF16, of the embedding's output and the gradient of the head's input."""
     if setup.tensor == 1:
         return Traffic(0, 0)
     count, size = _over_blocks(setup, tensor_block_sums)
@@ -374,7 +373,7 @@ def tensor_sums(setup: Setup) -> Traffic:
 
 
 def loss_all_reduces(setup: Setup) -> Traffic:
-    """A loss over a vocabulary that is split (``loss_parallel``): maximum, sum and target of each token, float32."""
+    """A loss over a split vocabulary (``loss_parallel``): maximum, sum and target of each token, in float32."""
     if setup.tensor == 1:
         return Traffic(0, 0)
     count = 3 * setup.accumulate
@@ -384,8 +383,8 @@ def loss_all_reduces(setup: Setup) -> Traffic:
 def context_all_gathers(setup: Setup) -> Traffic:
     """Keys and values of all ranks, in one collective for the forward pass, and one for its recomputation.
 
-    2 B per element, or 1 B and 4 B for each head and 128 rows where they travel as FP8 codes. Of codes a rank keeps its
-    own, and gathers again for the backward pass; in BF16 autograd keeps the whole.
+    2 B per element, or as FP8 codes 1 B per element and 4 B per head and 128 rows. A rank saves only its own codes, and
+    gathers again for the backward pass; in BF16 autograd saves the gathered tensors.
     """
     if setup.context == 1:
         return Traffic(0, 0)
@@ -408,16 +407,16 @@ def context_reduce_scatters(setup: Setup) -> Traffic:
 
 
 def _key_elements(setup: Setup) -> float:
-    """Of a block's keys on the heads of a tensor-parallel rank, all tokens."""
+    """Elements of a block's keys, for the heads of a tensor-parallel rank and all tokens."""
     return setup.micro_batch * setup.sequence_length * setup.shape.kv_heads * setup.shape.head_dim / setup.tensor
 
 
 def amax_all_reduces(setup: Setup) -> Traffic:
-    """What scales add.
+    """All-reduces for scales.
 
-    delayed: one all-reduce of 4 B for each of a layer's three tensors, over all ranks. tensorwise and rowwise: one over
-    FSDP2's ranks for all weights, of 4 B per weight and per column of each weight. tensorwise with sequence
-    parallelism: 4 B before each gather of new data.
+    delayed: one all-reduce over all ranks, of 4 B for each of a layer's three tensors. tensorwise and rowwise: one over
+    FSDP2's ranks for all weights, of 4 B per weight or per column of each weight. tensorwise with sequence parallelism:
+    4 B before each gather of new data.
     """
     count = size = 0.0
     linears, blocks = setup.shape.linears, setup.fp8_blocks
@@ -433,7 +432,7 @@ def amax_all_reduces(setup: Setup) -> Traffic:
 
 
 def traffic(setup: Setup) -> dict[str, Traffic]:
-    """All collectives of an optimizer step; those of the other kinds are 0."""
+    """All collectives of an optimizer step by kind; unused kinds are 0."""
     sums = "reduce-scatters" if setup.splits_sequence else "all-reduces"
     rows = {
         "FSDP2 all-gathers": fsdp_all_gathers(setup),
@@ -452,19 +451,19 @@ def traffic(setup: Setup) -> dict[str, Traffic]:
 
 
 def sharded_elements(setup: Setup) -> int:
-    """Parameters that a rank holds."""
+    """Number of parameters on a rank."""
     shape = setup.shape
     block = sum(setup.shard(weight) for weight in (*shape.linears, *shape.norms))
     return shape.layers * block + sum(setup.shard(weight) for weight in shape.root)
 
 
 def gathered_weight_memory(setup: Setup) -> float:
-    """The block that computes, the one that is gathered ahead, and the root; without FSDP2 what micro-batches share.
+    """Gathered weights: the current block, the prefetched one, and the root. Without FSDP2: cached FP8 copies.
 
-    FP8 weights of one scale for both GEMMs are transposed for the backward pass, a second byte per element of the block
-    that computes; rowwise and mxfp8 gather the copy that is needed.
+    FP8 weights with one scale for both GEMMs are transposed for the backward pass: a second byte per element of the
+    current block. rowwise and mxfp8 gather the copy that is needed.
     """
-    if setup.shards == 1:  # a Trainer keeps both copies of each FP8 weight for the micro-batches of a step
+    if setup.shards == 1:  # a Trainer caches both FP8 copies of each weight for the micro-batches of a step
         elements = sum(rows * columns for rows, columns in map(setup.local, setup.shape.linears))
         return 2.0 * elements * setup.fp8_blocks if setup.accumulate > 1 else 0.0
     each = setup if setup.fp8_blocks else replace(setup, recipe=None)
@@ -475,15 +474,15 @@ def gathered_weight_memory(setup: Setup) -> float:
 
 
 def gathered_gradient_memory(setup: Setup) -> float:
-    """A block's BF16 gradients, and their copy that is reduced and scattered; 0 without FSDP2."""
+    """A block's BF16 gradients, and the copy that is reduce-scattered; 0 without FSDP2."""
     return 0 if setup.shards == 1 else 2 * gathered_block_bytes(replace(setup, recipe=None))
 
 
 def kept_operand_bytes(setup: Setup, columns: int) -> float:
-    """An input ``[tokens, columns]`` that a linear layer keeps for its weight's gradient.
+    """Bytes of an input ``[tokens, columns]`` that a linear layer saves for its weight's gradient.
 
-    2 B per element in BF16. FP8: 1 B, and the scales of the copy along tokens: one (delayed, tensorwise), 4 B per
-    column (rowwise), 4 B per 128 tokens (blockwise) or 1 B per 32 (mxfp8) of each column.
+    BF16: 2 B per element. FP8: 1 B per element, plus scales of the copy along tokens: one (delayed, tensorwise), 4 B
+    per column (rowwise), and for each column 4 B per 128 tokens (blockwise) or 1 B per 32 tokens (mxfp8).
     """
     tokens = setup.tokens
     if setup.recipe is None:
@@ -494,12 +493,12 @@ def kept_operand_bytes(setup: Setup, columns: int) -> float:
 
 
 def block_activations(setup: Setup) -> float:
-    """What a block of a micro-batch keeps between forward and backward, as saved tensors were counted.
+    """Bytes that a block saves for the backward pass of a micro-batch; verified by counting saved tensors.
 
     BF16 residuals before both norms and their statistics (split with sequence parallelism); the inputs of q, k and v,
     of o, of gate and up, and of down (:func:`kept_operand_bytes`; whole with sequence parallelism, unless they are
-    gathered again); q, k, v, the output and a float32 per row and head of BF16 attention; and of the gated MLP gate,
-    its activation and up, or gate and up alone where it is fused. Norms are such that keep their input alone.
+    gathered again); q, k, v, the output and a float32 per row and head of BF16 attention; gate, its activation and up
+    of the gated MLP, or only gate and up if it is fused. Norms are assumed to save only their input.
     """
     shape, tensor, tokens = setup.shape, setup.tensor, setup.tokens
     q, kv = shape.heads * shape.head_dim // tensor, shape.kv_heads * shape.head_dim // tensor
@@ -517,7 +516,7 @@ def block_activations(setup: Setup) -> float:
 
 
 def activation_memory(setup: Setup) -> float:
-    """Of all blocks; with activation checkpointing each block's input, and the tensors of one that is recomputed."""
+    """Activations of all blocks; with checkpointing each block's input, and the activations of one recomputed block."""
     if not setup.checkpointing:
         return setup.over_blocks(block_activations)
     split = setup.tokens // setup.tensor if setup.splits_sequence else setup.tokens
@@ -526,12 +525,12 @@ def activation_memory(setup: Setup) -> float:
 
 
 def logits_memory(setup: Setup) -> float:
-    """Float32 log-probabilities, and their gradient in float32 and BF16: 10 B per token and entry of the vocabulary."""
+    """Float32 log-probabilities, and their gradient in float32 and BF16: 10 B per token and vocabulary entry."""
     return 10 * setup.tokens * setup.shape.vocabulary / setup.tensor
 
 
 def memory(setup: Setup) -> dict[str, float]:
-    """Bytes on each rank, by what takes them. Buffers of libraries and the allocator's gaps are not in it."""
+    """Bytes on each rank by kind, without library buffers and allocator fragmentation."""
     held = WEIGHT_BYTES[setup.weights_dtype] * sharded_elements(setup)
     rows = {
         "weights": held,
@@ -546,7 +545,7 @@ def memory(setup: Setup) -> dict[str, float]:
 
 
 def most_layers(setup: Setup, limit: float) -> int:
-    """How many of the model's blocks fit into ``limit`` bytes of each rank; 0 if not even one does."""
+    """How many of the model's blocks fit into ``limit`` bytes per rank; 0 if not even one does."""
 
     def fits(layers: int) -> bool:
         return memory(replace(setup, shape=replace(setup.shape, layers=layers)))["all"] <= limit
@@ -561,7 +560,7 @@ def most_layers(setup: Setup, limit: float) -> int:
 
 
 def largest_of_table(setup: Setup, limit: float) -> str | None:
-    """The largest of :data:`SHAPES` that fits into ``limit`` bytes of each rank, if any does."""
+    """The largest of :data:`SHAPES` that fits into ``limit`` bytes per rank; None if none fits."""
     found = None
     for name, shape in SHAPES.items():
         try:

@@ -1,13 +1,14 @@
-"""FSDP2 gathers the weights of FP8 layers in FP8: half of the bytes, and the same numbers to the bit.
+"""FSDP2 gathers the weights of FP8 layers in FP8: half the bytes, and bitwise identical results.
 
-``fully_shard`` keeps an ``FSDPParam`` for each parameter. :func:`gather_in_fp8` retypes those of FP8 weights in place:
-parameters, optimizer and ``state_dict`` stay what they are. Inside a region of FP8 such a weight is cast where its
-shard is, its codes are gathered, and its layer sees a :class:`GatheredWeight`. Whatever else reads that, in high
-precision or by another recipe, gets the values that a gather in high precision gives, which is then made.
+``fully_shard`` keeps an ``FSDPParam`` for each parameter. :func:`gather_in_fp8` changes the class of those of FP8
+weights in place; parameters, optimizer and ``state_dict`` do not change. In an FP8 region such a weight is cast as a
+shard, its codes are gathered, and its layer gets a :class:`GatheredWeight`. Any other use of it, in high precision or
+by another recipe, gathers the weight in high precision at that time, and gets those values.
 
-A scale that depends on all shards of a weight needs the amax of all of them. One all-reduce finds those of all weights,
-at the first gather behind a step of an optimizer that holds one of them. It never depends on what only one rank knows.
-Amaxes of delayed scaling need none: those of the shards are reduced with all others by the update of the scales.
+If a scale depends on all shards of a weight, the amaxes of all shards are needed. One all-reduce computes those of all
+weights, at the first gather after a step of an optimizer that owns one of them. Whether it runs never depends on state
+of one rank only. Delayed scaling needs no such all-reduce: the update of scales reduces the shards' amaxes with all
+others.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ except ImportError as error:
 
 
 def gather_in_fp8(model: nn.Module) -> None:
-    """Let FSDP2 gather the weights of FP8 layers of ``model`` in FP8 wherever they run in FP8; again changes nothing.
+    """Let FSDP2 gather the weights of ``model``'s FP8 layers in FP8 wherever they run in FP8.
 
-    A model that is not sharded yet stays as it is.
+    Calling it again changes nothing. A model that is not sharded yet does not change.
     """
     sharded = _sharded_modules(model)
     if not sharded:
@@ -99,7 +100,7 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 
 def reasons_for_high_precision(model: nn.Module, recipe: Recipe) -> dict[str, str]:
-    """The names of the linear layers of ``model`` whose weights FSDP2 gathers in high precision, and why."""
+    """Names of the linear layers of ``model`` whose weights FSDP2 gathers in high precision, with the reasons."""
     if _missing:
         return {}
     context = FP8Context(recipe)
@@ -115,27 +116,27 @@ def reasons_for_high_precision(model: nn.Module, recipe: Recipe) -> dict[str, st
 
 
 def _sharded_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The modules that ``fully_shard`` was called for, and the states that it keeps for them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which sharding a model imports
+    """The modules that ``fully_shard`` was called for, and their FSDP states."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if a model is sharded
     modules = [] if fsdp is None else [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)]
     return [(each, each._get_fsdp_state()) for each in modules]
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.8 there is one
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.8 has one group
     return [each for each in [state._fsdp_param_group] if each is not None] if groups is None else groups
 
 
 @cache
 def _warn_of_other_torch() -> None:
     warnings.warn(
-        f"torch {torch.__version__} has another FSDP2 than lightning_fp8 knows ({', '.join(_missing)}): it gathers the "
-        "weights of FP8 layers in high precision, as those of others",
+        f"the FSDP2 of torch {torch.__version__} is not supported by lightning_fp8 ({', '.join(_missing)}): it gathers "
+        "the weights of FP8 layers in high precision",
         stacklevel=3,
     )
 
 
-# --- What all weights of a model share --------------------------------------------------------------------------------
+# --- State of a model's weights ---------------------------------------------------------------------------------------
 
 
 class _Weights:
@@ -148,29 +149,29 @@ class _Weights:
         self._model = weakref.ref(model)
 
     def add_groups(self, mesh_info: Any) -> None:
-        """Note the ranks that share parameters: those of their shards, and those of their replicas."""
+        """Add the process groups that share parameters: of shards, and of replicas."""
         sizes = getattr(mesh_info, "shard_mesh_size", 1), getattr(mesh_info, "replicate_mesh_size", 1)
         names = "shard_process_group", "replicate_process_group"
         groups = [getattr(mesh_info, name) for name, size in zip(names, sizes) if size > 1]
         self.groups += [each for each in groups if each not in self.groups]
 
     def refresh_amaxes(self, asking: GatheredParam, recipe: Recipe) -> None:
-        """Find the amaxes of ``asking`` and of all weights like it that this recipe gathers and that have changed."""
+        """Compute the amaxes of ``asking``, and of all changed weights like it that this recipe gathers."""
         layout, group, context = recipe.cast(Role.WEIGHT).layout, asking.process_group, FP8Context(recipe)
         alike = [each for each in self.params if each.process_group is group and each.is_stale(layout)]
         stale = [each for each in alike if each is asking or (each.layer.fp8 and not each.why_not(context))]
         found = [each.amax_of_shard(layout) for each in stale]
         amaxes = torch.cat([amax.reshape(-1) for amax in found])
-        # A collective's maximum may drop a NaN, and ranks must agree; inf gives the same scale.
+        # MAX may drop a NaN, and ranks must have equal values; inf gives the same scale.
         torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
         for param, amax in zip(stale, amaxes.split([amax.numel() for amax in found])):
             param.amaxes[layout] = param.generation(), amax
 
     def begin(self, context: FP8Context) -> None:
-        """Compare a recipe over ranks, and warn of weights that it gathers in high precision, at its first forward.
+        """At a recipe's first forward, compare it over ranks, and warn of weights that it gathers in high precision.
 
-        Before the first of all, compare how ranks shard and convert the model.
+        At the first forward of all, also compare how ranks shard and convert the model.
 
         Raises:
             RuntimeError: on all ranks, if they differ.
@@ -201,17 +202,17 @@ class _Weights:
 
 
 _weights_of: weakref.WeakKeyDictionary[nn.Module, _Weights] = weakref.WeakKeyDictionary()
-"""Of the outermost sharded module of each model."""
+"""By the outermost sharded module of each model."""
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The modules whose forwards choose how their weights are gathered."""
+"""Modules whose forward pre-hook chooses how their weights are gathered."""
 
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All weights of this process that may be gathered in FP8."""
+"""All weights in this process that can be gathered in FP8."""
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    """Weights that an optimizer has stepped have other amaxes; graphs from before its step are not derived again."""
+    """Mark the amaxes of weights stepped by an optimizer as stale; graphs from before its step are not used again."""
     held = set(parameter_ids(optimizer))
     stepped = {id(each.weights): each.weights for each in list(_attached) if id(each.sharded_param) in held}
     for weights in stepped.values():
@@ -225,7 +226,7 @@ register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 @torch.compiler.disable
 def _before_forward(module: Any, *_: Any) -> None:
-    """Choose how the weights are gathered that this forward of a sharded module gathers; FSDP2's own hook is behind."""
+    """Choose how the weights are gathered that this forward gathers; runs before FSDP2's own hook."""
     if (weights := _weights_of.get(module)) is not None:
         weights.begin(fp8_region.current_context())
     state = module._get_fsdp_state()
@@ -256,36 +257,36 @@ def _choose(group: Any, params: list[GatheredParam]) -> None:
                 param.observe()
 
 
-# --- One weight -------------------------------------------------------------------------------------------------------
+# --- A weight ---------------------------------------------------------------------------------------------------------
 
 
 class _Extension:
-    """What FSDP2 finds in place of a shard that is gathered in FP8: no tensor that it might gather by itself."""
+    """Returned to FSDP2 instead of a shard that is gathered in FP8, so that it does not gather the shard itself."""
 
     fsdp_pre_all_gather = fsdp_post_all_gather = None
 
 
 _SPECS = "_unsharded_dtensor_spec", "_tp_spec"
-"""What FSDPParam calls the placement of a weight that tensor parallelism has cut; the latter until torch 2.8."""
+"""FSDPParam's attributes for the placement of a tensor-parallel weight; the second one until torch 2.8."""
 
 
 class GatheredParam(FSDPParam):
-    """An ``FSDPParam`` whose all-gather carries FP8 codes while :attr:`recipe` is not None.
+    """An ``FSDPParam`` whose all-gather transfers FP8 codes while :attr:`recipe` is not None.
 
-    It has two unsharded parameters, autograd leaves: torch's own, and a :class:`GatheredWeight`.
+    It has two unsharded parameters, both autograd leaves: torch's own, and a :class:`GatheredWeight`.
 
     Attributes:
-        recipe: by which it is gathered.
-        observes: whether the forward that runs observes amaxes.
-        changes: how often the weight was changed without a trace in its version.
-        amaxes: of the whole weight, by layout, behind the version that they are of.
-        stays_in_high_precision: a graph of this step may read the parameter that was gathered in high precision.
-        read_otherwise: something reads it in high precision in a region of FP8, or by another recipe.
-        needs_both: a backward pass recomputes its layer's forward, so that it needs both operands.
+        recipe: the recipe it is gathered by; None in high precision.
+        observes: whether the current forward observes amaxes.
+        changes: number of changes that the weight's version counter does not record.
+        amaxes: amaxes of the whole weight by layout, each with the :meth:`generation` it was computed for.
+        stays_in_high_precision: a graph of this step may use the parameter that was gathered in high precision.
+        read_otherwise: the weight was read in high precision or by another recipe in an FP8 region.
+        needs_both: both operands are gathered, because a backward pass recomputes the layer's forward.
     """
 
     def attach(self, weights: _Weights, layer: LinearLayer, group: Any, state: Any, around: list[nn.Module]) -> None:
-        """Begin with what the gather in high precision is; ``around``: the modules that the layer is inside of."""
+        """Initialize this object, whose class was changed; ``around``: the modules that contain the layer."""
         self.weights = weights
         self.layer = layer
         self.gemm = layer.weight_names.index(self._module_info.param_name) if len(layer.gemms) > 1 else 0
@@ -313,22 +314,22 @@ class GatheredParam(FSDPParam):
 
     @property
     def is_divided(self) -> bool:
-        """Whether several ranks share it."""
+        """Whether it is sharded over several ranks."""
         return isinstance(self.mesh_info, FSDPMeshInfo) and self.mesh_info.shard_mesh_size > 1
 
-    # Which weights
+    # Whether it is gathered in FP8
 
     def recipe_in(self, context: FP8Context) -> Recipe | None:
-        """The recipe that a forward in ``context`` gathers by; None for high precision."""
+        """The recipe by which a forward in ``context`` gathers it; None in high precision."""
         if not (context.enabled and self.layer.fp8):
             return None
         self.weights.begin(context)
         return None if self.stays_in_high_precision or self.why_not(context) else context.recipe
 
     def why_not(self, context: FP8Context) -> str:
-        """The reason why the weight is gathered in high precision in ``context``; an empty string where in FP8.
+        """Why the weight is gathered in high precision in ``context``; empty if it is gathered in FP8.
 
-        It is the same on all ranks.
+        The result is the same on all ranks.
         """
         recipe = context.recipe
         layout = recipe.cast(Role.WEIGHT).layout
@@ -339,9 +340,9 @@ class GatheredParam(FSDPParam):
         if self._module_info.shared_modules:
             return "several modules share it"
         if isinstance(self.layer, TransposedLinear):
-            return "Conv1D holds it transposed"
+            return "Conv1D stores it transposed"
         if len(self.layer.weight_names) > len(self.layer.gemms):
-            return "parameters_split makes one matrix of several parameters"
+            return "parameters_split concatenates several parameters"
         if self.read_otherwise:
             return "it was read in high precision or by another recipe in a region of FP8"
         group, state = self._group(), self._state()
@@ -350,39 +351,39 @@ class GatheredParam(FSDPParam):
         size = self._orig_size[0]
         rows, ranks = self.padded_sharded_param_size[0], self.mesh_info.shard_mesh_size
         if not layout.has_one_scale and rows * ranks != size:
-            return f"its {size} rows are not the same number on each of {ranks} ranks"
+            return f"its {size} rows are not divided evenly over {ranks} ranks"
         block = {Layout.MX_1X32: 32, Layout.BLOCK_128X128: 128}.get(layout, 1)
         if rows % block:
             return f"the {rows} rows of a shard are no multiple of {block}"
         if not layout.transposes:
-            # FSDP2 decides for the root when its first forward begins.
+            # FSDP2 decides for the root at the beginning of its first forward.
             keeps = state._is_root is None and state._auto_reshard_after_forward and self._is_in_root()
             if keeps or not group._reshard_after_forward:
-                return "reshard_after_forward=False keeps it for the backward pass, whose operand is another one"
+                return "reshard_after_forward=False keeps it for the backward pass, which needs another operand"
             if self.is_compiled():
-                return "compiled code keeps it for the backward pass, whose operand is another one"
+                return "compiled code keeps it for the backward pass, which needs another operand"
         if isinstance(recipe, DelayedScaling):
             plugin_recipe = None if self.layer.history is None else self.layer.history.plugin_recipe
             if not recipe.reduce_amax or not isinstance(plugin_recipe, (DelayedScaling, type(None))):
                 return "each rank has its own scales"
             if context.group is not None and not _contains(context.group, self.process_group):
-                return "fp8_group has not all ranks that share it"
+                return "fp8_group does not contain all ranks that share it"
         return ""
 
     def is_compiled(self) -> bool:
-        """Whether the layer is known to run in compiled code, which sees operands alone."""
+        """Whether the layer is known to run in compiled code, which can use operands only."""
         around = [module for each in self._around if (module := each()) is not None]
         return any(map(_is_compiled, around)) or was_traced_gathered(self._orig_size)
 
     def _is_in_root(self) -> bool:
-        """Whether the outermost sharded module gathers it."""
+        """Whether it belongs to the outermost sharded module."""
         sharded = [
             module for each in self._around if (module := each()) is not None and hasattr(module, "_get_fsdp_state")
         ]
         outermost: Any = sharded[0] if sharded else None
         return outermost is not None and outermost._get_fsdp_state() is self._state()
 
-    # What FSDP2 asks for
+    # Overrides of FSDPParam
 
     @property
     def _sharded_local_tensor(self) -> Any:
@@ -397,7 +398,7 @@ class GatheredParam(FSDPParam):
         if self.recipe is None:
             return super().all_gather_inputs
         group = self._group()
-        # A forward that runs again inside a backward pass is followed by the gradients, while the weight is gathered.
+        # A recomputed forward is followed by the gradients, while the weight stays gathered.
         backward = fp8_region.in_backward()
         keeps = group is not None and not group._reshard_after_forward
         self._operands_asked = not backward or self.needs_both or keeps, backward
@@ -417,7 +418,7 @@ class GatheredParam(FSDPParam):
         if weight is None:
             made = GatheredWeight(operands, cast, self._orig_size, self.param_dtype or self.orig_dtype)
             whole: Tensor = made
-            if self.is_dtensor:  # cut by tensor parallelism
+            if self.is_dtensor:  # sharded by tensor parallelism
                 spec: Any = next(getattr(self, name) for name in _SPECS if hasattr(self, name))
                 whole = _from_local_no_grad(made, spec)
             self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
@@ -442,11 +443,11 @@ class GatheredParam(FSDPParam):
             self._unsharded_param.grad = grad if own is None else own + grad
         super().accumulate_unsharded_grad_if_needed()
 
-    def reset_sharded_param(self) -> None:  # the weight was loaded, or moved
+    def reset_sharded_param(self) -> None:  # after the weight is loaded or moved
         self.changes += 1
         super().reset_sharded_param()
 
-    # How it is gathered
+    # The gather
 
     @property
     def _gathered_weight(self) -> GatheredWeight | None:
@@ -454,7 +455,7 @@ class GatheredParam(FSDPParam):
         return getattr(leaf, "_local_tensor", leaf)
 
     def use(self, recipe: Recipe | None) -> None:
-        """Gather by ``recipe`` from now on; the weight is not gathered now."""
+        """Set the recipe of later gathers; must not be called while the weight is gathered."""
         if (recipe is None) != (self.recipe is None):
             kept = self.__dict__.pop("_unsharded_param", None), self.all_gather_outputs
             leaf, self.all_gather_outputs = self._other
@@ -464,40 +465,40 @@ class GatheredParam(FSDPParam):
         self.recipe = recipe
 
     def observe(self) -> None:
-        """Write what the cast of a forward observes to the weight's slot: the amax of this rank's rows."""
+        """Update the slot's amax with that of this rank's rows, as the cast in a forward does."""
         if self.observes and self._amax_of_shard is not None:
             torch.maximum(self.slot.amax, self._amax_of_shard, out=self.slot.amax)
 
     def shard(self) -> Tensor:
-        """What a gather in high precision would carry, without padding."""
+        """The shard in the dtype of a high-precision gather, without padding."""
         shard = self._shard.detach().to(self.device, non_blocking=True)
         if hasattr(self, "param_dtype"):
             dtype = self.param_dtype
-        else:  # of a block whose first forward is to come
+        else:  # before the first forward
             group = self._group()
             dtype = None if group is None else group.mp_policy.param_dtype
         return shard if dtype is None else shard.to(dtype)
 
     def generation(self) -> tuple[int, int, int]:
-        """What tells one value of the weight from another, alike on all ranks."""
+        """Identifies a value of the weight; changes at the same times on all ranks."""
         return self.changes, id(self.sharded_param), self.sharded_param._version
 
     def is_stale(self, layout: Layout) -> bool:
-        """Whether the weight has changed since its amaxes for ``layout`` were found."""
+        """Whether the weight has changed since its amaxes for ``layout`` were computed."""
         return layout not in self.amaxes or self.amaxes[layout][0] != self.generation()
 
     def amax_of_shard(self, layout: Layout) -> Tensor:
-        """``max |w|`` of this rank's rows, float32: one value, or one for each column."""
+        """``max |w|`` of this rank's rows, float32: one value, or one per column."""
         shard = self.shard()
         return tensor_amax(shard) if layout.has_one_scale else absolute_max(shard, 0)
 
     def _scale_of_all(self, recipe: Recipe) -> Tensor:
-        """The scale that the cast of the whole weight has: ``[]``, or of its columns ``[K]``."""
+        """The scale for the cast of the whole weight: ``[]``, or ``[K]`` per column."""
         cast = recipe.cast(Role.WEIGHT)
         power_2, epsilon = cast.power_2_scale, cast.amax_epsilon
         if isinstance(recipe, DelayedScaling):
             scale = self.slot.scale_for(span_of(recipe))
-            # Ranks have equal scales, but the host of one may know later than that of another.
+            # Ranks have equal scales, but one rank's host may know the value earlier than another's.
             if self.slot.scale_is_nonzero() or float(scale) != 0:
                 return scale
             power_2, epsilon = False, 0.0
@@ -507,7 +508,7 @@ class GatheredParam(FSDPParam):
         return scale.reshape(()) if cast.layout.has_one_scale else scale
 
     def _cast(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> list[Tensor]:
-        """This rank's part of the operands, as bytes ``[n]``."""
+        """This rank's part of the operands, as byte tensors ``[n]``."""
         cast, shard = recipe.cast(Role.WEIGHT), self.shard()
         layout = cast.layout
         if layout.has_one_scale:
@@ -535,7 +536,7 @@ class GatheredParam(FSDPParam):
         return [part.contiguous().view(torch.uint8).reshape(-1) for part in parts]
 
     def _operands(self, recipe: Recipe, gathered: Sequence[Tensor], rowwise: bool, columnwise: bool) -> Quantized:
-        """The operands of the whole weight, from all ranks' parts."""
+        """The operands of the whole weight, from the parts of all ranks."""
         cast, (rows, columns) = recipe.cast(Role.WEIGHT), self._orig_size
         layout, dtype = cast.layout, cast.float8.dtype
 
@@ -558,10 +559,10 @@ class GatheredParam(FSDPParam):
             column = ScaledTensor(_transposed_codes(data), scale_inv.t().contiguous(), layout)
         return Quantized(row, column)
 
-    # What nobody expected
+    # Unplanned gathers
 
     def gather_operands(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> Quantized:
-        """Gather operands now that the last gather did not bring, on all ranks alike."""
+        """Gather operands that the last gather did not include; must run on all ranks."""
         self.needs_both |= fp8_region.in_backward()
         parts = self._cast(recipe, rowwise, columnwise)
         gathered = self._gather(torch.cat(parts)).view(-1, sum(part.numel() for part in parts))
@@ -569,7 +570,7 @@ class GatheredParam(FSDPParam):
         return self._operands(recipe, [part.contiguous().view(-1) for part in split], rowwise, columnwise)
 
     def gather_in_high_precision(self) -> Tensor:
-        """Gather the weight in high precision now, on all ranks alike, and from the next forward on."""
+        """Gather the weight in high precision, now and from the next forward on; must run on all ranks."""
         self.read_otherwise = True
         data = self._sharded_param_data.to(self.device)
         gathered = self._gather(data if self.param_dtype is None else data.to(self.param_dtype))
@@ -582,7 +583,7 @@ class GatheredParam(FSDPParam):
 
 
 def _transposed_codes(codes: Tensor) -> Tensor:
-    """``[K, R]`` of ``codes [R, K]``: a view on the CPU, a copy on a GPU, whose GEMMs read rows."""
+    """``codes [R, K]`` to ``[K, R]``: a view on the CPU, a copy on a GPU, where GEMMs read rows."""
     return ops.transpose(codes) if codes.is_cuda else codes.t()
 
 
@@ -595,14 +596,13 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class GatheredWeight(FP8Tensor):
-    """A weight ``[N, K]`` that FSDP2 has gathered in FP8, between its gather and its release.
+    """A weight ``[N, K]`` that FSDP2 has gathered in FP8; valid until it is resharded.
 
-    Operands that it does not have are gathered when they are asked for. As a tensor in high precision it has the values
-    that a gather in high precision gives.
+    Missing operands are gathered on request. Dequantized, it has the values of a gather in high precision.
 
     Attributes:
-        source: what gathers it; None inside compiled code.
-        recipe: by which it was gathered.
+        source: the parameter that gathers it; None in compiled code.
+        recipe: the recipe it was gathered by.
     """
 
     is_gathered = True
@@ -611,7 +611,7 @@ class GatheredWeight(FP8Tensor):
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         whole = None if self.source is None else self.source._gathered_weight
         if whole is not None and whole is not self and whole.recipe == self.recipe:
-            self.operands = whole.operands  # a view, from before the last gather
+            self.operands = whole.operands  # this is a view made before the last gather
         row, column = self.operands
         if rowwise and self.source is not None:
             self.source.observe()

@@ -1,4 +1,4 @@
-"""A linear layer that is cut over the ranks of a group: its autograd function, on the tensors of one rank.
+"""The autograd function of a tensor-parallel linear layer, on the local tensors of a rank.
 
 | mode | weight | x | y |
 |---|---|---|---|
@@ -7,12 +7,12 @@
 | row | ``[N, K / ranks]`` | ``[..., K / ranks]`` | ``[..., N]``, summed |
 | row, sequence | | the whole sequence | a piece of the sequence |
 
-Where a layout has one scale for a tensor, FP8 codes are gathered: 1 byte an element. Ranks then share that scale. It is
-delayed scaling's, which is equal on all ranks, or it comes from the amax over the group. Other layouts gather codes and
-scales for the forward pass. Their backward pass needs copies that are scaled along rows and along columns, which take
-as many bytes as BF16, so it gathers in high precision.
+If the layout has one scale per tensor, FP8 codes are gathered: 1 byte per element. Ranks then share this scale. It is
+delayed scaling's, which is equal on all ranks, or is computed from the amax over the group. With other layouts the
+forward pass gathers codes and scales. The backward pass needs copies with scales along rows and along columns, which
+take as many bytes as BF16, so it gathers in high precision.
 
-Sums travel in the dtype of the results.
+Sums are communicated in the results' dtype.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from lightning_fp8.scaled import Role, ScaledTensor
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a linear layer is cut over ranks.
+    """How a linear layer is divided over ranks.
 
     Attributes:
-        mode: ``"column"`` cuts the weight's rows, the features of y; ``"row"`` its columns, those of x.
+        mode: ``"column"`` divides the weight's rows, the features of y; ``"row"`` its columns, the features of x.
         group: the ranks.
-        sequence: the dimension of x that is cut outside the layer, sequence parallelism's; None where none is.
-        sums: without ``sequence``, y (row mode) and the gradient of x (column mode) are summed over the ranks; False
-            leaves the sum to the caller, and then the first rank alone adds the bias of row mode.
+        sequence: with sequence parallelism, the dimension along which activations are divided outside the layer; else
+            None.
+        sums: without ``sequence``, y (row mode) and the gradient of x (column mode) are summed over the ranks. If
+            False, the caller sums, and only the first rank adds the bias in row mode.
     """
 
     mode: Literal["column", "row"]
@@ -55,17 +56,17 @@ class Parallel:
 
     @property
     def gathers_input(self) -> bool:
-        """The forward pass gathers x."""
+        """Whether the forward pass gathers x."""
         return self.mode == "column" and self.sequence is not None
 
     @property
     def leaves_sum(self) -> bool:
-        """The ranks' results are not summed here."""
+        """Whether the caller sums the ranks' results."""
         return self.sequence is None and not self.sums
 
     @property
     def gathers_gradient(self) -> bool:
-        """The backward pass gathers the gradient of y."""
+        """Whether the backward pass gathers the gradient of y."""
         return self.mode == "row" and self.sequence is not None
 
 
@@ -77,20 +78,21 @@ def parallel_linear(
     dtype: torch.dtype,
     parallel: Parallel,
 ) -> Tensor:
-    """``x wᵀ + bias`` of a layer that is cut over ranks.
+    """``x wᵀ + bias`` of a tensor-parallel layer.
 
     Args:
-        x: ``[..., K]``, this rank's; an FP8Tensor is one that was gathered before, and ``parallel`` has no sequence.
-        weight: ``[N, K]``, this rank's piece.
-        bias: ``[N]``, this rank's piece in column mode, the whole one in row mode.
+        x: this rank's ``[..., K]``. An FP8Tensor has been gathered before; ``parallel`` then has no sequence.
+        weight: this rank's piece ``[N, K]``.
+        bias: ``[N]``; this rank's piece in column mode, the whole bias in row mode.
         product: casts the tensors.
         dtype: of the result.
+        parallel: how the layer is divided.
 
     Returns:
-        ``[..., N]`` in ``dtype``, as the table of this module says.
+        ``[..., N]`` in ``dtype``, as in the table above.
 
     Raises:
-        RuntimeError: on all ranks, if they have different recipes or cut the layer differently.
+        RuntimeError: on all ranks, if their recipes or the layer's division differ.
     """
     require_agreement(product.recipe, parallel, weight)
     y: Tensor = ParallelLinearFunction.apply(x, weight, bias, product, dtype, parallel)
@@ -98,17 +100,18 @@ def parallel_linear(
 
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[Any]] = WeakKeyDictionary()
-"""What the ranks of a group have found to be the same on all of them."""
+"""What the ranks of a group have been checked to agree on."""
 
 
 def require_agreement(recipe: Recipe, parallel: Parallel, weight: Tensor | None = None) -> None:
-    """Compare over ranks, at the first layer of each kind, what their collectives follow from.
+    """At the first layer of each kind, compare over ranks what determines their collectives.
 
     Args:
-        weight: ``[N, K]``, this rank's piece, of which all ranks have the same shape; None where x alone is gathered.
+        recipe, parallel: compared.
+        weight: this rank's piece ``[N, K]``, whose shape is compared; None if only x is gathered.
 
     Raises:
-        RuntimeError: on all ranks, if it is not the same; otherwise they would wait for each other.
+        RuntimeError: on all ranks, if they differ; their collectives would hang.
     """
     agreed = _agreed.setdefault(parallel.group, set())
     shape = None if weight is None else tuple(weight.shape)
@@ -123,9 +126,9 @@ def require_agreement(recipe: Recipe, parallel: Parallel, weight: Tensor | None 
 
 
 class ParallelLinearFunction(torch.autograd.Function):
-    """:func:`parallel_linear`.
+    """The autograd function of :func:`parallel_linear`.
 
-    Column mode with a sequence keeps this rank's piece of x, and gathers it again for the weight's gradient.
+    In column mode with a sequence, this rank's piece of x is saved, and gathered again for the weight's gradient.
     """
 
     @staticmethod
@@ -194,19 +197,20 @@ class ParallelLinearFunction(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.x_shape), dw, dbias, None, None, None
 
 
-# --- Casts of tensors whose pieces the ranks have ---------------------------------------------------------------------
+# --- Casts of gathered tensors ----------------------------------------------------------------------------------------
 
 
 def gathered_forward(
     x: Tensor, product: Product, parallel: Parallel, amax: Tensor | None = None
 ) -> tuple[Quantized, ScaledTensor | None]:
-    """The operand of the whole of the input ``x [..., K]``, of which each rank has a piece.
+    """The operand of the whole input, gathered from the ranks' pieces ``x [..., K]``.
 
     Args:
-        amax: float32 ``[]``, raised to that of this rank's piece under delayed scaling; ``None`` is the product's slot.
+        x, product, parallel: as for :func:`parallel_linear`.
+        amax: float32 ``[]``, updated with this rank's amax under delayed scaling; None is the product's slot.
 
     Returns:
-        The operand, and codes ``[..., K]`` of this rank's piece, where the layout has one scale.
+        The operand, and the codes ``[..., K]`` of this rank's piece if the layout has one scale, else None.
     """
     assert parallel.sequence is not None
     layout = product.cast(Role.INPUT).layout
@@ -225,7 +229,7 @@ def gathered_forward(
 def gathered_backward(
     dy: Tensor, product: Product, parallel: Parallel, *, rowwise: bool, columnwise: bool
 ) -> Quantized:
-    """The operands of the whole of ``dy [..., N]``, of which each rank has a piece."""
+    """The operands of the whole gradient, gathered from the ranks' pieces ``dy [..., N]``."""
     assert parallel.sequence is not None
     layout = product.cast(Role.GRAD_OUTPUT).layout
     if not layout.has_one_scale:
@@ -240,11 +244,11 @@ def gathered_backward(
 def _cast_with_shared_scale(
     x: Tensor, role: Role, product: Product, group: dist.ProcessGroup, amax: Tensor | None = None
 ) -> ScaledTensor:
-    """The codes of ``x [..., K]``, in its shape, by a scale that is equal on all ranks of the group."""
+    """The codes of ``x [..., K]``, in its shape, with a scale that is equal on all ranks of the group."""
     cast, rows = product.cast(role), _rows(x)
     args = product.cast_args(role, rowwise=True, columnwise=False)
     scale = args["scale"]
-    # Ranks branch by the scale's value, which is equal on all: what a host knows of it is not.
+    # Branch on the scale's value, which is equal on all ranks; what a rank's host knows of it may differ.
     if not isinstance(product.recipe, DelayedScaling) or not product.recipe.reduce_amax:  # each rank has its own scales
         scale = scaling.current_scale(amax_of_all(rows, group), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
     elif not args["scale_is_nonzero"] and not float(scale):  # type: ignore[arg-type]
@@ -256,7 +260,7 @@ def _cast_with_shared_scale(
 
 
 def _start_gather_of_kept(kept: Any, product: Product, parallel: Parallel) -> Callable[[], ScaledTensor]:
-    """The operand of xᵀ of the whole of x, from what each rank has kept of its piece."""
+    """The operand of xᵀ for the whole x, from the saved pieces of all ranks."""
     assert parallel.sequence is not None
     data, scale_inv = kept
     pending = start_gather(data, parallel.group, parallel.sequence)
@@ -276,7 +280,7 @@ def _start_gather_of_kept(kept: Any, product: Product, parallel: Parallel) -> Ca
 
 
 def _start_reduction(y: Tensor, parallel: Parallel) -> Pending:
-    """The sum of the ranks' ``y``, or this rank's piece of it, or this rank's part."""
+    """Reduce the ranks' ``y``: to the sum or this rank's piece of it, or return y if the caller sums."""
     if parallel.leaves_sum:
         return lambda: y
     if parallel.sequence is None:

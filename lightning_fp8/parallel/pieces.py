@@ -1,4 +1,4 @@
-"""How a parameter is cut over tensor-parallel ranks: one piece of each, and the whole of all pieces."""
+"""How a parameter is divided over tensor-parallel ranks, and reassembled."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """A dimension of a parameter that is cut, section by section.
+    """The dimension along which a parameter is divided, section by section.
 
-    Each rank has an equal piece of each section, one after the other: of SwiGLU's two halves, and of queries, keys and
-    values, so that what a rank multiplies together belongs together.
+    A rank's piece is the concatenation of an equal piece of each section. Sections are SwiGLU's two halves, or queries,
+    keys and values, so that a rank gets matching parts of each.
 
     Attributes:
         dim: the dimension.
-        sections: the number of equal sections of it, or their sizes in the whole where they differ.
+        sections: the number of equal sections, or the sections' sizes in the whole parameter if they differ.
     """
 
     dim: int
     sections: int | tuple[int, ...] = 1
 
     def whole_shape(self, piece: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The shape of the whole of which ``ranks`` have pieces of this shape."""
+        """The shape of the whole parameter, if each of ``ranks`` ranks has a piece of this shape."""
         return (*piece[: self.dim], piece[self.dim] * ranks, *piece[self.dim + 1 :])
 
     def piece(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """What ``rank`` has of ``whole``; a copy.
+        """The piece of ``rank``, as a copy.
 
         Raises:
-            ValueError: a section does not divide into ``ranks`` equal pieces.
+            ValueError: a section is not divisible by ``ranks``.
         """
         sizes = self._sizes(whole.shape[self.dim])
         if wrong := [size for size in sizes if size % ranks]:
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         )
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole of the pieces of all ranks, in their order."""
+        """The whole parameter, from the pieces of all ranks in order."""
         ranks = len(pieces)
         sizes = self._sizes(pieces[0].shape[self.dim] * ranks)
         sections = [piece.split([size // ranks for size in sizes], self.dim) for piece in pieces]

@@ -1,6 +1,6 @@
-"""Collectives in high precision, with their gradients, between which layers compute on the tensors of one rank.
+"""Differentiable collectives in high precision, for layers that compute with local tensors between them.
 
-Each one's gradient is another of them, so that they have derivatives of any order.
+The gradient of each is another one of them, so they have derivatives of any order.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from lightning_fp8.parallel.function import Parallel
 
 
 def gathered(piece: Tensor, parallel: Parallel) -> Tensor:
-    """The pieces of all ranks one after the other; the gradient is this rank's piece of the sum of all ranks'."""
+    """Gather the pieces of all ranks; the gradient is reduce-scattered."""
     whole: Tensor = _Gather.apply(piece, parallel)
     return whole
 
 
 def sum_gradients(*parameters: Tensor | None, parallel: Parallel) -> list[Any]:
-    """Parameters that each rank applies to its own piece of a tensor; their gradients are summed over the ranks."""
+    """Parameters that each rank applies to its piece of a tensor; their gradients are summed over the ranks."""
     return [None if each is None else SumGradient.apply(each, parallel.group) for each in parameters]
 
 
 def high_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
-    """``x wᵀ + bias`` of a layer that is cut over ranks, as :func:`~lightning_fp8.parallel.function.parallel_linear`.
+    """``x wᵀ + bias`` of a tensor-parallel layer, as :func:`~lightning_fp8.parallel.function.parallel_linear`.
 
     Args:
         x, weight, bias: this rank's.
+        parallel: how the layer is divided.
     """
     if parallel.mode == "column":
         x = _Copy.apply(x, parallel) if parallel.sequence is None else gathered(x, parallel)
@@ -57,7 +58,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """This rank's piece of the sum of the ranks' tensors."""
+    """This rank's piece of the sum of the ranks' tensors (reduce-scatter)."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, parallel: Parallel) -> Tensor:
@@ -71,7 +72,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors, which all of them go on with."""
+    """The sum of the ranks' tensors, on all ranks (all-reduce)."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, parallel: Parallel) -> Tensor:
@@ -84,7 +85,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """A tensor that all ranks have, which each goes on with in its own way; their gradients are summed."""
+    """Identity of a tensor that is equal on all ranks; sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parallel: Parallel) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is a DTensor, as ``parallelize_module`` makes it: its cut is read from the placements.
+"""A linear layer whose weight is a DTensor, as made by ``parallelize_module``; its placements select the mode.
 
 | weight ``[N, K]`` | x | y |
 |---|---|---|
@@ -21,7 +21,7 @@ from lightning_fp8.parallel.function import Parallel, parallel_linear
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor; told without importing it."""
+    """Whether ``tensor`` is a DTensor; does not import ``torch.distributed.tensor``."""
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
@@ -29,20 +29,20 @@ def is_sharded(tensor: Any) -> bool:
 def sharded_linear(
     x: Tensor, weight: Any, bias: Any, product: Product, dtype: torch.dtype, output_layout: Any = None
 ) -> Tensor:
-    """``x wᵀ + bias`` as a DTensor of the weight's mesh.
+    """``x wᵀ + bias`` as a DTensor on the weight's mesh.
 
     Args:
-        x: ``[..., K]``, a DTensor or the same tensor on all ranks.
-        weight: DTensor ``[N, K]`` on a mesh of one dimension.
+        x: ``[..., K]``, a DTensor, or a tensor that is equal on all ranks.
+        weight: DTensor ``[N, K]`` on a one-dimensional mesh.
         bias: DTensor ``[N]``, or None.
         product: casts the tensors.
         dtype: of the result.
-        output_layout: of row mode, the placement of y; None leaves its sum to whatever redistributes it.
+        output_layout: in row mode, the placement of y; if None, y is ``Partial()``.
 
     Raises:
-        TypeError: a weight that is placed otherwise.
-        ValueError: x on another mesh, features that are cut in another way than the weight's, or a sequence that the
-            ranks do not divide.
+        TypeError: the weight's placement is not supported.
+        ValueError: x is on another mesh, its features are divided differently than the weight's, or its sequence is not
+            divisible by the number of ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -70,7 +70,7 @@ def sharded_linear(
         elif not place.is_replicate():
             x = x.redistribute(placements=[Replicate()])
         parallel = Parallel("column", mesh.get_group(), sequence, sums=False)
-        # The gradient of a whole x stays a sum of parts: of layers that read one x, it is summed once.
+        # The gradient of a whole x stays Partial: if several layers read x, it is summed once.
         local_x = x.to_local(grad_placements=x.placements if sequence is not None else [Partial()])
         made: Any = Shard(last)
     else:
@@ -90,7 +90,7 @@ def sharded_linear(
     if local_x.shape[-1] != local_weight.shape[1]:
         raise ValueError(
             f"a Linear's input has {local_x.shape[-1]} features on this rank and its weight {local_weight.shape[1]}; "
-            "cut both in the same way"
+            "shard both in the same way"
         )
     local_bias = None if bias is None else bias.to_local() if isinstance(bias, DTensor) else bias
     y = parallel_linear(local_x, local_weight, local_bias, product, dtype, parallel)

@@ -1,12 +1,13 @@
-"""torch's parallel styles, with FP8 on the wire between FP8 layers: names, arguments and results are torch's.
+"""torch's parallel styles with FP8 communication between FP8 layers; names, arguments and results are torch's.
 
-| style | sends in FP8 |
+| style | communicates in FP8 |
 |---|---|
-| :class:`ColwiseParallel` | an input that is cut along its sequence |
-| :class:`RowwiseParallel` | the gradient of an output that is cut along its sequence |
+| :class:`ColwiseParallel` | an input that is sharded along its sequence |
+| :class:`RowwiseParallel` | the gradient of an output that is sharded along its sequence |
 | :class:`PrepareModuleInput` | an input that is gathered for several layers: cast once, gathered once |
 
-Sums travel in the dtype of the layers. Torch's own styles work with FP8 layers, too, and send all in that dtype.
+Sums are communicated in the layers' dtype. torch's own styles support FP8 layers too, and communicate everything in
+that dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = [
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
-    """torch's; an FP8 layer gathers an input that is cut along its sequence itself, in FP8."""
+    """torch's style; an FP8 layer gathers an input that is sharded along its sequence itself, in FP8."""
 
     @staticmethod
     def _prepare_input_fn(  # type: ignore[override]
@@ -60,7 +61,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """torch's; an FP8 layer cuts its output along the sequence itself, and gathers its gradient in FP8."""
+    """torch's style; an FP8 layer shards its output along the sequence itself, and gathers its gradient in FP8."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (layout,) = self.output_layouts if isinstance(self.output_layouts, tuple) else (self.output_layouts,)
@@ -70,17 +71,17 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
-    """torch's; an input that FP8 layers of the module read is cast once, and gathered in FP8.
+    """torch's style; an input that FP8 layers of the module read is cast once, and gathered in FP8.
 
-    That is where the layers that the module itself owns, and that are cut into columns, all run in FP8, as q, k and v
-    of attention; where the input is cut along its sequence and wanted whole; and where the recipe has one scale for a
-    tensor. Other readers of the input in the module get its FP8 values. Other inputs are gathered as torch does. So is
-    one that none of those layers has taken as it came, from the second forward on.
+    Conditions: all column-parallel layers that are direct children of the module, such as q, k and v of attention, run
+    in FP8; the input is sharded along its sequence, and a whole input is desired; the recipe has one scale per tensor.
+    Other readers of the input in the module get its FP8 values. Otherwise inputs are gathered as by torch. An input
+    that none of these layers reads unchanged is gathered so from the second forward on.
     """
 
     _module: nn.Module
     _last: tuple[Any, list[Any]] | None = None
-    """The slots of the layer that cast the last input, and those of the layers that took it."""
+    """The slots of the layer that cast the last input, and those of the layers that used it."""
     _is_read_otherwise = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -102,12 +103,12 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
 
     @torch.compiler.disable(reason="collectives of FP8 codes")
     def _gathered(self, x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> Any:
-        """The whole of ``x`` in FP8; None where it is to be gathered in high precision."""
+        """The whole of ``x`` in FP8; None if it is to be gathered in high precision."""
         if self._last is not None and not any(each is self._last[0] for each in self._last[1]):
-            self._is_read_otherwise = True  # its scale is of another tensor
+            self._is_read_otherwise = True  # the scale belongs to another tensor
             self._last = None
             warnings.warn(
-                f"PrepareModuleInput of {type(self._module).__name__}: no layer of it takes the input as it comes, "
+                f"PrepareModuleInput of {type(self._module).__name__}: none of its layers uses the input unchanged, "
                 "so that it is gathered in high precision",
                 stacklevel=2,
             )
@@ -132,7 +133,7 @@ def _cuts_a_sequence(layout: Any, x: Tensor) -> bool:
 
 
 def _first_reader(module: nn.Module, features: int) -> LinearLayer | None:
-    """The first layer of ``module`` itself that is cut into columns and reads ``features``; None if one is not FP8."""
+    """The first column-parallel child of ``module`` that reads ``features``; None if one of them is not in FP8."""
     readers = [
         child
         for child in module.children()
@@ -146,7 +147,7 @@ def _first_reader(module: nn.Module, features: int) -> LinearLayer | None:
 
 
 def _gathered(x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> Any:
-    """The whole of ``x`` as a DTensor of an FP8Tensor; None where the recipe's layout has several scales."""
+    """The whole of ``x`` as a DTensor of an FP8Tensor; None if the recipe's layout has several scales."""
     context = reader.running_context()
     local: Any = x
     if isinstance(x, DTensor):
@@ -155,7 +156,7 @@ def _gathered(x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> 
         local = x.to_local()
     parallel = Parallel("column", mesh.get_group(), layout.dim % local.dim())
     require_shared_scales(context.group, parallel.group)
-    require_agreement(context.recipe, parallel)  # before ranks part by their recipes
+    require_agreement(context.recipe, parallel)  # before ranks branch on their recipes
     if not context.recipe.cast(Role.INPUT).layout.has_one_scale:
         return None
     dtype = autocast_dtype(local.device.type) or local.dtype
@@ -166,7 +167,7 @@ def _gathered(x: Tensor, reader: LinearLayer, mesh: DeviceMesh, layout: Any) -> 
 
 
 class _GatherInFP8(torch.autograd.Function):
-    """A piece of x to the whole in FP8; the gradient, a sum of parts, is scattered in its own dtype."""
+    """Gathers a piece of x in FP8; the gradient, a partial sum, is reduce-scattered in its own dtype."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -174,7 +175,7 @@ class _GatherInFP8(torch.autograd.Function):
     ) -> Any:
         ctx.mesh, ctx.layout = mesh, layout
         is_observed = product.observe and isinstance(product.recipe, DelayedScaling)
-        observed = x.new_zeros((), dtype=torch.float32) if is_observed else None  # each reader's slot gets it
+        observed = x.new_zeros((), dtype=torch.float32) if is_observed else None  # copied to each reader's slot
         x8, _ = gathered_forward(x, product, parallel, observed)
         row = x8.rowwise
         assert row is not None

@@ -16,13 +16,13 @@ from tests.tiers import thorough
 RECIPES = "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"
 IN_HIGH_PRECISION = {
     "kept rowwise": "4 because reshard_after_forward=False",
-    "uneven rowwise": "2 because its 255 rows are not the same number on each of 2 ranks",
+    "uneven rowwise": "2 because its 255 rows are not divided evenly over 2 ranks",
     "columns": "4 because it is sharded along dimension 1",
     "own scales": "4 because each rank has its own scales",
     "one rank": "4 because it is not sharded",
     "fused delayed": "6 because parameters_split",
     "fused mxfp8": "6 because parameters_split",
-    "conv1d": "1 because Conv1D holds it transposed",
+    "conv1d": "1 because Conv1D stores it transposed",
 }
 """What is said of cases in which weights are gathered in BF16."""
 
