@@ -24,6 +24,7 @@ from lightning_fp8.attention.ops import (
     failing_kernel,
     missing_kernel,
 )
+from lightning_fp8.functions.dtypes import converted
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.scaled import Role
 
@@ -159,7 +160,7 @@ class AttentionFunction(torch.autograd.Function):
         o, kept = attention_forward(q, k, v, AttentionCall(attention, softmax_scale, cu_seqlens_q, of_keys, tables))
         _observe(slots, Role.QKV, q, k, v)
         _observe(slots, Role.O, o)
-        ctx.save_for_backward(o.to(torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, tables, *kept)
+        ctx.save_for_backward(converted(o, torch.bfloat16), cu_seqlens_q, cu_seqlens_kv, tables, *kept)
         ctx.attention, ctx.softmax_scale, ctx.slots = attention, softmax_scale, slots
         ctx.key_rows = k.shape[1 if attention.qkv_format == "bshd" else 0]
         return o

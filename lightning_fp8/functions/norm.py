@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.functions.dtypes import converted
 from lightning_fp8.ops.norm import Norm
 
 
@@ -18,6 +19,6 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm,
     if gamma is not None and norm.zero_centered:
         gamma = gamma + 1.0
     if norm.rms:
-        return F.rms_norm(wide, shape, gamma, norm.eps).to(x.dtype)
+        return converted(F.rms_norm(wide, shape, gamma, norm.eps), x.dtype)
     beta = None if bias is None else bias.to(wide.dtype)
-    return F.layer_norm(wide, shape, gamma, beta, norm.eps).to(x.dtype)
+    return converted(F.layer_norm(wide, shape, gamma, beta, norm.eps), x.dtype)
