@@ -33,7 +33,6 @@ from lightning_fp8.attention.ops import (
     attention_forward_of_codes,
     rows_of_mean,
 )
-from lightning_fp8.functions.dtypes import converted
 from lightning_fp8.parallel.agreement import require_same
 from lightning_fp8.parallel.collectives import all_gather, reduce_scatter
 
@@ -305,7 +304,7 @@ class CodesFunction(torch.autograd.Function):
             call = AttentionCall(Attention("bshd", piece.band, False), softmax_scale)
             o, of_queries = attention_forward_of_codes(q[:, piece.rows], k8, v8, piece.chunks * chunk, call)
             outputs.append(o)
-            kept += [converted(o, torch.bfloat16), *of_queries]
+            kept += [o.to(torch.bfloat16), *of_queries]
         ctx.save_for_backward(*own, *kept)
         ctx.ranks, ctx.band, ctx.softmax_scale, ctx.key_rows = ranks, band, softmax_scale, 2 * chunk
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
