@@ -1,7 +1,8 @@
 """Recipes: how a training run scales its tensors. A recipe is a frozen dataclass; a name is a row of data.
 
-The names and fields are Transformer Engine's (``transformer_engine.common.recipe``); ``Float8RowwiseScaling`` is
-torchao's ``rowwise``. The field ``name`` identifies the recipe in YAML, mappings and checkpoints.
+The names and fields are Transformer Engine's (``transformer_engine.common.recipe``), whose other arguments are in
+:mod:`lightning_fp8.recipe_arguments`; ``Float8RowwiseScaling`` is torchao's ``rowwise``. The field ``name`` identifies
+the recipe in YAML, mappings and checkpoints.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from functools import wraps
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
+from lightning_fp8.recipe_arguments import translated
 from lightning_fp8.scaled import Cast, Layout, Role
 from lightning_fp8.scaling import FLOAT32_MAX, AmaxAlgorithm
 
@@ -54,6 +57,21 @@ def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = No
         raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _takes_te_arguments(cls: _Class) -> _Class:
+    """Let the class take Transformer Engine's arguments beside its fields: :mod:`lightning_fp8.recipe_arguments`."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **translated(cls.__name__, kwargs))
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeFields:
     """What every recipe has: a name, a format, a cast of each role, and what it says of attention.
@@ -88,7 +106,45 @@ class RecipeFields:
     def _cast(self, role: Role) -> Cast:
         raise NotImplementedError
 
+    # Transformer Engine's questions
 
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is delayed scaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether each tensor is scaled by its own amax."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether blocks of 1 × 128 and 128 × 128 have a scale each."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is MXFP8."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """False: no recipe casts to four bits."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """False: no recipe takes a factory of quantizers."""
+        return False
+
+
+@_takes_te_arguments
 @dataclass(frozen=True)
 class DelayedScaling(RecipeFields):
     """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
@@ -127,6 +183,7 @@ class DelayedScaling(RecipeFields):
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
 
 
+@_takes_te_arguments
 @dataclass(frozen=True)
 class Float8CurrentScaling(RecipeFields):
     """One scale per tensor, from its own amax. Two passes over the data, no state.
@@ -168,6 +225,7 @@ class Float8RowwiseScaling(RecipeFields):
         return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
 
 
+@_takes_te_arguments
 @dataclass(frozen=True)
 class Float8BlockScaling(RecipeFields):
     """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
@@ -191,6 +249,7 @@ class Float8BlockScaling(RecipeFields):
         return Cast(float8_for(self.fp8_format, role), layout, self.power_2_scale)
 
 
+@_takes_te_arguments
 @dataclass(frozen=True)
 class MXFP8BlockScaling(RecipeFields):
     """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
@@ -273,6 +332,7 @@ def _class_of(name: Any) -> type[Recipe]:
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
     valid = [field.name for field in dataclasses.fields(cls)]
+    fields = translated(cls.__name__, fields)
     for field in fields:
         if field not in valid:
             raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are {_quoted(valid)}")

@@ -119,7 +119,9 @@ VALUES = {
     "scaling": set(),
     "scaled": {"formats"},
     "names": {"scaled"},
-    "recipes": {"arguments", "formats", "scaled", "scaling"},
+    "recipe_arguments": {"arguments"},
+    "recipes": {"arguments", "formats", "recipe_arguments", "scaled", "scaling"},
+    "foreign_names": set(),
 }
 """Leaves: values, formulas and checks that every room may import, and what they import of each other."""
 
@@ -226,6 +228,16 @@ ROOMS = {
     },
     "te.tensor_parallel": {"modules", "parallel.collectives", "parallel.pieces", "te"},
     "te.model": {"convert", "delayed", "modules", "modules.transformer", "te", "te.tensor_parallel"},
+    "transformer_engine": {
+        "attention.modules",
+        "export",
+        "fp8_region",
+        "modules",
+        "modules.transformer",
+        "parallel.checkpoint",
+        "primary_weights",
+    },
+    "torchao": {"convert", "fp8_region", "modules"},
     "plugin": {
         "attention.models",
         "fp8_region",

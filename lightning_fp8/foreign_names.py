@@ -1,0 +1,40 @@
+"""Names of other projects that do not exist here: what is said where one of them is imported or read."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``module`` that says what to do instead of a name.
+
+    Args:
+        answer: the sentence for a name of the other project; None for a name that it does not have either.
+
+    Raises (the function):
+        ImportError: in ``from module import name``, where Python drops the text of an AttributeError.
+        AttributeError: elsewhere, so that ``hasattr`` is False.
+    """
+
+    def __getattr__(name: str) -> Any:
+        said = answer(name)
+        if said is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        caller = sys._getframe(1)
+        error = ImportError if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM else AttributeError
+        raise error(f"{name} is not supported: {said}")
+
+    return __getattr__
+
+
+def absent_module(module: str, answer: str) -> ModuleType:
+    """A module that can be imported, and says ``answer`` of every name."""
+    made = ModuleType(module, answer)
+    vars(made)["__getattr__"] = answering(module, lambda name: None if name.startswith("__") else answer)
+    return made

@@ -1,0 +1,107 @@
+"""Transformer Engine's arguments of recipes as data: their names here, and what to do instead of the others.
+
+:func:`translated` applies the tables. A recipe's own fields are in its class (:mod:`lightning_fp8.recipes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_fp8.arguments import plain, require_bool
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Transformer Engine's options of a product; recipes take those that are its defaults."""
+
+    use_split_accumulator: bool = True
+
+
+class _Renamed(NamedTuple):
+    """A flag that has another name here, or means the opposite."""
+
+    field: str
+    negated: bool = False
+
+
+class _AtDefault(NamedTuple):
+    """An argument that is taken at Transformer Engine's default alone."""
+
+    default: Any
+    instead: str
+
+
+_ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"
+_BLOCKS = "blocks are 1 × 128 for inputs and gradients, 128 × 128 for weights; leave it out"
+_BACKWARD = {"backward_override": _AtDefault(None, "the products of the backward pass run in FP8; leave it out")}
+
+
+def _products(of_forward: MMParams) -> dict[str, _AtDefault]:
+    """The three products' options, which are for the forward other ones in each recipe."""
+    of_gradients = _AtDefault(MMParams(), _ACCUMULATION)
+    return {
+        "fp8_gemm_fprop": _AtDefault(of_forward, _ACCUMULATION),
+        "fp8_gemm_dgrad": of_gradients,
+        "fp8_gemm_wgrad": of_gradients,
+    }
+
+
+TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
+    "DelayedScaling": {
+        "scaling_factor_compute_algo": _AtDefault(None, "scales are fp8_max 2**-margin / amax; leave it out"),
+        "override_linear_precision": _AtDefault(
+            (False, False, False),
+            "all three products of an FP8 layer run in FP8; keep the whole layer in BF16 with skip=",
+        ),
+        **_BACKWARD,
+    },
+    "Float8CurrentScaling": {
+        "use_power_2_scales": _Renamed("power_2_scale"),
+        **_products(MMParams(use_split_accumulator=False)),
+        **_BACKWARD,
+    },
+    "Float8BlockScaling": {
+        "use_f32_scales": _Renamed("power_2_scale", negated=True),
+        "x_block_scaling_dim": _AtDefault(1, _BLOCKS),
+        "w_block_scaling_dim": _AtDefault(2, _BLOCKS),
+        "grad_block_scaling_dim": _AtDefault(1, _BLOCKS),
+        **_products(MMParams()),
+        **_BACKWARD,
+    },
+    "MXFP8BlockScaling": {
+        "margin": _AtDefault(0, "the scale of a block leaves no head room; leave it out"),
+        "enable_2d_quantization": _AtDefault(False, "blocks are 1 × 32 of weights, too; leave it out"),
+        **_BACKWARD,
+    },
+}
+"""By recipe, those of its arguments in Transformer Engine that are no fields here."""
+
+
+def translated(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the class called ``recipe`` for its arguments, of which some may be Transformer Engine's.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, and not at Transformer Engine's default.
+        TypeError: a flag that is no bool.
+        ValueError: one field by two names.
+    """
+    known = TE_ARGUMENTS.get(recipe, {})
+    fields = {name: value for name, value in given.items() if name not in known}
+    for name, value in given.items():
+        argument = known.get(name)
+        value = plain(value)
+        if isinstance(argument, _Renamed):
+            require_bool(name, value)
+            if argument.field in fields:
+                raise ValueError(f"{name}={value} and {argument.field} are the same option; pass one of them")
+            fields[argument.field] = value is not argument.negated
+        elif argument is not None and not _is_default(value, argument.default):
+            raise NotImplementedError(f"{name}={value!r} is not supported by {recipe}: {argument.instead}")
+    return fields
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    value = tuple(value) if isinstance(value, list) else value  # as YAML has a tuple
+    return value is None or (type(value) is type(default) and value == default)

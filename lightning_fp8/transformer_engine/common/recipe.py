@@ -1,0 +1,23 @@
+"""``transformer_engine.common.recipe``: recipes, their base class, and the formats.
+
+Arguments of recipes that exist in Transformer Engine alone: :mod:`lightning_fp8.recipe_arguments`.
+"""
+
+from lightning_fp8.foreign_names import answering
+from lightning_fp8.formats import Format
+from lightning_fp8.recipe_arguments import MMParams
+from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from lightning_fp8.recipes import RecipeFields as Recipe
+from lightning_fp8.transformer_engine.answers import RECIPE
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "Recipe",
+]
+
+__getattr__ = answering(__name__, RECIPE.get)

@@ -1,0 +1,72 @@
+"""``transformer_engine.pytorch``: modules, regions, weights in FP8, checkpointing and export."""
+
+import sys
+
+from lightning_fp8.foreign_names import absent_module, answering
+from lightning_fp8.transformer_engine.answers import MODULES, PYTORCH
+from lightning_fp8.transformer_engine.pytorch import (
+    attention,
+    distributed,
+    export,
+    fp8,
+    module,
+    quantization,
+    transformer,
+)
+from lightning_fp8.transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
+from lightning_fp8.transformer_engine.pytorch.distributed import checkpoint
+from lightning_fp8.transformer_engine.pytorch.export import onnx_export
+from lightning_fp8.transformer_engine.pytorch.module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from lightning_fp8.transformer_engine.pytorch.quantization import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+from lightning_fp8.transformer_engine.pytorch.transformer import TransformerLayer
+
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "attention",
+    "autocast",
+    "checkpoint",
+    "distributed",
+    "export",
+    "fp8",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "module",
+    "onnx_export",
+    "quantization",
+    "quantized_model_init",
+    "transformer",
+]
+
+__getattr__ = answering(__name__, PYTORCH.get)
+
+for _name, _said in MODULES.items():  # that they can be imported lets them say it
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = absent_module(f"{__name__}.{_name}", _said)
