@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
+from tests.docs.pages import ROOT, blocks
 from tests.small import mlp
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 class WithLoss(nn.Module):
@@ -47,7 +47,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def test_the_readmes_loop_resumes_to_the_bit(tmp_path: Path) -> None:
-    (snippet,) = re.findall(r"\*\*Plain PyTorch\.\*\*\n\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (snippet,) = (block.text for block in blocks(README, "python") if "load_fp8_state_dict(" in block.text)
 
     def train(data: list[Tensor], path: Path) -> dict[str, Any]:
         torch.manual_seed(7)

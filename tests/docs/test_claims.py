@@ -1,0 +1,46 @@
+"""What README and docs quote: numbers of the committed comparison, messages of the package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from statistics import mean
+
+from tests.docs.pages import ROOT
+
+
+def test_readme_has_the_numbers_of_the_comparison() -> None:
+    losses: dict[str, list[float]] = {}
+    for name, run in json.loads((ROOT / "docs/compare_recipes.json").read_text())["runs"].items():
+        losses.setdefault(name.partition("/")[0], []).append(run["val_loss"])
+    bf16 = losses.pop("bf16")
+    above = sorted(100 * (mean(each) / mean(bf16) - 1) for each in losses.values())
+    apart = 100 * (max(bf16) - min(bf16)) / mean(bf16)
+    said = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"{above[0]:.2f} to {above[-1]:.2f} % above that of BF16" in said
+    assert f"the seeds of BF16 are {apart:.1f} % apart" in said
+
+
+def texts() -> list[str]:
+    """Every text in the sources of the package; of an f-string, what it says before, between and after its values."""
+    found = []
+    for file in (ROOT / "lightning_fp8").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                found.append("".join(map(str, parts)))
+    return found
+
+
+def test_messages_that_are_explained_are_said_by_the_package() -> None:
+    page = (ROOT / "docs/trouble.md").read_text()
+    (section,) = re.findall(r"^## Messages of this package$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    quoted = [
+        quote for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for quote in re.findall("`(.+?)`", row)
+    ]
+    assert len(quoted) > 20
+    said = "\n".join(texts())
+    assert not [quote for quote in quoted if quote not in said]
