@@ -32,6 +32,7 @@ class FP8Context:
         observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
         weight_period: layers keep the FP8 copies of their weights through all regions of one number, until an
             optimizer steps; None keeps nothing.
+        outside: this is the context of code outside every region.
     """
 
     recipe: Recipe
@@ -40,6 +41,7 @@ class FP8Context:
     group: dist.ProcessGroup | None = None
     observe: bool = True
     weight_period: int | None = None
+    outside: bool = False
 
     @property
     def attention(self) -> bool:
@@ -47,7 +49,7 @@ class FP8Context:
         return self.enabled and (self.recipe.fp8_dpa or self.recipe.fp8_mha)
 
 
-DISABLED = FP8Context(DelayedScaling(), enabled=False)
+DISABLED = FP8Context(DelayedScaling(), enabled=False, outside=True)
 """The context of code outside every region."""
 
 
@@ -79,9 +81,10 @@ before_attention: list[Callable[[], bool]] = []
 says whether there are any."""
 
 
-def current_context() -> FP8Context:
-    """The context of this thread's innermost region; :data:`DISABLED` outside every region."""
-    return _thread.context
+def current_context(own: FP8Context | None = None) -> FP8Context:
+    """The context of this thread's innermost region; outside every region ``own``, a layer's, or :data:`DISABLED`."""
+    context = _thread.context
+    return own if own is not None and context.outside else context
 
 
 def in_backward() -> bool:
@@ -94,16 +97,17 @@ def is_repeating() -> bool:
     return in_backward() and _thread.backward != _current_backward()
 
 
-def context_of_forward(last: FP8Context | None) -> tuple[FP8Context, bool]:
+def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -> tuple[FP8Context, bool]:
     """The context that a layer's forward runs under, and whether it runs inside a backward pass.
 
     Args:
         last: the context of the layer's last forward, which a recomputed forward runs under.
+        own: the layer's context outside of every region.
     """
     backward = torch._C._current_graph_task_id()
     if backward == NO_BACKWARD:
-        return _thread.context, False
-    return (last or _thread.context) if _thread.backward != backward else _thread.context, True
+        return current_context(own), False
+    return (last or current_context(own)) if _thread.backward != backward else current_context(own), True
 
 
 def _current_backward() -> int:

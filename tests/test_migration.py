@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
 import lightning_fp8
+import lightning_fp8.torchao.float8 as ao
 import lightning_fp8.transformer_engine.pytorch as te
 from lightning_fp8.fp8_region import current_context
 from lightning_fp8.transformer_engine import answers
@@ -331,3 +338,213 @@ def test_what_transformer_engine_asks_of_a_recipe(recipe: str, true_of: set[str]
     )
     assert {question for question in questions if getattr(made, question)()} == true_of
     assert isinstance(made, te_recipe.Recipe)
+
+
+# --- torchao ----------------------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """Two blocks and a head tied to an embedding, which ``convert_module`` would all leave in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        self.lm_head = nn.Linear(32, 48, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+LINEARS = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "lm_head"]
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def _decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def _gradients(model: nn.Module, loss: Callable[[Tensor], Tensor] = torch.sum) -> list[Tensor]:
+    loss(model(TOKENS)).backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_after_the_call_a_model_runs_in_fp8_without_a_region(name: str) -> None:
+    """As inside of ``fp8_autocast``, whose numerics the tests of recipes hold against references."""
+    model = _decoder()
+    weights = [*model.parameters()]
+    config = ao.Float8LinearConfig.from_recipe_name(name)
+    assert ao.convert_to_float8_training(model, config=config) is model
+    assert [each is weight for each, weight in zip(model.parameters(), weights)] == [True] * len(weights)
+    in_region = _decoder()
+    lightning_fp8.convert_module(in_region, first_last_layers_bf16=False)
+    in_region.lm_head.__class__ = lightning_fp8.Linear
+    with lightning_fp8.fp8_autocast(fp8_recipe=name):
+        expected = in_region(TOKENS)
+    expected.sum().backward()
+    y = model(TOKENS)
+    y.sum().backward()
+    assert torch.equal(y, expected)
+    for parameter, other in zip(model.parameters(), in_region.parameters()):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+    assert not torch.allclose(y, _decoder()(TOKENS), rtol=1e-3, atol=1e-3)
+
+
+def test_a_filter_says_which_layers_run_in_fp8() -> None:
+    model = _decoder()
+    asked = []
+
+    def only_the_first_block(module: nn.Module, fqn: str) -> bool:
+        asked.append((type(module), fqn))
+        return fqn.startswith("blocks.0.")
+
+    ao.convert_to_float8_training(model, module_filter_fn=only_the_first_block)
+    assert asked == [(nn.Linear, name) for name in LINEARS]
+    found = {name: type(module) for name, module in model.named_modules() if name in LINEARS}
+    assert [name for name, cls in found.items() if cls is lightning_fp8.Linear] == LINEARS[:2]
+    assert {found[name] for name in LINEARS[2:]} == {nn.Linear}
+
+
+def test_a_single_linear_is_converted_itself() -> None:
+    layer = nn.Linear(32, 16)
+    x = torch.randn(4, 32)
+    in_high_precision = layer(x)
+    assert ao.convert_to_float8_training(layer) is layer
+    assert not torch.equal(layer(x), in_high_precision)
+
+
+def test_a_region_around_it_rules() -> None:
+    layer = ao.convert_to_float8_training(nn.Linear(32, 16))
+    x = torch.randn(4, 32)
+    with lightning_fp8.fp8_autocast(enabled=False):
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    tensorwise = layer(x)
+    with lightning_fp8.fp8_autocast(fp8_recipe="mxfp8"):
+        assert not torch.equal(layer(x), tensorwise)
+    assert torch.equal(layer(x), tensorwise)
+
+
+def test_copies_recomputation_export_and_compiled_code_run_in_fp8_too() -> None:
+    model = ao.convert_to_float8_training(_decoder())
+    expected = model(TOKENS)
+    gradients = [each.clone() for each in _gradients(model)]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(TOKENS), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(copied))(TOKENS), expected)
+    model.zero_grad()
+    checkpointed = copy.deepcopy(model)
+    for block in checkpointed.blocks:
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    assert all(map(torch.equal, _gradients(checkpointed), gradients))
+    with lightning_fp8.onnx_export(enabled=True):
+        assert torch.equal(model(TOKENS), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(TOKENS), expected)
+    assert all(map(torch.equal, _gradients(compiled), gradients))
+
+
+def test_what_cannot_run_in_fp8_is_named() -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 64)
+    with pytest.warns(UserWarning, match="leaves layers in high precision: self_attn.out_proj: nn.MultiheadAttention"):
+        ao.convert_to_float8_training(model)
+
+
+AXISWISE = ao.CastConfig(scaling_granularity=ao.ScalingGranularity.AXISWISE)
+DISABLED = ao.CastConfig(scaling_type=ao.ScalingType.DISABLED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"emulate": True}, "emulate=True is not supported: FP8 layers run without FP8 tensor cores"),
+        ({"gemm_config_output": ao.Float8GemmConfig()}, "gemm_config_output=.*accumulates fast"),
+        ({"gemm_config_grad_input": ao.Float8GemmConfig(use_fast_accum=True)}, "gemm_config_grad_input=.*in float32"),
+        ({"cast_config_weight": AXISWISE}, "cast_config_weight=.*one granularity"),
+        ({"cast_config_grad_output_for_grad_weight": DISABLED}, "grad_weight=.*for both of its products alike"),
+        ({"cast_config_input": DISABLED}, "cast_config_input=.*by module_filter_fn"),
+        ({"cast_config_weight": ao.CastConfig(target_dtype=torch.float8_e5m2)}, "inputs and weights are cast to E4M3"),
+        (
+            dict.fromkeys(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), AXISWISE),
+            "round_scales_to_power_of_2=False is not supported.*pass True",
+        ),
+    ],
+)
+def test_a_configuration_that_is_not_supported_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        ao.Float8LinearConfig(**arguments)
+
+
+def test_wrong_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="recipe_name='block' is unknown; use one of 'tensorwise', 'rowwise'"):
+        ao.Float8LinearConfig.from_recipe_name("block")
+    with pytest.raises(NotImplementedError, match="'rowwise_with_gw_hp' is not supported: .*use 'rowwise'"):
+        ao.Float8LinearConfig.from_recipe_name(ao.Float8LinearRecipeName.ROWWISE_WITH_GW_HP)
+    with pytest.raises(TypeError, match="pad_inner_dim=1 must be True or False"):
+        ao.Float8LinearConfig(pad_inner_dim=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cast_config_input='e4m3' must be a CastConfig$"):
+        ao.Float8LinearConfig(cast_config_input="e4m3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"config='rowwise' must be a .*Float8LinearConfig"):
+        ao.convert_to_float8_training(nn.Linear(2, 2), config="rowwise")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="convert_to_float8_training takes a torch.nn.Module"):
+        ao.convert_to_float8_training("model")  # type: ignore[arg-type]
+
+
+def test_formats_and_powers_of_two_are_the_recipes() -> None:
+    in_e4m3 = ao.CastConfig(target_dtype=torch.float8_e4m3fn)
+    config = ao.Float8LinearConfig(cast_config_grad_output=in_e4m3, round_scales_to_power_of_2=True)
+    assert config.recipe() == lightning_fp8.Float8CurrentScaling(lightning_fp8.Format.E4M3, power_2_scale=True)
+    assert ao.Float8LinearConfig().recipe() == lightning_fp8.Float8CurrentScaling()
+    rowwise = ao.Float8LinearConfig.from_recipe_name("rowwise").recipe()
+    assert rowwise == lightning_fp8.Float8RowwiseScaling(lightning_fp8.Format.E4M3)
+
+
+@pytest.mark.parametrize("name", ["_auto_filter_for_recipe", "FP8Granularity"])
+def test_torchaos_other_names_are_answered(name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name} is not supported: "):
+        _imported("lightning_fp8.torchao.float8", name)
+
+
+@pytest.fixture
+def torchao() -> Any:
+    """torchao itself, which no test environment has to have."""
+    return pytest.importorskip("torchao.float8")
+
+
+def test_configurations_have_torchaos_fields(torchao: Any) -> None:
+    for name in ("CastConfig", "Float8GemmConfig", "Float8LinearConfig"):
+        ours, theirs = ([field.name for field in fields(getattr(home, name))] for home in (ao, torchao))
+        assert ours == theirs
+    for name in ("ScalingType", "ScalingGranularity", "Float8LinearRecipeName"):
+        assert {each.value for each in getattr(ao, name)} == {each.value for each in getattr(torchao, name)}
+    assert {name for name in torchao.__all__ if not hasattr(ao, name)} <= ao.ANSWERS.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_a_layer_computes_what_torchaos_does(name: str, dtype: torch.dtype, torchao: Any) -> None:
+    """To the bit, but that torchao divides in float64 for the scale of a tensor: a last bit of float32 may differ."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(64, 48, bias=False, dtype=dtype)
+    ours = copy.deepcopy(theirs)
+    config = torchao.Float8LinearConfig.from_recipe_name(name)
+    theirs = torchao.convert_to_float8_training(theirs, config=replace(config, emulate=True))
+    ao.convert_to_float8_training(ours, config=ao.Float8LinearConfig.from_recipe_name(name))
+    x, dy = torch.randn(32, 64, dtype=dtype), torch.randn(32, 48, dtype=dtype)
+    results = []
+    for layer in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        results.append((y, leaf.grad, layer.weight.grad))
+    relative = {"rowwise": 0.0, "tensorwise": 1e-6 if dtype == torch.float32 else 2**-7}[name]
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=relative, atol=relative * expected.abs().max().item())

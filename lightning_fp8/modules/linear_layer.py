@@ -51,6 +51,8 @@ class LinearLayer(WeightCachingModule):
     bias_names: tuple[str, ...] = ("bias",)
     output_layout: Any = None
     """The DTensor placement that a row-parallel layer gives its output; None leaves it a sum of parts."""
+    own_context: FP8Context | None = None
+    """What forwards outside every region run under; None runs them in high precision."""
     _last_context: FP8Context | None = None
     _last_products: list[Product] | None = None
     """Of the last forward in FP8 without cached weights; made anew for another recipe, and other slots."""
@@ -126,12 +128,12 @@ class LinearLayer(WeightCachingModule):
         ):
             self._check(input, weight)
         if torch.compiler.is_compiling():
-            context = fp8_region.current_context()
+            context = fp8_region.current_context(self.own_context)
             if self.fp8:
                 (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
             return context
         # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
-        context, in_backward = fp8_region.context_of_forward(self._last_context)
+        context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         if in_backward:
             return context
         if self._last_context is not context:
@@ -142,8 +144,8 @@ class LinearLayer(WeightCachingModule):
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would run under now."""
         if torch.compiler.is_compiling():
-            return fp8_region.current_context()
-        return fp8_region.context_of_forward(self._last_context)[0]
+            return fp8_region.current_context(self.own_context)
+        return fp8_region.context_of_forward(self._last_context, self.own_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
         """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""

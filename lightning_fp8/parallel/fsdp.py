@@ -238,7 +238,7 @@ def _before_forward(module: Any, *_: Any) -> None:
 
 
 def _choose(group: Any, params: list[GatheredParam]) -> None:
-    contexts = [fp8_region.context_of_forward(param.layer._last_context)[0] for param in params]
+    contexts = [param.layer.running_context() for param in params]
     wanted = [param.recipe_in(context) for param, context in zip(params, contexts)]
     gathered = not group.is_sharded or group._all_gather_result is not None
     if gathered and any(param.recipe not in (None, recipe) for param, recipe in zip(params, wanted)):

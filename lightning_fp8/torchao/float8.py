@@ -1,0 +1,294 @@
+"""``torchao.float8``: one call after which a model's linear layers train in FP8.
+
+Configurations are torchao's; what of them is not supported is refused, with what to do instead. Numerics are those of
+the recipes ``tensorwise`` and ``rowwise``.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fp8.arguments import require_bool, require_module
+from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible
+from lightning_fp8.convert.policy import Policy
+from lightning_fp8.foreign_names import answering
+from lightning_fp8.formats import E4M3, E5M2, Format
+from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.swap import swap_class
+from lightning_fp8.names import clean_name
+from lightning_fp8.recipes import Float8CurrentScaling, Float8RowwiseScaling
+
+__all__ = [
+    "CastConfig",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "ScalingGranularity",
+    "ScalingType",
+    "convert_to_float8_training",
+    "precompute_float8_dynamic_scale_for_fsdp",
+]
+
+ANSWERS = {
+    "FP8Granularity": "it is for inference; a recipe says how tensors are scaled in training",
+    "Float8MMConfig": "it is for inference; a recipe says how tensors are scaled in training",
+    "Float8TrainingTensor": "layers cast their tensors themselves; weights in FP8 are made by fp8_model_init",
+    "GemmInputRole": "layers cast their tensors themselves; leave it out",
+    "LinearMMConfig": "layers choose how they multiply; leave it out",
+    "ScaledMMConfig": "layers choose how they multiply; leave it out",
+    "_auto_filter_for_recipe": "pass a module_filter_fn that compares module.in_features and module.out_features",
+}
+"""What to do instead of torchao's other names."""
+
+__getattr__ = answering(__name__, ANSWERS.get)
+
+# --- Configurations ---------------------------------------------------------------------------------------------------
+
+
+class ScalingType(enum.Enum):
+    """Whether a tensor is scaled, and cast, at all."""
+
+    DYNAMIC = "dynamic"
+    DISABLED = "disabled"
+
+
+class ScalingGranularity(enum.Enum):
+    """What has one scale: a tensor, or each row of an operand along its contraction."""
+
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """torchao's recipes."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one tensor is cast.
+
+    Attributes:
+        scaling_type: DISABLED is not supported.
+        scaling_granularity: the same for all tensors of a layer.
+        target_dtype: ``torch.float8_e4m3fn``, or of gradients ``torch.float8_e5m2``, too; None is E4M3 for inputs and
+            weights, and E5M2 for gradients.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one product accumulates; taken at the defaults of :class:`Float8LinearConfig`."""
+
+    use_fast_accum: bool = False
+
+
+class _AtDefault(NamedTuple):
+    default: Any
+    instead: str
+
+
+_ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"
+_AT_DEFAULT = {
+    "gemm_config_output": _AtDefault(Float8GemmConfig(use_fast_accum=True), _ACCUMULATION),
+    "gemm_config_grad_input": _AtDefault(Float8GemmConfig(), _ACCUMULATION),
+    "gemm_config_grad_weight": _AtDefault(Float8GemmConfig(), _ACCUMULATION),
+    "emulate": _AtDefault(False, "FP8 layers run without FP8 tensor cores as they are; leave it out"),
+}
+_FLAGS = (
+    *("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"),
+    *("force_recompute_fp8_weight_in_bwd", "round_scales_to_power_of_2"),
+)
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """How the layers of a model are cast.
+
+    Attributes:
+        cast_config_input, cast_config_weight, cast_config_grad_output: of each tensor; granularities are the same.
+        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
+            of its other product; None, or equal to the former.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight, emulate: taken at their defaults.
+        enable_fsdp_float8_all_gather: has no effect. Weights that ``fully_shard`` has sharded before the conversion are
+            gathered in FP8 with either value, with the same results.
+        pad_inner_dim: has no effect; sizes need no padding.
+        force_recompute_fp8_weight_in_bwd: has no effect, as in torchao.
+        round_scales_to_power_of_2: round scales down to powers of two; rows need True.
+
+    Raises:
+        NotImplementedError: a configuration that is not supported; the message says what to do instead.
+        TypeError: a value of another type.
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: Float8GemmConfig = _AT_DEFAULT["gemm_config_output"].default
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    force_recompute_fp8_weight_in_bwd: bool = False
+    round_scales_to_power_of_2: bool = False
+
+    def __post_init__(self) -> None:
+        for flag in _FLAGS:
+            require_bool(flag, getattr(self, flag))
+        for name, (default, instead) in _AT_DEFAULT.items():
+            if getattr(self, name) != default:
+                raise NotImplementedError(f"{name}={getattr(self, name)!r} is not supported: {instead}")
+        for field in fields(self):
+            if field.name.startswith("cast_config"):
+                self._require_cast(field.name, getattr(self, field.name))
+        self.recipe()
+
+    def _require_cast(self, name: str, value: Any) -> None:
+        tensor, _, other_product = name.removeprefix("cast_config_").partition("_for_")
+        if other_product and value is None:
+            return
+        if not isinstance(value, CastConfig):
+            raise TypeError(f"{name}={value!r} must be a CastConfig{', or None' if other_product else ''}")
+        if other_product and value != getattr(self, f"cast_config_{tensor}"):
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported: a tensor is cast for both of its products alike; leave it out"
+            )
+        if value.scaling_type is not ScalingType.DYNAMIC:
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported: all three products of an FP8 layer run in FP8; keep the whole "
+                "layer in high precision by module_filter_fn"
+            )
+        if value.scaling_granularity is not self.cast_config_input.scaling_granularity:
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported: the tensors of a layer have one granularity; give all the same"
+            )
+        if value.target_dtype not in (None, E4M3.dtype, *([E5M2.dtype] if tensor == "grad_output" else ())):
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported: inputs and weights are cast to E4M3, gradients to E4M3 or E5M2"
+            )
+
+    def recipe(self) -> Float8CurrentScaling | Float8RowwiseScaling:
+        """The recipe that it describes."""
+        in_e4m3 = self.cast_config_grad_output.target_dtype == E4M3.dtype
+        fp8_format = Format.E4M3 if in_e4m3 else Format.HYBRID
+        if self.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE:
+            return Float8CurrentScaling(fp8_format=fp8_format, power_2_scale=self.round_scales_to_power_of_2)
+        if not self.round_scales_to_power_of_2:
+            raise NotImplementedError(
+                "round_scales_to_power_of_2=False is not supported with ScalingGranularity.AXISWISE: the scales of "
+                "rows are powers of two; pass True, as from_recipe_name('rowwise') does"
+            )
+        return Float8RowwiseScaling(fp8_format=fp8_format)
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
+        """The configuration of torchao's recipe of that name.
+
+        Raises:
+            ValueError: an unknown name.
+            NotImplementedError: ``rowwise_with_gw_hp``.
+        """
+        known = [name.value for name in Float8LinearRecipeName]
+        name = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
+        if name not in known:
+            raise ValueError(f"recipe_name={recipe_name!r} is unknown; use one of {', '.join(map(repr, known))}")
+        if name == Float8LinearRecipeName.ROWWISE_WITH_GW_HP.value:
+            raise NotImplementedError(
+                f"recipe_name={name!r} is not supported: all three products of an FP8 layer run in FP8; use 'rowwise', "
+                "and keep sensitive layers in high precision by module_filter_fn"
+            )
+        if name == Float8LinearRecipeName.TENSORWISE.value:
+            return Float8LinearConfig()
+        cast = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3.dtype)
+        return Float8LinearConfig(
+            cast_config_input=cast,
+            cast_config_weight=cast,
+            cast_config_grad_output=cast,
+            round_scales_to_power_of_2=True,
+        )
+
+
+# --- Conversion -------------------------------------------------------------------------------------------------------
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    config: Float8LinearConfig | None = None,
+) -> nn.Module:
+    """Let the linear layers of ``module`` run in FP8, in place, from now on and without a region around them.
+
+    All of them do: unlike :func:`lightning_fp8.convert_module` it makes no exception for first and last layers and
+    output heads. Parameters stay the same objects, and ``state_dict`` keeps its keys. Inside of ``fp8_autocast``, and
+    under a plugin, layers follow its recipe instead.
+
+    Call it after ``fully_shard`` where FSDP2 is to gather weights in FP8, else it gathers them in high precision.
+
+    Args:
+        module: any module, or a single ``nn.Linear``.
+        module_filter_fn: called with each ``nn.Linear`` and its name; True for those that run in FP8. None takes all.
+        config: None is ``Float8LinearConfig()``, one scale for each tensor.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``config`` no :class:`Float8LinearConfig` of this file.
+    """
+    require_module("convert_to_float8_training", module)
+    config = Float8LinearConfig() if config is None else config
+    if not isinstance(config, Float8LinearConfig):
+        raise TypeError(f"config={config!r} must be a lightning_fp8.torchao.float8.Float8LinearConfig")
+    linears = [(clean_name(name), each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+    chosen = [pair for pair in linears if module_filter_fn is None or module_filter_fn(pair[1], pair[0])]
+    reasons = {name: reason_ineligible(each) for name, each in chosen}
+    in_fp8 = [each for name, each in chosen if not reasons[name]]
+    for each in in_fp8:
+        if not isinstance(each, Linear):
+            swap_class(each, Linear)
+    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=_all_but(in_fp8))
+    apply_conversion(module, plan_conversion(module, policy))
+    context = FP8Context(config.recipe())
+    for each in in_fp8:
+        each.own_context = context  # type: ignore[assignment]
+    if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
+        warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
+    return module
+
+
+def _all_but(in_fp8: list[nn.Linear]) -> Callable[[nn.Module, str], bool]:
+    chosen = {id(each) for each in in_fp8}
+
+    def skip(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and id(module) not in chosen
+
+    return skip
+
+
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """Does nothing: FSDP2's gathers in FP8 reduce the amaxes of all weights at once by themselves.
+
+    Args:
+        module: the sharded model.
+    """
+    require_module("precompute_float8_dynamic_scale_for_fsdp", module)
