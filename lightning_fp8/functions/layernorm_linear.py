@@ -89,7 +89,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not gives_norm:
             return y
-        return y, normalize(x, norm_weight, norm_bias, norm, x.shape[1:])
+        return y, normalize(x, norm_weight, norm_bias, norm, x.shape[1:], dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

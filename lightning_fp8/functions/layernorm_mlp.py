@@ -79,7 +79,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not mlp.gives_norm:
             return y
-        return y, normalize(x, norm_weight, norm_bias, mlp.norm, x.shape[1:])
+        return y, normalize(x, norm_weight, norm_bias, mlp.norm, x.shape[1:], mlp.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

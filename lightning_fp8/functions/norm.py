@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in high precision. They compute in float32 (float64 of such an input), and give x's dtype."""
+"""LayerNorm and RMSNorm in high precision. They compute in float32 (float64 of such an input)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ from lightning_fp8.functions.dtypes import converted
 from lightning_fp8.ops.norm import Norm
 
 
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, shape: Sequence[int]) -> Tensor:
-    """The norm of ``x [..., *shape]`` over its last dimensions; ``weight`` and ``bias`` have ``shape``."""
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The norm of ``x [..., *shape]`` over its last dimensions, in ``dtype``; None is x's.
+
+    ``weight`` and ``bias`` have ``shape``.
+    """
+    dtype = dtype or x.dtype
     wide = x if x.dtype == torch.float64 else x.float()
     gamma = None if weight is None else weight.to(wide.dtype)
     if gamma is not None and norm.zero_centered:
         gamma = gamma + 1.0
     if norm.rms:
-        return converted(F.rms_norm(wide, shape, gamma, norm.eps), x.dtype)
+        return converted(F.rms_norm(wide, shape, gamma, norm.eps), dtype)
     beta = None if bias is None else bias.to(wide.dtype)
-    return converted(F.layer_norm(wide, shape, gamma, beta, norm.eps), x.dtype)
+    return converted(F.layer_norm(wide, shape, gamma, beta, norm.eps), dtype)

@@ -23,6 +23,21 @@ def default_init_method(weight: Tensor) -> None:
     nn.init.normal_(weight, 0.0, 0.023)
 
 
+def refuse_meta(module: nn.Module) -> None:
+    """Refuse to fill parameters that have no memory. A constructor may, and all that runs in ``torch.device("meta")``.
+
+    Raises:
+        RuntimeError: parameters of ``module`` are on meta.
+    """
+    if not getattr(module, "constructed", False) or torch.get_default_device().type == "meta":
+        return
+    if any(each.is_meta for each in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__}.reset_parameters: its parameters are on meta and have no memory; call "
+            "to_empty(device=...) of the module, or of the model around it, before"
+        )
+
+
 @dataclass(frozen=True)
 class Initialization:
     """Fills weights and biases, when their layer is constructed and when it is told to ``reset_parameters``.

@@ -16,7 +16,7 @@ from lightning_fp8.arguments import (
     require_positive,
     rows_by_name,
 )
-from lightning_fp8.modules.initialization import Initialization, InitMethod
+from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import CutLayer, TensorParallel, cut_linear
 from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import (
@@ -94,8 +94,10 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         Weights and biases are ``torch.nn.Linear``'s; ``init_method`` then fills the weights.
 
         Raises:
-            RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
+            RuntimeError: parameters are on meta, or ``init_method`` was left out of a pickle, of which this module was
+                loaded.
         """
+        refuse_meta(self)
         with self._as_whole():
             weights, biases = self.weights_and_biases()
             bound = 1 / math.sqrt(weights[0].shape[1])

@@ -1,5 +1,8 @@
-"""LayerNorm and RMSNorm with Transformer Engine's arguments. They compute in float32 (float64 of such an input) and
-keep their input's dtype.
+"""LayerNorm and RMSNorm with Transformer Engine's arguments. They compute in float32 (float64 of such an input).
+
+Their output has the input's dtype, or torch.autocast's, as all of Transformer Engine's modules. ``torch.nn.LayerNorm``
+gives float32 under autocast on a GPU, and the next linear layer casts that to autocast's dtype: here it is rounded to
+that dtype once, and kept in half of the memory. An input of float64 keeps it, as autocast leaves it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype, plain
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.modules.initialization import refuse_meta
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import GroupTaker
 from lightning_fp8.parallel.collectives import SumGradient
 from lightning_fp8.te.arguments import checked_arguments
@@ -54,6 +59,11 @@ def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{type(module).__name__} normalizes {shape}, but the input has shape {tuple(x.shape)}")
 
 
+def _output_dtype(x: Tensor) -> torch.dtype:
+    dtype = None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
+    return dtype or x.dtype
+
+
 class _GammaModule(GroupTaker):
     """A norm whose weight is gamma, or gamma - 1."""
 
@@ -78,6 +88,12 @@ class _GammaModule(GroupTaker):
         return [None if each is None else SumGradient.apply(each, group) for each in parameters]
 
     def reset_parameters(self) -> None:
+        """Begin with the identity: gamma 1 and beta 0.
+
+        Raises:
+            RuntimeError: parameters are on meta.
+        """
+        refuse_meta(self)
         super().reset_parameters()  # type: ignore[misc]
         if self.weight is not None and self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
@@ -126,11 +142,11 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., *normalized_shape]`` to the same shape and dtype."""
+        """``[..., *normalized_shape]`` to the same shape, in the input's dtype (or torch.autocast's)."""
         _check_input(self, input, tuple(self.normalized_shape))
         norm = Norm(self.eps, zero_centered=self.zero_centered_gamma)
         weight, bias = self._summed(self.weight, self.bias)
-        return normalize(input, weight, bias, norm, self.normalized_shape)
+        return normalize(input, weight, bias, norm, self.normalized_shape, _output_dtype(input))
 
 
 class RMSNorm(_GammaModule, nn.RMSNorm):
@@ -161,9 +177,9 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         super().__init__(shape, eps, elementwise_affine, device, one_dtype(params_dtype, dtype, _DTYPES))
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., *normalized_shape]`` to the same shape and dtype."""
-        _check_input(self, x, tuple(self.normalized_shape))
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., *normalized_shape]`` to the same shape, in the input's dtype (or torch.autocast's)."""
+        _check_input(self, input, tuple(self.normalized_shape))
         norm = Norm(self.eps, rms=True, zero_centered=self.zero_centered_gamma)
         (weight,) = self._summed(self.weight)
-        return normalize(x, weight, None, norm, self.normalized_shape)
+        return normalize(input, weight, None, norm, self.normalized_shape, _output_dtype(input))

@@ -38,6 +38,8 @@ class ParallelArguments(TypedDict, total=False):
         return_layernorm_output_gathered: the norm's output is given whole.
         get_rng_state_tracker: gives the tracker whose state is forked, under ``rng_tracker_name``, while weights are
             initialized.
+        save_original_input: taken, and without effect: results are the same, and the backward pass keeps the FP8 copy,
+            which is smaller.
         ub_name, name: labels without effect.
     """
 
@@ -91,7 +93,7 @@ _VALUES: dict[str, Callable[[str, Any], Any]] = {
             *("elementwise_affine", "checkpoint", "input_layernorm", "fuse_qkv_params", "qkv_weight_interleaved"),
             *("rotary_pos_interleaved", "qk_norm_before_rope", "apply_residual_connection_post_layernorm"),
             *("output_layernorm", "parallel_attention_mlp", "center_keys"),
-            *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered"),
+            *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered", "save_original_input"),
         ),
         require_bool,
     ),
@@ -130,7 +132,6 @@ _UNSUPPORTED = {
     "ub_overlap_rs_dgrad": _Unsupported(False, _NO_OVERLAP),
     "ub_tp_comm_overlap": _Unsupported(False, _NO_OVERLAP),
     "delay_wgrad_compute": _Unsupported(False, "backward computes the weight's gradient at once; leave it out"),
-    "save_original_input": _Unsupported(False, "backward keeps the FP8 copy; leave it out"),
     "activation_params": _Unsupported({}, "no activation takes any; leave it out"),
     "return_max_logit": _Unsupported(False, "scores are not kept; compute them from a query and all keys yourself"),
     "num_splits": _Unsupported(1, "leave it at 1"),
@@ -192,6 +193,8 @@ def _check(module: str, name: str, value: Any) -> None:
 def checked_arguments(init: Init) -> Init:
     """Have what an ``__init__`` is called with checked by the tables of this file before it runs.
 
+    A module whose ``__init__`` has run has the attribute ``constructed``.
+
     Raises (the ``__init__``):
         ValueError, TypeError: a value that does not fit, or an argument that Transformer Engine does not have, or has
             removed.
@@ -211,6 +214,7 @@ def checked_arguments(init: Init) -> Init:
                 raise TypeError(f"{module} got an unexpected keyword argument {name!r}")
             _check(module, name, value)
         init(self, *args, **kwargs)
+        self.constructed = True
 
     return cast(Init, checked)
 

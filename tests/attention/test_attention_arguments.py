@@ -140,11 +140,6 @@ X = torch.randn(2, 3, 4, 16)
             ValueError,
             "3 rows of queries and 2 of keys with only one of cu_seqlens_q and cu_seqlens_kv; pass both",
         ),
-        (
-            {"cu_seqlens_q_padded": torch.tensor([0, 3, 6])},
-            ValueError,
-            "of qkv_format='thd', not 'bshd'; pass cu",
-        ),
     ],
 )
 def test_a_wrong_forward_says_what_would_do(

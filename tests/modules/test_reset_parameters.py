@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from lightning_fp8 import (
     DotProductAttention,
+    LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
     MultiheadAttention,
+    RMSNorm,
     TransformerLayer,
     fp8_autocast,
 )
@@ -164,3 +166,23 @@ def test_a_weight_that_is_filled_anew_is_cast_anew(layer: Callable[..., nn.Modul
         after = module(x, is_first_microbatch=False)
         assert torch.equal(after, module(x))
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Linear(16, 16, device="meta"),
+        LayerNormLinear(16, 16, device="meta"),
+        LayerNormMLP(16, 16, device="meta"),
+        LayerNorm(16, device="meta"),
+        RMSNorm(16, device="meta"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_parameters_on_meta_are_not_filled(layer: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"parameters are on meta and have no memory; call to_empty\(device="):
+        layer.reset_parameters()
+    with torch.device("meta"):  # all that a model does while it is made
+        layer.reset_parameters()
+    layer.to_empty(device="cpu").reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())

@@ -187,7 +187,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
                 is None it is the other, for as many rows.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
                 them; ``cu_seqlens_*`` are their lengths added up. Of queries and keys that share ``cu_seqlens`` the
-                one that is None is the other, too.
+                one that is None is the other, too. The other formats do not use them.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
             checkpoint_core_attention: keep only the inputs for the backward pass, and compute all again there.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.

@@ -85,11 +85,6 @@ class Sequences(NamedTuple):
             return cls(
                 qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], *max_seqlens
             )  # fmt: skip
-        if any(padded is not None for padded in cu_seqlens_padded):
-            raise ValueError(
-                f"cu_seqlens_q_padded and cu_seqlens_kv_padded are of qkv_format='thd', not {qkv_format!r}; pass "
-                "cu_seqlens_q and cu_seqlens_kv"
-            )
         batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
         given = of_q, of_kv
         if of_q is None and padding is not None:

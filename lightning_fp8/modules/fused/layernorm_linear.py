@@ -15,7 +15,7 @@ from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method
+from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
 from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
@@ -39,7 +39,7 @@ class LayerNormLinear(NormedLayer):
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: as in :class:`lightning_fp8.Linear`.
         return_bias: give the bias beside y, not added.
-        return_layernorm_output: give the norm's output ``[..., in_features]``, in x's dtype, beside y.
+        return_layernorm_output: give the norm's output ``[..., in_features]``, in y's dtype, beside y.
         fuse_wgrad_accumulation: as in :class:`lightning_fp8.Linear`.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`; ``parallel_mode`` is ``"column"`` or None. See
             :class:`lightning_fp8.Linear`.
@@ -103,8 +103,10 @@ class LayerNormLinear(NormedLayer):
         """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
 
         Raises:
-            RuntimeError: ``init_method`` was left out of a pickle, of which this module was loaded.
+            RuntimeError: parameters are on meta, or ``init_method`` was left out of a pickle, of which this module was
+                loaded.
         """
+        refuse_meta(self)
         reset_norm(self, self.norm)
         with self._as_whole():
             self.initialization.fill(*self.weights_and_biases())

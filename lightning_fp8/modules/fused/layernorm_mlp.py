@@ -17,7 +17,7 @@ from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activate, activation_named
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method
+from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
@@ -47,7 +47,7 @@ class LayerNormMLP(NormedLayer):
         output_layer_init_method: the same for ``fc2_weight``.
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         return_bias: give ``fc2_bias`` beside y, not added.
-        return_layernorm_output: give the norm's output ``[..., hidden_size]``, in x's dtype, beside y.
+        return_layernorm_output: give the norm's output ``[..., hidden_size]``, in y's dtype, beside y.
         fuse_wgrad_accumulation: of both weights, as in :class:`lightning_fp8.Linear`.
         checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
             compute them again there.
@@ -133,8 +133,10 @@ class LayerNormMLP(NormedLayer):
         """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
 
         Raises:
-            RuntimeError: an ``init_method`` was left out of a pickle, of which this module was loaded.
+            RuntimeError: parameters are on meta, or an ``init_method`` was left out of a pickle, of which this module
+                was loaded.
         """
+        refuse_meta(self)
         reset_norm(self, self.norm)
         with self._as_whole():
             for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):

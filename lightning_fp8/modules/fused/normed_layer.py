@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import plain, refuse_sharded, require_positive
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.parallel.regions import gathered, sum_gradients
 from lightning_fp8.te.arguments import PassesContextParallelGroup
@@ -69,7 +70,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self.tensor_parallel.sequence:  # each rank has a piece of x
             weight, bias = sum_gradients(weight, bias, parallel=self.tensor_parallel.over("column"))
-        return normalize(x, weight, bias, self.norm, (x.shape[-1],))
+        return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
     def _given_norm(self, normalized: Tensor) -> Tensor:
         """The norm's output as it is returned."""

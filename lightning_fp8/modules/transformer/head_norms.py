@@ -35,10 +35,14 @@ class L2Normalization(nn.Module):
 def head_norms(
     qk_norm_type: str | None, channels: int, eps: float, **factory: Any
 ) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
-    """The norm of queries and the norm of keys, each with parameters ``[channels]`` of its own; None without a type."""
+    """The norm of queries and the norm of keys, each with parameters ``[channels]`` of its own; None without a type.
+
+    One that has no parameters is the same for both.
+    """
     if qk_norm_type is None:
         return None, None
     if qk_norm_type == "L2Normalization":
-        return L2Normalization(eps), L2Normalization(eps)
+        of_both = L2Normalization(eps)
+        return of_both, of_both
     norm = RMSNorm if qk_norm_type == "RMSNorm" else LayerNorm
     return norm(channels, eps, **factory), norm(channels, eps, **factory)

@@ -14,6 +14,7 @@ from lightning_fp8.attention.modules.arguments import tell
 from lightning_fp8.attention.modules.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.initialization import InitMethod, default_init_method
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, require_parallel_mode
 from lightning_fp8.modules.transformer.arguments import (
@@ -221,6 +222,10 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
     ) -> Tensor:
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
+        The result has the input's dtype, or torch.autocast's, which ``hidden_states`` are cast to first, as in
+        Transformer Engine: the residual stream takes half of the memory. Add ``MultiheadAttention`` and
+        ``LayerNormMLP`` to a stream of float32 yourself where autocast shall keep one, as torch's own layers do.
+
         Args:
             hidden_states: bfloat16, float16 or float32.
             attention_mask: of self attention; True is masked out.
@@ -252,6 +257,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
                 f"{' and '.join(unused)} without effect: layer_type='encoder' has no cross attention; pass what is of "
                 "self attention, or make the layer with layer_type='decoder'"
             )
+        if isinstance(hidden_states, Tensor) and (dtype := autocast_dtype(hidden_states.device.type)) is not None:
+            hidden_states = hidden_states.to(dtype)
         is_first_microbatch = call.get("is_first_microbatch")
         cu_seqlens, padded = call.get("cu_seqlens_q"), call.get("cu_seqlens_q_padded")
         starts = cu_seqlens if padded is None else padded
