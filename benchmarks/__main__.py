@@ -2,6 +2,7 @@
 
     python -m benchmarks --json out.json                     # every suite that this machine can run
     python -m benchmarks --only host,training --json out.json
+    python -m benchmarks emulation --json out.json           # that suite alone: what FP8 costs on the CPU
     python -m benchmarks --only products --libraries         # none of our kernels
     python -m benchmarks --dry-run --json out.json           # every line on the CPU, numbers without meaning
     python -m benchmarks table out.json --readme README.md
@@ -33,7 +34,7 @@ from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "host", "training")
+SUITES = ("casts", "products", "attention", "hardware", "host", "training", "emulation")
 
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.command == "plot":
         report.plot([_read(path) for path in args.results], args.out)
+    elif args.command == "emulation":
+        return _run(["emulation"], args.dry_run, args.libraries, args.json)
     elif args.command == "kernels":
         from benchmarks import carried
 
@@ -135,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=_suites, metavar="SUITE,...", help=f"of {', '.join(SUITES)}; default: all")
     parser.add_argument("--dry-run", action="store_true", help="walk every line on the CPU with tiny tensors")
     parser.add_argument("--libraries", action="store_true", help="of products and attention only libraries'")
-    commands = parser.add_subparsers(dest="command", title="show results instead of measuring")
+    commands = parser.add_subparsers(dest="command", title="measure one thing, or show results instead")
+    emulation = commands.add_parser("emulation", help="time training steps of FP8 on the CPU beside BF16's")
+    emulation.add_argument("--json", type=Path, default=argparse.SUPPRESS, help="write the results to this file")
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path)
     table.add_argument("--readme", type=Path, help="write the casts' table between this file's markers instead")

@@ -23,6 +23,7 @@ def table(document: dict[str, Any]) -> str:
         "hardware": _hardware,
         "host": _host,
         "training": _training,
+        "emulation": _emulation,
     }
     parts = [_provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
@@ -253,3 +254,23 @@ def _training(entries: list[Entry]) -> str:
         for entry in entries
     )
     return _markdown(("on the CPU", "ms (quartiles)", f"against {entries[0]['name']}"), rows)
+
+
+# --- Emulation --------------------------------------------------------------------------------------------------------
+
+
+def _emulation(entries: list[Entry]) -> str:
+    rows = (
+        (
+            entry["name"],
+            entry["by"],
+            _quartiles(entry, 1),
+            "; ".join(f"{1 / ratio:.2f} {by}" for by, ratio in (entry["over"] or {}).items()),
+            "; ".join(
+                f"{'✓' if entry['met'][key] else '✗'} ≤ {1 / limit:.2f}"
+                for key, limit in (entry["target"] or {}).items()
+            ),
+        )
+        for entry in entries
+    )
+    return _markdown(("on one thread", "by", "ms (quartiles)", "costs as much as", "targets"), rows)

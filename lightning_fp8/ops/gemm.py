@@ -12,6 +12,7 @@ of two. The product of such operands is exact in BF16 GEMMs with float32 accumul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -225,6 +226,12 @@ def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm
     if not (a.numel() and b.numel()):  # no row, no column, or nothing to add up
         out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
+    if out_dtype == torch.bfloat16 and not a.is_cuda and multiplies_bf16():
+        factor = _common_factor(scale_a, scale_b, gemm)
+        if factor is not None and (bias is None or bias.dtype == torch.bfloat16):
+            added = a.new_empty((), dtype=torch.bfloat16) if bias is None else bias
+            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+                return torch.addmm(added, decode(a), decode(b).t(), beta=int(bias is not None), alpha=factor)
     left, right, scale_inv_ab = _factors(a, scale_a, b, scale_b, gemm)
     in_bf16 = out_dtype == left.dtype == torch.bfloat16 and scale_inv_ab is None
     if in_bf16 and (left.is_cuda or multiplies_bf16()):
@@ -257,6 +264,21 @@ def _factors(
         return decode(a), decode(b), scale_a * scale_b.t()
     left = _scaled(decode(a).float(), scale_a, layout_a)
     return left, _scaled(decode(b).float(), scale_b, layout_b), None
+
+
+_SMALLEST_FACTOR = 2.0**-64
+"""Products of two codes are at least 2**-32: scaled by this they are normal numbers, which BF16 products ask for."""
+
+
+def _common_factor(scale_a: Tensor, scale_b: Tensor, gemm: Gemm) -> float | None:
+    """The number that scales all products; None where there are several, or it is too small.
+
+    A BF16 GEMM on the CPU multiplies its sums by a number in float32, and then rounds them once.
+    """
+    if not (gemm.layout_a.has_one_scale and gemm.layout_b.has_one_scale):
+        return None
+    factor = float((scale_a * scale_b).item())
+    return factor if factor >= _SMALLEST_FACTOR else None
 
 
 def _is_power_of_2(scale_inv: Tensor) -> bool:

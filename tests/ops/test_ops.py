@@ -126,6 +126,28 @@ def test_scaled_mm(layout: Layout, out_dtype: torch.dtype, bias: bool, power_2: 
     assert ((out.double() - exact - (0 if added is None else added.double())).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("factor", [0.3, 1.0, 2.0**-20, 1.3 * 2.0**-60, 1.3 * 2.0**-100])
+@pytest.mark.parametrize("shape", [(96, 144, 80), (1, 7, 13)])
+def test_one_scale_each_multiplies_exact_sums_in_float32(shape: tuple[int, int, int], factor: float) -> None:
+    """Sums of whole numbers are exact, then scaled, then the bias is added, and the result is rounded once."""
+    m, n, k = shape
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 9, size).astype(np.float32) for size in ((m, k), (n, k)))
+    scales = np.float32(2.0**-10 * 1.7), np.float32(factor / (2.0**-10 * 1.7))
+    operands = [
+        ScaledTensor(torch.from_numpy(codes).to(E4M3.dtype), torch.tensor(scale), Layout.TENSOR)
+        for codes, scale in zip((a, b), scales)
+    ]
+    scaled = torch.from_numpy((a @ b.T) * (scales[0] * scales[1]))
+    bias = torch.from_numpy(rng.standard_normal(n).astype(np.float32)).bfloat16()
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(ops.scaled_mm(*operands), scaled.bfloat16())
+    assert torch.equal(ops.scaled_mm(*operands, bias=bias), (scaled + bias.float()).bfloat16())
+    operands = [ScaledTensor(each.data.t().contiguous().t(), each.scale_inv, each.layout) for each in operands]
+    assert torch.equal(ops.scaled_mm(*operands, bias=bias.float()), (scaled + bias.float()).bfloat16())
+    assert torch.equal(ops.scaled_mm(*operands), scaled.bfloat16())
+
+
 def test_scaled_mm_accumulates_into_float32() -> None:
     a = ops.quantize(torch.randn(20, 64), Cast(E4M3, Layout.TENSOR)).rowwise
     b = ops.quantize(torch.randn(10, 64), Cast(E4M3, Layout.TENSOR)).rowwise
