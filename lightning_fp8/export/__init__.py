@@ -1,7 +1,7 @@
-"""Export for inference: models whose FP8 casts are ``QuantizeLinear`` and ``DequantizeLinear`` nodes in ONNX.
+"""Export for inference: ONNX models whose FP8 casts are ``QuantizeLinear`` and ``DequantizeLinear`` nodes.
 
-``torch.export`` needs nothing of this room but :func:`onnx_export`: the ops of ``torch.ops.lightning_fp8`` are nodes of
-its graph. For ONNX each of them is translated, so that modules know nothing of it.
+``torch.export`` needs only :func:`onnx_export`: the ops of ``torch.ops.lightning_fp8`` are nodes of its graph. For ONNX
+each of them is translated, so that modules contain no export code.
 """
 
 from lightning_fp8.export.context import onnx_export

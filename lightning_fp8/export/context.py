@@ -1,4 +1,4 @@
-"""``onnx_export``: the region in which FP8 modules are traced for inference."""
+"""``onnx_export``: the context in which FP8 modules are traced for inference."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_fp8.fp8_region import current_context, fp8_context
 
 
 def onnx_export(enabled: bool = True) -> AbstractContextManager[None]:
-    """Trace FP8 modules for inference inside: no gradients, no amax is written, known scales are constants.
+    """Context manager in which FP8 modules are traced for inference: no gradients, no amaxes, constant scales.
 
-    ``torch.onnx.export`` and ``torch.export.export`` belong inside it, in or around the ``fp8_autocast`` that says the
-    recipe. A delayed scale that is 0, of a model that neither trained nor was calibrated, is no constant: the graph
-    scales such a tensor from itself, as the module does.
+    Call ``torch.onnx.export`` or ``torch.export.export`` inside it, and inside an ``fp8_autocast`` that selects the
+    recipe; either may be the outer one. A delayed scale of 0, as in a model that was neither trained nor calibrated, is
+    not a constant: the graph computes the scale from the tensor, as the module does.
 
     Args:
-        enabled: False changes nothing. Transformer Engine's default is False.
+        enabled: if False, nothing changes. Transformer Engine's default is False.
 
     Raises:
         TypeError: ``enabled`` is not a bool.
         RuntimeError: it is entered inside a calibrating region.
     """
-    require_bool("enabled", enabled)  # at the call, not where the region begins
+    require_bool("enabled", enabled)  # when called, not when entered
     return _region(enabled)
 
 
@@ -39,8 +39,8 @@ def _region(enabled: bool) -> Iterator[None]:
     context = current_context()
     if context.calibrating and not context.enabled:
         raise RuntimeError(
-            "onnx_export inside fp8_autocast(enabled=False, calibrating=True), whose scales come when it is left; "
-            "leave it, and export inside fp8_autocast()"
+            "onnx_export inside fp8_autocast(enabled=False, calibrating=True), which computes scales on exit; leave "
+            "it, and export inside fp8_autocast()"
         )
     for history in all_histories():
         history.nonzero_scales.read(history.scale)

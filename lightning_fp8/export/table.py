@@ -1,4 +1,4 @@
-"""The table that tells ``torch.onnx.export`` how FP8 ops are written in ONNX."""
+"""The table by which ``torch.onnx.export`` translates FP8 ops to ONNX."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_fp8 import ops as _ops  # noqa: F401  (defines torch.ops.lightnin
 from lightning_fp8.attention import ops as _attention_ops  # noqa: F401  (likewise)
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "ml_dtypes")
-"""What the translations are written with."""
+"""Packages that the translations import."""
 
 
 def translation_table() -> dict[Any, Callable[..., Any]]:
-    """The ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True, opset_version=21)``.
+    """The ``custom_translation_table`` for ``torch.onnx.export(..., dynamo=True, opset_version=21)``.
 
-    Of every FP8 op that an inference runs: casts become ``QuantizeLinear`` to FLOAT8E4M3FN, products ``Gemm`` of
-    ``DequantizeLinear``. One scale for a tensor (``delayed``, ``tensorwise``) needs opset 19; scales of rows and blocks
-    need 21.
+    It contains every FP8 op of inference: casts become ``QuantizeLinear`` to FLOAT8E4M3FN, products become ``Gemm`` of
+    ``DequantizeLinear``. Recipes with one scale per tensor (``delayed``, ``tensorwise``) need opset 19; scales of rows
+    and blocks need opset 21.
 
     Raises:
         ImportError: ``onnx`` or ``onnxscript`` is not installed.

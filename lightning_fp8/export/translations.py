@@ -1,14 +1,14 @@
-"""How each FP8 op is written in ONNX: a function of the op's arguments, which gives its results as values of the graph.
+"""Translations of FP8 ops to ONNX: functions of an op's arguments that return its results as values of the graph.
 
-Casts become ``QuantizeLinear``, and their inverse ``DequantizeLinear``. ONNX divides by ``scale_inv`` where
-:mod:`lightning_fp8.ops.cast` multiplies by ``scale``. Codes are equal where scales are powers of two; else a value next
-to the middle between two codes may take the other one.
+Casts become ``QuantizeLinear``, dequantization ``DequantizeLinear``. ONNX divides by ``scale_inv``, while
+:mod:`lightning_fp8.ops.cast` multiplies by ``scale``. Codes are equal if scales are powers of two. Otherwise a value
+close to the middle between two codes may get the other one.
 
-Products become ``Gemm`` of dequantized operands, which runtimes with FP8 GEMMs fuse: Transformer Engine writes them so.
+Products become ``Gemm`` of dequantized operands, which runtimes with FP8 GEMMs fuse, as in Transformer Engine's export.
 The weight keeps its layout, ``[N, K]``.
 
-ONNX has no operation on the bits of a float. A power of two comes out of a table, at the nearest integer to the
-logarithm, and one comparison says on which side of the value it lies: no rounding of the logarithm changes the result.
+ONNX has no bit operations on floats. A power of two is looked up in a table, at the integer nearest to the logarithm,
+and compared with the value: the rounding of the logarithm does not affect the result.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_fp8.scaled import Cast, Layout
 from lightning_fp8.scaling import FLOAT32_MAX
 
 Value = Any
-"""A value of the graph that is written."""
+"""A value of the ONNX graph."""
 
 Outputs = tuple[Value, Value, Value, Value]
-"""``data``, ``scale_inv``, and the same of the transposed tensor; empty where it was not asked for."""
+"""``data``, ``scale_inv``, and the same of the transposed tensor; empty if not requested."""
 
 _DTYPES = {
     torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN,
@@ -44,10 +44,10 @@ _DTYPES = {
 _TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
 
 _ALL_OPSETS = 18
-"""What torch's exporter says while it translates in every opset, to convert the model later."""
+"""The opset version that torch's exporter reports if it converts the model to the requested opset afterwards."""
 
 _SMALLEST, _LARGEST = -126, 127
-"""The exponents of float32's normal powers of two."""
+"""Exponents of float32's normal powers of two."""
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def scaled_mm(
     fast_accum: bool,
     bias: Value = None,
 ) -> Value:
-    """See :func:`lightning_fp8.ops.scaled_mm`; the result is rounded once, from float32."""
+    """See :func:`lightning_fp8.ops.scaled_mm`; the result is rounded once from float32."""
     gemm = Gemm.from_flat(layout_a, layout_b, _torch_dtype(out_dtype), fast_accum)
     operands = [_dequantize(a, scale_a, gemm.layout_a), _dequantize(b, scale_b, gemm.layout_b)]
     if bias is not None:
@@ -163,8 +163,10 @@ def attention_forward(
     cu_seqlens_kv: Value = None,
     tables: Value = None,
 ) -> NoReturn:
-    """Raises:
-    NotImplementedError: always; it casts tile by tile inside the softmax, which ONNX has no nodes for.
+    """Not supported: attention casts tile by tile inside the softmax, for which ONNX has no nodes.
+
+    Raises:
+        NotImplementedError: always.
     """
     raise NotImplementedError(
         "FP8 attention is not exported to ONNX: it casts tile by tile inside the softmax. Export under a recipe with "
@@ -177,7 +179,7 @@ def _cast(dtype: Any, *others: Any) -> Cast:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    """The dtype that an op is called with: torch's exporter gives ONNX's."""
+    """The dtype passed to an op; torch's exporter passes ONNX's."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH_DTYPES[dtype]
 
 
@@ -185,10 +187,10 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _quantize(x: Value, shape: tuple[Any, Any], cast: Cast, scale: Value | None) -> Outputs:
-    """Cast float32 ``x`` of ``shape`` by ``scale``, by its own scale where that is 0 or None, or in blocks.
+    """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks.
 
     Raises:
-        ValueError: the opset has no such cast.
+        ValueError: the opset does not support the cast.
     """
     layout = cast.layout
     _check_opset(layout)
@@ -216,7 +218,7 @@ def _dequantize(data: Value, scale_inv: Value, layout: Layout) -> Value:
 
 
 def _as_float32(x: Value) -> Value:
-    """``x`` in float32; scales are."""
+    """``x`` in float32, the dtype of scales."""
     return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
 
 
@@ -232,13 +234,13 @@ def _one_scale_inv(x: Value, shape: tuple[Any, Any], cast: Cast, scale: Value | 
 def _quantize_linear(x: Value, scale_inv: Value, layout: Layout, rows: Any, float8: Float8) -> Value:
     scale_inv, where = _placed(scale_inv, layout, rows)
     code = _DTYPES[float8.dtype]
-    if where:  # a zero point would need the scales' shape, which may vary
+    if where:  # a zero point would need the shape of the scales, which may be dynamic
         return opset21.QuantizeLinear(x, scale_inv, None, output_dtype=code, **where)
     return opset19.QuantizeLinear(x, scale_inv, _constant(0, code.numpy()))
 
 
 def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[str, int]]:
-    """``scale_inv`` in the shape that ONNX takes, and the attributes that say what shares a scale."""
+    """``scale_inv`` in the shape that ONNX requires, and the node's attributes for its blocks."""
     if layout.has_one_scale:
         return scale_inv, {}
     if layout.has_one_scale_per_row:
@@ -246,19 +248,19 @@ def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[st
     block_rows, block_columns = layout.block
     assert block_rows is not None
     assert block_columns is not None
-    if block_rows > 1:  # ONNX cuts one axis
+    if block_rows > 1:  # ONNX blocks one axis only
         of_row = np.arange(rows) // block_rows
         scale_inv = op.Gather(scale_inv, _constant(of_row, np.int64), axis=0)
     return scale_inv, {"axis": 1, "block_size": block_columns}
 
 
 def _empty(cast: Cast | None = None) -> Value:
-    """What stands for an operand, or without a cast its scales, that was not asked for; nothing reads it."""
+    """Placeholder for an operand that was not requested, or without a cast for its scales; it has no readers."""
     return _typed(_constant([])) if cast is None else _constant([], _DTYPES[cast.float8.dtype].numpy())
 
 
 def _typed(scale_inv: Value) -> Value:
-    """Say that scales are float32: of MXFP8 the op gives E8M0, which no ``QuantizeLinear`` takes."""
+    """Set the dtype of scales to float32: the op returns E8M0 for MXFP8, which ``QuantizeLinear`` does not support."""
     scale_inv.dtype = ir.DataType.FLOAT
     return scale_inv
 
@@ -268,8 +270,8 @@ def _check_opset(layout: Layout) -> None:
     asked = evaluator.default().opset.version
     if _ALL_OPSETS < asked < needed:
         raise ValueError(
-            f"opset_version={asked} has no QuantizeLinear to FP8 with scales of layout {layout.value!r}; pass "
-            f"opset_version={needed} or later to torch.onnx.export"
+            f"opset_version={asked} does not support QuantizeLinear to FP8 with scales of layout {layout.value!r}; "
+            f"pass opset_version={needed} or later to torch.onnx.export"
         )
 
 
@@ -282,13 +284,15 @@ def _constant(value: Any, dtype: Any = np.float32) -> Value:
 
 
 def _own_scale_inv(x: Value, shape: tuple[Any, Any], cast: Cast) -> Value:
-    """``scale_inv`` of float32 ``x`` from its own amaxes, shaped as the layout says.
+    """``scale_inv`` of float32 ``x`` from its own amaxes, in the layout's shape.
+
+    An E8M0 scale of 2**-127, for a block of zeros or tiny values, becomes 2**-126, float32's smallest normal number, as
+    does that of a NaN: zeros stay zeros, and NaN elements NaN.
 
     Args:
-        shape: rows, which may vary where a block has one row, and columns.
-
-    An E8M0 scale of 2**-127, of a block that is all zeros or nearly so, is 2**-126 here, the least of float32's normal
-    numbers, and that of a NaN, too: zeros stay zeros, and NaN elements NaN.
+        x: float32 ``[rows, columns]``.
+        shape: rows, which may be dynamic if a block has one row, and columns.
+        cast: the cast.
     """
     amax = _amax(x, shape, cast.layout)
     if cast.layout.scale_dtype == E8M0_DTYPE:
@@ -314,7 +318,7 @@ def _amax(x: Value, shape: tuple[Any, Any], layout: Layout) -> Value:
     missing = [0, -columns % block_columns]
     grid = [ceil_div(columns, block_columns), block_columns]
     if block_rows == 1:
-        blocks, axes = [0, *grid], [2]  # 0: as many rows as there are
+        blocks, axes = [0, *grid], [2]  # 0 keeps the number of rows
     else:
         missing[0] = -rows % block_rows
         blocks, axes = [ceil_div(rows, block_rows), block_rows, *grid], [1, 3]
@@ -325,7 +329,7 @@ def _amax(x: Value, shape: tuple[Any, Any], layout: Layout) -> Value:
 
 
 def _nearest_power_of_2(x: Value) -> Value:
-    """The power of two whose exponent is next to ``log2(x)`` of a positive x."""
+    """The power of two whose exponent is the integer nearest to ``log2(x)``, for positive x."""
     exponent = op.Round(op.Mul(op.Log(x), _constant(1 / math.log(2))))
     index = op.Sub(op.Clip(exponent, _constant(_SMALLEST), _constant(_LARGEST)), _constant(_SMALLEST))
     powers = _constant(np.exp2(np.arange(_SMALLEST, _LARGEST + 1)))
@@ -333,13 +337,13 @@ def _nearest_power_of_2(x: Value) -> Value:
 
 
 def _power_of_2_below(x: Value) -> Value:
-    """The largest power of two that is not above x, positive and finite."""
+    """The largest power of two that is at most x, for positive finite x."""
     power = _nearest_power_of_2(x)
     return op.Where(op.LessOrEqual(power, x), power, op.Mul(power, _constant(0.5)))
 
 
 def _power_of_2_above(x: Value) -> Value:
-    """The smallest power of two of float32's normal numbers that is not below x; the largest of inf."""
+    """The smallest normal power of two of float32 that is at least x; the largest one for inf."""
     least = _constant(2.0**_SMALLEST)
     x = op.Min(op.Where(op.Greater(x, least), x, least), _constant(FLOAT32_MAX))
     power = _nearest_power_of_2(x)
@@ -351,7 +355,7 @@ def _power_of_2_above(x: Value) -> Value:
 
 
 def _gelu(x: Value) -> Value:
-    """The tanh form as ``x sigmoid(2 u)``, as :mod:`lightning_fp8.ops.activation` has it."""
+    """The tanh form as ``x sigmoid(2 u)``, as in :mod:`lightning_fp8.ops.activation`."""
     factor = 2 * math.sqrt(2 / math.pi)
     inner = op.Add(_constant(factor), op.Mul(_constant(factor * 0.044715), op.Mul(x, x)))
     return op.Mul(_not_far(x), op.Sigmoid(op.Mul(x, inner)))
@@ -366,7 +370,7 @@ def _silu(x: Value) -> Value:
 
 
 def _not_far(x: Value) -> Value:
-    """``x`` where a sigmoid is not 0; onnxruntime's is never, and would leave something of a large x."""
+    """``x``, but at least -128: onnxruntime's sigmoid is never 0, so that a large negative x would not become 0."""
     return op.Max(x, _constant(-128.0))
 
 

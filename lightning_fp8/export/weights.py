@@ -6,15 +6,16 @@ from typing import Any
 
 
 def fp8_weights(program: Any) -> None:
-    """Store the weights that an ONNX program casts as their codes: a byte for each, and no cast at run time.
+    """Store the weights that an ONNX program casts as FP8 codes: a byte per value, and no cast at run time.
 
-    In place, before ``program.save``. What depends on no input is computed, but for ``DequantizeLinear``.
+    Call it before ``program.save``; it changes ``program`` in place. All nodes that do not depend on an input are
+    evaluated, except ``DequantizeLinear``.
 
     Args:
-        program: the ``torch.onnx.ONNXProgram`` that ``torch.onnx.export`` returns.
+        program: the ``torch.onnx.ONNXProgram`` returned by ``torch.onnx.export``.
 
     Raises:
-        RuntimeError: ``onnx``, which computes the codes, is too old to.
+        RuntimeError: the version of ``onnx``, which computes the codes, is too old.
     """
     from onnxscript import optimizer
 

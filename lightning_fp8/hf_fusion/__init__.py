@@ -1,1 +1,1 @@
-"""Norms and MLPs of Hugging Face models that cast for the layers behind them: found, retyped, computed."""
+"""Norms and MLPs of Hugging Face models that cast their output for the FP8 layers after them."""

@@ -1,4 +1,4 @@
-"""What modules of unchanged models have in common that cast for the FP8 layers that read their result."""
+"""Common code of modules that cast their output for the FP8 layers that read it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_fp8.scaled import Role
 
 
 class Begun(NamedTuple):
-    """A cast of what a module computes, before it is made.
+    """A prepared cast of a module's output.
 
     Attributes:
-        cast: gets the copies, for all that read the result.
-        slots: those of the layer that reads it first.
-        observe: whether the cast feeds them.
+        cast: receives the FP8 copies, for all readers of the output.
+        slots: the slots of the first layer that reads it.
+        observe: whether the cast updates the slots' amaxes.
     """
 
     cast: InputCast
@@ -34,19 +34,19 @@ class Begun(NamedTuple):
 
 
 class CastingModule(nn.Module):
-    """A module whose result FP8 layers read; in high precision, and compiled, it is what it was."""
+    """A module whose output FP8 layers read. In high precision and under torch.compile it runs its original forward."""
 
     cast: bool | None = None
-    """Whether a training forward inside an FP8 context has cast, since somebody watches; None before the first of them,
-    and of compiled code."""
+    """Whether a training forward in an FP8 context has cast since observation started; None before the first one,
+    and in compiled code."""
 
     def _note(self, casts: bool, context: fp8_region.FP8Context) -> None:
         if self.training and not self.cast and self.cast is not casts and context.enabled:
-            self.cast = casts  # slow in a module, so only where it changes
+            self.cast = casts  # setting a module's attribute is slow, so only if it changes
 
 
 def begin_cast(like: Tensor, reader: LinearLayer) -> Begun | None:
-    """The cast of something like ``like`` for ``reader``, which reads it first; None where none can be shared."""
+    """Prepare the cast of a tensor like ``like`` for ``reader``, which reads it first; None if it cannot be shared."""
     context = reader.running_context()
     recipe = context.recipe
     (slots, *_) = reader.ensure_slots(like.device)
@@ -59,25 +59,25 @@ def begin_cast(like: Tensor, reader: LinearLayer) -> Begun | None:
 
 
 def in_transform() -> bool:
-    """Whether torch.func's transforms or forward-mode derivatives are active, which FP8 layers refuse."""
+    """Whether torch.func transforms or forward-mode derivatives are active, which FP8 layers do not support."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_known(module: nn.Module, known: Mapping[str, str], casting: type) -> bool:
-    """Whether ``known`` has the class of ``module``, told without importing transformers; or it casts already."""
+    """Whether ``known`` contains the class of ``module`` (without importing transformers), or it casts already."""
     cls = unsharded_class(module)
     return isinstance(module, casting) or known.get(cls.__name__) == cls.__module__
 
 
 def make_casting(module: nn.Module, casting: type) -> None:
-    """Put ``casting`` in front of the class of ``module``, in place."""
+    """Add ``casting`` as a base before the class of ``module``, in place."""
     if not isinstance(module, casting):
         swap_class(module, casting_class(casting, unsharded_class(module)))
 
 
 @lru_cache
 def casting_class(casting: type, cls: type) -> type:
-    """The class of a casting ``cls``, in the module of ``casting``, where pickles look for it."""
+    """``cls`` with the base ``casting``; its ``__module__`` is that of ``casting``, where unpickling looks it up."""
     return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 

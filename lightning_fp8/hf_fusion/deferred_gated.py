@@ -1,4 +1,4 @@
-"""``activation(x) * factor`` and the cast of it in one pass, for the FP8 layer that reads it; and its gradients."""
+"""``activation(x) * factor`` and its cast in one pass, for the FP8 layer that reads it, with gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class _InTorch(NamedTuple):
-    """An activation as torch computes it: ``forward(x)``, and its gradient ``backward(dy, x)``."""
+    """torch's implementation of an activation: ``forward(x)``, and its gradient ``backward(dy, x)``."""
 
     forward: Any
     backward: Any
@@ -31,7 +31,7 @@ _IN_TORCH = {
     "silu": _InTorch(F.silu, _aten.silu_backward),
     "gelu": _InTorch(partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
 }
-"""By the names that :func:`lightning_fp8.ops.gated_quantize` takes, of which ``gelu`` is the tanh form."""
+"""By the names of :func:`lightning_fp8.ops.gated_quantize`; ``gelu`` is the tanh form."""
 
 _MADE_OF = "what the activation or its factor was computed from"
 
@@ -43,7 +43,7 @@ class GatedOutput(DeferredTensor):
     made_of = _MADE_OF
 
     def _compute(self, x: Tensor, factor: Tensor, activation: str) -> Tensor:
-        """The product, of which both factors are rounded to x's dtype."""
+        """The product; both factors are rounded to x's dtype."""
         return _IN_TORCH[activation].forward(x) * factor  # type: ignore[no-any-return]
 
 
@@ -76,9 +76,9 @@ class FactorGradient(DeferredGradient):
 
 
 class GatedCastFunction(torch.autograd.Function):
-    """``activation(x) * factor`` of two ``[..., K]``, whose FP8 copies ``cast`` gets.
+    """``activation(x) * factor`` of two tensors ``[..., K]``; ``cast`` receives its FP8 copies.
 
-    Keeps x and the factor for its backward pass, whose gradients are cast by the layers that they reach.
+    Saves x and the factor. The gradients are cast by the layers that they reach.
     """
 
     @staticmethod

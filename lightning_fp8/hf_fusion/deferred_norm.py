@@ -1,4 +1,4 @@
-"""RMSNorm and the cast of its result in one pass, for layers that read the result as a tensor."""
+"""RMSNorm and the cast of its output in one pass, for FP8 layers that read the output as a tensor."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class NormOutput(DeferredTensor):
     made_of = "the norm's input or weight"
 
     def _compute(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm's result, rounded as Hugging Face's norms do: before it is multiplied by the weight."""
+        """The output, rounded as in Hugging Face's norms: before it is multiplied by the weight."""
         wide = x.float()
         normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normalized.to(x.dtype)
 
 
 class NormCastFunction(torch.autograd.Function):
-    """RMSNorm of ``x [..., K]``, whose FP8 copies ``cast`` gets.
+    """RMSNorm of ``x [..., K]``; ``cast`` receives its FP8 copies.
 
-    Keeps x, the weight and float32 statistics for its backward pass.
+    Saves x, the weight and float32 statistics for the backward pass.
     """
 
     @staticmethod

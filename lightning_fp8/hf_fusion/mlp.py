@@ -1,4 +1,4 @@
-"""Gated MLPs of Hugging Face's Llama and its like that cast their activation for their last layer, in one pass."""
+"""Gated MLPs of Hugging Face models, such as Llama's, that cast their activation for their last layer, in one pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {
     "Gemma2MLP": "transformers.models.gemma2.modeling_gemma2",
     "Gemma3MLP": "transformers.models.gemma3.modeling_gemma3",
 }
-"""Classes whose forward is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, and where they are."""
+"""Classes whose forward is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, and their modules."""
 
 ACTIVATIONS = {
     ("SiLU", "torch.nn.modules.activation"): "silu",
@@ -30,15 +30,15 @@ ACTIVATIONS = {
     ("GELUTanh", "transformers.activations"): "gelu",
     ("PytorchGELUTanh", "transformers.activations"): "gelu",
 }
-"""The names that the ops know activations by, of classes and the modules that define them."""
+"""By an activation's class and module, its name in the ops."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 class CastingMLP(casting.CastingModule):
-    """A gated MLP whose last layer reads FP8 copies of what it gets.
+    """A gated MLP whose last layer reads FP8 copies of its input.
 
-    Anything else that reads that, or its gradients, gets the values; they are computed then.
+    Any other reader of this input, or of its gradients, gets the values, which are then computed.
     """
 
     gate_proj: nn.Module
@@ -72,7 +72,7 @@ class CastingMLP(casting.CastingModule):
         return output
 
     def _is_fp8(self, layers: tuple[nn.Module, ...]) -> bool:
-        """Whether all layers are FP8 layers still, and run in FP8 now, one by one, around an activation alone."""
+        """Whether all layers run in FP8 now, uncompiled, with only the activation between them."""
         return (
             all(
                 isinstance(layer, LinearLayer)
@@ -88,7 +88,7 @@ class CastingMLP(casting.CastingModule):
 
 
 def _is_castable(gate: Any, up: Any) -> bool:
-    """Whether a kernel casts what these tensors make."""
+    """Whether a kernel supports these tensors."""
     return (
         type(gate) is type(up) is Tensor
         and (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
@@ -101,18 +101,18 @@ def _is_castable(gate: Any, up: Any) -> bool:
 
 
 def is_known_mlp(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known; also where it casts already."""
+    """Whether the formula of ``module`` is known, also if it casts already."""
     return casting.is_known(module, KNOWN, CastingMLP)
 
 
 def activation_of(mlp: nn.Module) -> str | None:
-    """The name that the ops know the activation of a known MLP by; None of one that they do not know."""
+    """The ops' name for the activation of a known MLP; None if it is not supported."""
     cls = type(mlp.act_fn)
     return None if "forward" in vars(mlp.act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 
 
 def hooks_of(module: Any) -> bool:
-    """Whether something watches or changes what ``module`` gets and gives."""
+    """Whether ``module`` has hooks, which would observe or change its input or output."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -123,5 +123,5 @@ def cast_activation(mlp: nn.Module) -> None:
     casting.make_casting(mlp, CastingMLP)
 
 
-def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
+def __getattr__(name: str) -> Any:  # unpickling looks up classes here
     return casting.class_named(name, KNOWN, CastingMLP)

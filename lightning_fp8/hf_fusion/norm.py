@@ -1,4 +1,4 @@
-"""Norms of Hugging Face's Llama and its like that give FP8 layers their result as FP8 copies, in one pass."""
+"""Norms of Hugging Face models, such as Llama's, that pass FP8 layers their output as FP8 copies, in one pass."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KNOWN = {
     "Qwen2RMSNorm": "transformers.models.qwen2.modeling_qwen2",
     "Qwen3RMSNorm": "transformers.models.qwen3.modeling_qwen3",
 }
-"""Classes whose forward is ``weight * (x rstd)``, with ``weight`` and ``variance_epsilon``, and where they are."""
+"""Classes whose forward is ``weight * (x rstd)``, with ``weight`` and ``variance_epsilon``, and their modules."""
 
 
 class CastingNorm(CastingModule):
-    """An RMSNorm whose result FP8 layers alone read.
+    """An RMSNorm whose output is read only by FP8 layers.
 
-    Anything else that reads the result gets its values; they are computed then.
+    Any other reader of the output gets its values, which are then computed.
     """
 
     weight: Tensor
@@ -62,7 +62,7 @@ class CastingNorm(CastingModule):
         return self._readers[0].running_context() if self._readers else fp8_region.DISABLED
 
     def _casts(self, x: Any) -> bool:
-        """Whether all readers run in FP8 now, and ``x`` is a tensor whose norm a kernel casts."""
+        """Whether all readers run in FP8 now, and a kernel supports the norm of ``x``."""
         return (
             self._context().enabled
             and all(isinstance(reader, LinearLayer) and reader.fp8 for reader in self._readers)
@@ -78,15 +78,15 @@ class CastingNorm(CastingModule):
 
 
 def is_known_norm(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known; also where it casts already."""
+    """Whether the formula of ``module`` is known, also if it casts already."""
     return is_known(module, KNOWN, CastingNorm)
 
 
 def cast_for(norm: nn.Module, readers: Sequence[LinearLayer]) -> None:
-    """Make ``norm`` cast for ``readers``, of which the first is the first to be called, in place."""
+    """Make ``norm`` cast for ``readers``, in order of their calls, in place."""
     make_casting(norm, CastingNorm)
     norm._readers = tuple(readers)  # type: ignore[assignment]
 
 
-def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
+def __getattr__(name: str) -> Any:  # unpickling looks up classes here
     return class_named(name, KNOWN, CastingNorm)

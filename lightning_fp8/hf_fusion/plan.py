@@ -1,4 +1,4 @@
-"""The norms and gated MLPs of unchanged models that cast for the FP8 layers behind them: found, retyped, and judged."""
+"""Which norms and gated MLPs of unchanged models can cast for the FP8 layers after them, and which did."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""By their names in a block of Hugging Face's Llama: norms, and the layers that read them, in the order of calls."""
+"""By a norm's name in a block of Hugging Face's Llama, the layers that read its output, in order of their calls."""
 
 
 def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each norm of ``model`` whether it can cast for the layers that read it, and why."""
+    """For each norm of ``model``, whether it can cast for the layers that read it, and why (not)."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     return tuple(
         LayerDecision(name, tuple(module.weight.shape), not why_not, why_not or _casts_for(name), NORM)  # type: ignore[arg-type, union-attr]
@@ -33,7 +33,7 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
 
 
 def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
-    """Retype the norms that were planned to cast, in place."""
+    """Make the norms that were planned cast, in place."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     for norm in norms:
         if norm.fp8:
@@ -55,9 +55,9 @@ def _why_norm_does_not(
 ) -> str:
     readers = _readers(name)
     if not is_known_norm(module):
-        return f"fuse=True knows no {type(module).__name__}"
+        return f"fuse=True does not support {type(module).__name__}"
     if not readers or not all(reader in modules for reader in readers):
-        return "fuse=True does not know what reads it"
+        return "fuse=True does not know which layers read it"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     in_bf16 = [reader for reader in readers if not (reader in decisions and decisions[reader].fp8)]
@@ -65,7 +65,7 @@ def _why_norm_does_not(
 
 
 def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each MLP of ``model`` whether it can cast its activation for its last layer, and why."""
+    """For each MLP of ``model``, whether it can cast its activation for its last layer, and why (not)."""
     return tuple(
         LayerDecision(name, (), not why_not, why_not or "casts its activation for down_proj", MLP)
         for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
@@ -75,7 +75,7 @@ def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple
 
 
 def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
-    """Retype the MLPs that were planned to cast, in place."""
+    """Make the MLPs that were planned cast, in place."""
     modules = {clean_name(name): module for name, module in model.named_modules()}
     for mlp in mlps:
         if mlp.fp8:
@@ -84,7 +84,7 @@ def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
     if not is_known_mlp(mlp):
-        return f"fuse=True knows no {type(mlp).__name__}"
+        return f"fuse=True does not support {type(mlp).__name__}"
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance"
     for layer_name in LAYERS:
@@ -94,26 +94,26 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if not decision.fp8:
             return f"{layer_name} runs in BF16"
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
-            return f"{layer_name} has a bias, whose gradient needs what would not be written"
+            return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
     if activation_of(mlp) is None:
-        return f"fuse=True knows no {type(mlp.act_fn).__name__}"
+        return f"fuse=True does not support {type(mlp.act_fn).__name__}"
     return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""
 
 
 NORM_CAST_NOTHING = (
-    "its input is not of its weight's dtype, or torch.autocast is on (compute_dtype turns it on), so its readers cast"
+    "its input and weight differ in dtype, or torch.autocast is on (compute_dtype turns it on), so readers cast"
 )
-MLP_CAST_NOTHING = "a layer or the activation of it was replaced, hooked or compiled, so down_proj casts"
+MLP_CAST_NOTHING = "one of its layers or its activation was replaced, hooked or compiled, so down_proj casts"
 
 
 def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
-    """Let :func:`judged_casting` tell of forwards from now on alone."""
+    """Reset what :func:`judged_casting` reports."""
     if planned.fp8 and isinstance(module, CastingModule):
         module.cast = None
 
 
 def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDecision:
-    """``planned`` with what it did in training forwards since :func:`forget_what_ran`."""
+    """``planned`` with what the module did in training forwards since :func:`forget_what_ran`."""
     if not planned.fp8 or not isinstance(module, CastingModule) or module.cast is None:
         return planned
     why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING

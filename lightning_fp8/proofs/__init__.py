@@ -1,13 +1,13 @@
-"""What kernels must compute before they are trusted: cases for each plan, and the process that runs them on a card.
+"""Proofs of kernels before they are used: test cases for each plan, and the process that runs them on a GPU.
 
 | | |
 |---|---|
-| the kinds of plans, one example of each | ``kinds.py`` |
-| the cases of a plan: small, ragged, and filling the card | ``cases.py`` |
+| the kinds of plans, with one example each | ``kinds.py`` |
+| the cases of a plan: small, ragged, and filling the GPU | ``cases.py`` |
 | one call of an op by its kernels, compared with its specification | ``casts.py``, ``products.py``, ``attention.py`` |
-| tensors to call it with; comparisons | ``drawing.py``, ``comparing.py`` |
-| the process that a training process asks (``lightning_fp8/ops/proving.py``) | ``__main__.py`` |
-| a look at the numbers of a model's first two training steps | ``first_steps.py`` |
+| input tensors; comparisons | ``drawing.py``, ``comparing.py`` |
+| the process that serves a training process (``lightning_fp8/ops/proving.py``) | ``__main__.py`` |
+| checks of a model's first two training steps | ``first_steps.py`` |
 
 The same cases run in the tests, on emulated kernels, and in ``python -m benchmarks.first_run``.
 """

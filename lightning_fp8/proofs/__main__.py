@@ -1,9 +1,9 @@
-"""The process that proves kernels: it takes plans line by line and says what it does, line by line.
+"""The process that proves kernels: it reads plans from standard input, a line each, and reports its progress in lines.
 
     python -m lightning_fp8.proofs
 
-:class:`lightning_fp8.ops.proving.Prover` starts it and says what each line holds. It ends where a kernel has crashed,
-since its CUDA context is of no use then, and where its input ends.
+:class:`lightning_fp8.ops.proving.Prover` starts it and defines the lines. It exits after a kernel has crashed, because
+its CUDA context is then unusable, and at the end of its input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Say = Callable[..., None]
 
 
 class Saying:
-    """Says which kernels are loaded and started, and starts none that was refused before."""
+    """Reports which kernels are loaded and started, and refuses kernels that failed before."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -49,14 +49,14 @@ class Saying:
 
 
 def serve(say: Say) -> None:
-    """Prove what standard input asks for."""
+    """Prove the plans requested on standard input."""
     proofs.watch(Saying(say))
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # who asked is gone; also where a kernel hangs
+        os._exit(0)  # the training process has ended; exit even if a kernel hangs
 
     threading.Thread(target=read, daemon=True).start()
     while answer(json.loads(lines.get()), say):
@@ -64,14 +64,14 @@ def serve(say: Say) -> None:
 
 
 def answer(request: dict[str, Any], say: Say) -> bool:
-    """Prove one plan and say what came out; whether this process may go on."""
+    """Prove one plan and report the result; returns whether this process may continue."""
     device = request["device"]
     on_cuda = torch.device(device).type == "cuda"
     clear_plan_cache()
     case_name = ""
     try:
         with warnings.catch_warnings():
-            # A kernel that cannot be made must not pass for one that is right, since a fallback computed.
+            # A fallback's right result must not prove a kernel that could not be compiled.
             warnings.filterwarnings("error", r"(An )?FP8 kernels? (do|does) not run", RuntimeWarning)
             if on_cuda:
                 torch.cuda.set_device(device)
@@ -100,9 +100,9 @@ def answer(request: dict[str, Any], say: Say) -> bool:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the error is no kernel's fault: the card, the memory or the disk is full or busy, or a case has a defect.
+    """Whether the error is temporary or no kernel's fault: memory, disk or GPU full or busy, or a defect of a case.
 
-    Errors of a kernel are torch's and the driver's, which are ``RuntimeError``.
+    A kernel's errors come from torch and the driver as ``RuntimeError``.
     """
     words = "out of memory", "busy or unavailable", "CUDA_ERROR_OUT_OF_MEMORY"
     is_a_kernels = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
@@ -110,7 +110,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def speaker() -> Say:
-    """A function that says a line of JSON on standard output, which nothing else writes to from now on."""
+    """A function that prints JSON lines on the original standard output; all other output is redirected to stderr."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

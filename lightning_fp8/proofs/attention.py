@@ -1,4 +1,4 @@
-"""Attention's ops on a device that runs kernels, from a model's tensors to gradients, against those on the CPU."""
+"""Attention's ops on a device with kernels, from q, k, v to gradients, compared with the specification on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_ne
 
 ALL = Band()
 CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
-"""What float32's last bits make of a result, since they move some codes; on a card also about 14 bits of sums."""
+"""Relative error from codes that differ by float32's last bits; on a GPU also from sums of about 14 bits."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 
 
@@ -29,7 +29,7 @@ def drawn(
     shape: tuple[int, ...], heads: int, channels: int, seed: int, *, mean: float = 0.0, device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16, shifted: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Channels side by side but rows not next to each other, as a slice of one projection is.
+    """Random ``[*shape, heads, channels]`` with contiguous channels and strided rows, as a slice of one projection.
 
     ``shifted``: elements before the first one, so that no vector is aligned.
     """
@@ -45,15 +45,15 @@ class Problem:
 
     Attributes:
         lengths: of queries and keys of each sequence.
-        heads: of queries, and of keys.
-        tail: rows of a padded batch, or behind the last sequence of ``thd``, that belong to no sequence.
+        heads: number of heads of queries, and of keys.
+        tail: padding rows of a padded batch, or after the last sequence of ``thd``.
         uniform: without ``cu_seqlens``.
-        shared: tables are made before both ops, as layers share them.
-        centered: keys are cast without their mean.
+        shared: tables are computed before both ops, as when layers share them.
+        centered: subtract a mean from keys before the cast.
         dtype: of q, k, v and the gradient.
-        shifted: of each of them, see :func:`drawn`.
-        scale: what scores are multiplied with; None is ``1 / sqrt(channels)``.
-        longest_query: rows that no sequence of queries has more of, where that is known.
+        shifted: for each of them, see :func:`drawn`.
+        scale: factor of the scores; None is ``1 / sqrt(channels)``.
+        longest_query: upper bound of the query sequences' lengths, if given.
     """
 
     qkv_format: str
@@ -71,13 +71,13 @@ class Problem:
     longest_query: int | None = None
 
     def shape(self, which: int) -> tuple[int, ...]:
-        """Of queries or of keys, but for heads and channels."""
+        """Shape of queries (0) or keys (1), without heads and channels."""
         lengths = [each[which] for each in self.lengths]
         rows = (sum(lengths) if self.qkv_format == "thd" else max(lengths)) + self.tail
         return {"thd": (rows,), "bshd": (len(lengths), rows), "sbhd": (rows, len(lengths))}[self.qkv_format]
 
     def rows(self, which: int) -> int:
-        """L of queries or of keys, or T."""
+        """L of queries (0) or keys (1), or T."""
         return self.shape(which)[1 if self.qkv_format == "bshd" else 0]
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,12 +105,12 @@ class Problem:
         return AttentionCall(config, self.scale, queries, keys, tables)
 
     def tolerance(self, device: str) -> float:
-        """How far a result may be off, relative."""
+        """The largest relative error allowed."""
         return ROUNDING[self.dtype] + CODES_THAT_MOVE[torch.device(device).type]
 
 
 def check_forward(problem: Problem, device: str) -> tuple[Tensor, Kept]:
-    """The forward op gives what the CPU gives; returned on the CPU, what ``device`` gave."""
+    """Compare the forward op with the CPU; returns the results from ``device``, on the CPU."""
     (q, k, v, _), call = problem.tensors("cpu"), problem.call("cpu")
     on = problem.tensors(device)[:3]
     with nan_in_new_memory():
@@ -126,12 +126,12 @@ def check_forward(problem: Problem, device: str) -> tuple[Tensor, Kept]:
     assert_within(kept.k_scale_inv, right.k_scale_inv, 1.3e-6, 1e-5, "k_scale_inv")
     _require_statistics(kept.m, kept.l, right.m, right.l, device)
     if problem.qkv_format == "thd":
-        require(not o[sum(each for each, _ in problem.lengths) :].any(), "o is not 0 behind the last sequence")
+        require(not o[sum(each for each, _ in problem.lengths) :].any(), "o is not 0 after the last sequence")
     return o, kept
 
 
 def check_backward(problem: Problem, device: str, forward: tuple[Tensor, Kept] | None = None) -> None:
-    """The backward op gives what the CPU gives, of what ``forward`` gave or else of what the CPU's gives."""
+    """Compare the backward op with the CPU, given the results ``forward``, or else the CPU's."""
     (q, k, v, do), call = problem.tensors("cpu"), problem.call("cpu")
     o, kept = forward or reference_attention_forward(q, k, v, call)
     do_on, rows = problem.tensors(device)[3], problem.rows(1)
@@ -145,11 +145,11 @@ def check_backward(problem: Problem, device: str, forward: tuple[Tensor, Kept] |
         _require_near(name, actual.cpu(), truth, problem.tolerance(device))
         if problem.qkv_format == "thd":
             tail = actual[sum(each[which] for each in problem.lengths) :]
-            require(not tail.any(), f"{name} is not 0 behind the last sequence")
+            require(not tail.any(), f"{name} is not 0 after the last sequence")
 
 
 def check_cast(x: Tensor, device: str) -> None:
-    """The cast of keys or values ``[B, L, H, D]`` to codes."""
+    """Compare the cast of keys or values ``[B, L, H, D]`` to codes."""
     for name, actual, expected in zip(
         ("codes", "scale_inv"), attention_cast_on_cuda(x.to(device)), reference_attention_cast(x)
     ):
@@ -157,7 +157,7 @@ def check_cast(x: Tensor, device: str) -> None:
 
 
 def check_forward_of_codes(problem: Problem, device: str) -> None:
-    """The forward op over codes of keys and values."""
+    """Compare the forward op over codes of keys and values."""
     (q, k, v, _), call, rows = problem.tensors("cpu"), problem.call("cpu"), problem.rows(1)
     k8, k_scale_inv, v8, v_scale_inv = codes = *reference_attention_cast(k), *reference_attention_cast(v)
     on = k8.to(device), k_scale_inv.to(device), v8.to(device), v_scale_inv.to(device)
@@ -171,19 +171,19 @@ def check_forward_of_codes(problem: Problem, device: str) -> None:
 
 
 def _require_statistics(m: Tensor, l: Tensor, right_m: Tensor, right_l: Tensor, device: str) -> None:  # noqa: E741
-    """The maxima, and the logarithms of all sums of exponentials, in digits of base 2."""
+    """Compare the maxima, and the base-2 logarithms of the sums of exponentials."""
     moves = 1e-3 if device == "cpu" else 2e-2
     assert_within(m, right_m, moves, moves, "m")
     assert_within(m.cpu() + l.cpu().log2(), right_m + right_l.log2(), moves, 2 * moves, "m + log2 l")
 
 
 def _require_near(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """As a whole, and each row of each head by itself, but for what is small among all rows."""
+    """Compare the whole tensor, and each row of each head, with tolerance for rows of small norm."""
     off = relative_error(actual, expected)
-    require(off <= tolerance, f"{what} is {off:.2%} off, and rounding explains {tolerance:.2%}")
+    require(off <= tolerance, f"{what} has an error of {off:.2%}, but rounding explains only {tolerance:.2%}")
     rows, right = actual.double(), expected.double()
     sizes = right.norm(dim=-1)
     wrong = (rows - right).norm(dim=-1) > sizes / 4 + sizes.square().mean().sqrt() / 20
     require(
-        not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} rows are further off than rounding explains"
+        not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} rows have larger errors than rounding explains"
     )

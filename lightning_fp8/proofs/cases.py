@@ -1,9 +1,9 @@
-"""The cases of a plan: calls that start its kernels on tensors that are small, ragged, or fill the card twice.
+"""The cases of a plan: calls that start its kernels on tensors that are small, ragged, or fill the GPU twice.
 
-A plan's key says dtypes, options and how tensors are aligned. Its cases have tensors that are aligned alike, of other
-sizes, so that they start the same machine code. Rows of a norm are as long as the plan's, since its kernels depend on
-that. What machine code does not depend on, as masks, margins, or whether a scale is given, is varied by the cases and
-not taken from the key: another plan that starts the same code asks for no proof.
+A plan's key contains dtypes, options and alignment of tensors. Its cases have tensors of the same alignment and other
+sizes, so that they run the same machine code. Rows of a norm have the plan's length, since its kernels depend on it.
+Whatever machine code does not depend on, such as masks, margins, or whether a scale is given, is varied by the cases
+rather than taken from the key: another plan with the same machine code needs no proof.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lightning_fp8.proofs.products import check_product
 from lightning_fp8.scaled import Cast
 
 RESIDUE = 16
-"""Sizes of a case are those of the plan modulo this: no kernel is compiled for more of them."""
+"""Sizes of a case equal the plan's sizes modulo this number, on which the choice of machine code depends."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Case:
     """One call and its check.
 
     Attributes:
-        name: of the case.
-        run: takes a device, starts the kernels there, and raises where a result is wrong.
+        name: the case's name.
+        run: starts the kernels on a device, and raises if a result is wrong.
     """
 
     name: str
@@ -67,19 +67,19 @@ class Case:
 
 
 def cases_of(plan: str, key: tuple[Any, ...]) -> list[Case]:
-    """The cases of a plan, by its name and key."""
+    """The cases of a plan, by the plan's name and key."""
     return list(CASES[plan](*key))
 
 
 def _waves(device: str, blocks_per_multiprocessor: int = 4) -> int:
-    """Blocks that are more than two waves on ``device``, where so many run on a multiprocessor at a time."""
+    """Number of blocks that exceeds two waves on ``device``, if so many run on a multiprocessor at a time."""
     return 2 * blocks_per_multiprocessor * launch.multiprocessors(torch.device(device)) + 1
 
 
 def _sized(check: Callable[..., None], columns: int) -> Iterator[Case]:
-    """Cases of tensors in tiles of 128 × 128; ``check`` takes rows, columns and a device, and options.
+    """Cases of tensors for tiles of 128 × 128; ``check`` takes rows, columns, a device, and options.
 
-    The ragged one has rows that lie apart, and end within the padding of codes.
+    The ragged case has a gap between rows, and rows that end within the padding of codes.
     """
     rest = columns % RESIDUE
     yield Case("small", partial(check, 128, 128 + rest))
@@ -98,7 +98,7 @@ def _with_special(x: Tensor) -> Tensor:
 
 
 def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact: bool, device: str) -> None:
-    """In all ways in which a scale may be known, the plan's first. Amaxes are collected for given scales only."""
+    """Run with each way to give a scale, the plan's first. Amaxes are collected only with given scales."""
     cast, amax = variant.cast, 0.25 if variant.has_amax else None
     own = replace(cast, scale_is_nonzero=False)
     ways: list[tuple[Cast, float | None]] = []
@@ -156,7 +156,7 @@ def _gated(op: Op, keys: tuple[PlainKey, ...], activation: str, variant_key: Any
 
 
 def _has_one_order(activation: str) -> bool:
-    """Whether its formula is a product, which has one order and no exponential."""
+    """Whether the activation has no exponential, so that kernel and specification compute the same products."""
     return "relu" in activation or "reglu" in activation
 
 
@@ -192,13 +192,13 @@ def _update_scales(shape: tuple[int, int], margin: float, algorithm: str) -> Ite
 # --- Norms ------------------------------------------------------------------------------------------------------------
 
 MOST_ELEMENTS = 2**23
-"""Of a norm's case: what its specification computes in some tenths of a second."""
+"""Elements of a norm's case; the specification takes some tenths of a second for them."""
 
 
 def _of_rows(check: Callable[..., None], columns: int, formula: Norm) -> Iterator[Case]:
-    """Cases of so long rows; ``check`` takes how many, a formula, a device, and options.
+    """Cases of rows of ``columns`` elements; ``check`` takes the number of rows, a formula, a device, and options.
 
-    The formulas differ in what kernels take as parameters: epsilon, and whether the weight holds gamma - 1.
+    The formulas differ in kernel parameters: epsilon, and whether the weight is gamma - 1.
     """
     one, other = formula._replace(eps=1e-5, zero_centered=False), formula._replace(eps=1e-2, zero_centered=True)
     yield Case("small", partial(check, 5, one))
@@ -212,7 +212,7 @@ def _of_rows(check: Callable[..., None], columns: int, formula: Norm) -> Iterato
 
 
 def _parameters(columns: int, dtype: torch.dtype, misalignment: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of a norm."""
+    """Weight and bias of a norm."""
     key = dtype, torch.Size((columns,)), (1,), misalignment
     weight, bias = (like(key, values(1, columns, dtype, seed=seed)[0]) for seed in (1, 2))
     return weight, bias if has_bias else None
@@ -259,7 +259,7 @@ def _gemm(
     a_key: OperandKey, b_key: OperandKey, flat: tuple[Any, ...], bias_key: PlainKey | None, out_key: PlainKey | None,
     has_amax: bool, tile: tuple[int, ...] | None = None,
 ) -> Iterator[Case]:  # fmt: skip
-    """Of the tile that is chosen for the plan on the device, or of ``tile``: see :func:`tile_of`."""
+    """Cases for the tile chosen for the plan on the device, or for ``tile``: see :func:`tile_of`."""
     gemm = Gemm.from_flat(*flat)
     (m, k), n = a_key[1], b_key[1][0]
     rest_m, rest_n, rest_k = m % RESIDUE, n % RESIDUE, k % RESIDUE
@@ -301,7 +301,7 @@ def _gemm(
 
 
 def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
-    """The config that the plan is built of, or that it falls back to."""
+    """The config of the plan's kernel, or of the kernel it falls back to."""
     if tile is not None:
         return next(config for config in legal_configs(bound.problem) if tile_of(config) == tile)
     choice = gemm_selection.choose_gemm_on(launch.name_of(bound.device), bound.problem)
@@ -311,8 +311,8 @@ def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
 
 
 def tile_of(config: KernelConfig) -> tuple[int, ...]:
-    """A config in few numbers: warpgroups, times 64 rows, columns, cluster, and whether they take turns on Hopper;
-    else rows and columns."""
+    """A config as a tuple: on Hopper warpgroups, waves of 64 rows, columns, cluster, and whether warpgroups alternate;
+    otherwise rows and columns."""
     if isinstance(config, GemmConfig):
         return config.mma_warpgroups, config.waves, config.tile_n, config.cluster, int(config.pingpong)
     return config.tile_m, config.tile_n
@@ -322,18 +322,18 @@ def tile_of(config: KernelConfig) -> tuple[int, ...]:
 
 
 Shifts = tuple[int, int, int, int]
-"""Of q, k, v and the gradient of o: see :class:`~lightning_fp8.proofs.attention.Problem`."""
+"""For q, k, v and the gradient of o: see :class:`~lightning_fp8.proofs.attention.Problem`."""
 
 
 def _problems(
     call_key: Any, dtype: torch.dtype, channels: int, shifted: Shifts, lengths_come: bool = True
 ) -> Iterator[tuple[str, Callable[[str], Problem]]]:
-    """Problems by their names, as functions of a device: all masks, groups, formats and ways to give lengths.
+    """Problems by name, as functions of a device: masks, head groups, formats and ways to pass lengths.
 
-    Machine code is the same for all of them.
+    They run the same machine code.
 
     Args:
-        lengths_come: calls of the op may have lengths of sequences.
+        lengths_come: whether the op supports sequence lengths.
     """
     centered = call_key[0][4]
     common: dict[str, Any] = {"channels": channels, "centered": centered, "dtype": dtype, "shifted": shifted}
@@ -363,7 +363,7 @@ def _same(problem: Problem, device: str) -> Problem:
 
 
 def _shift(key: PlainKey) -> int:
-    """1 of a tensor whose elements cannot be read four at a time."""
+    """1 for a tensor whose elements cannot be read in vectors of four, else 0."""
     dtype, _, strides, misalignment = key
     return int(misalignment % (4 * dtype.itemsize) != 0 or any(stride % 4 for stride in strides[:-1]))
 
@@ -422,4 +422,4 @@ CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "attention_forward_of_codes": _attention_forward_of_codes,
     "attention_cast": _attention_cast,
 }
-"""By the names that plans have (:func:`lightning_fp8.ops.plans.planned`): what takes the rest of the key."""
+"""By the name of the plan (:func:`lightning_fp8.ops.plans.planned`); called with the rest of its key."""

@@ -1,8 +1,8 @@
-"""Casts, norms, activations and scales: one call of an op by its kernels gives what its specification gives.
+"""Casts, norms, activations and scales: each check compares one call of an op by its kernels with its specification.
 
-Kernel and specification of a fused op both compute in float32, in another order and with other exponentials: where a
-value is that close to the middle between two codes, either code is right. All others have one order and are equal to
-the bit.
+Fused ops compute in float32 in both, but in another order and with other exponentials. If a value is that close to the
+middle between two codes, either code is accepted. All other ops have one order of operations, and must be bitwise
+equal.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ def check_cast(
     op: Op, inputs: Sequence[Any], cast: Cast, device: str, *,
     scale: float | None = None, amax: float | None = None, count: bool = False, exact: bool = False,
 ) -> None:  # fmt: skip
-    """An op that casts gives both operands, what it gives beside them, the amax and the counts.
+    """Check an op that casts: both operands, its other results, the amax and the overflow counts.
 
     Args:
-        inputs: the op's first arguments on the CPU, those before the cast.
-        scale: the given one; 0 is none yet, None is the tensor's own.
-        amax: what was collected before; None collects none.
+        op: the op.
+        inputs: the op's arguments before the cast, on the CPU.
+        cast: how to cast.
+        device: where kernels run.
+        scale: the given scale; 0 is not set yet, None computes the tensor's own.
+        amax: the amax before the call; None collects none.
         count: count saturated and flushed values.
-        exact: equal to the bit.
+        exact: results must be bitwise equal.
     """
     results, collected = [], []
     for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):
@@ -64,14 +67,14 @@ def check_cast(
         else:
             assert_within(largest, expected_largest, 1e-6, 0.0, "amax")
     if overflow_counts is not None and expected_counts is not None:
-        # The amax is saturated by its own scale, or not, with its last bit.
+        # The last bit of the amax decides whether it saturates with its own scale.
         apart = int((overflow_counts.cpu() - expected_counts).abs().max())
         require(apart <= (0 if exact else 2), f"overflow_counts: {overflow_counts.tolist()} for {expected_counts}")
 
 
 def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:
-    """A tensor with a given scale for each column."""
-    # Of NaN, infinity and 0 a column each, where there are so many.
+    """Check the cast with a given scale per column."""
+    # Include scales of NaN, infinity and 0 if there are enough columns.
     scale = torch.exp2(torch.linspace(-10, 14, x.shape[1])) * 1.1
     scale[5:8] = torch.tensor([torch.nan, torch.inf, 0.0])[: len(scale[5:8])]
     actual = kernels_of(quantize_columns_op)(moved(x, device), scale.to(device), dtype)
@@ -80,16 +83,16 @@ def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:
 
 
 def check_transpose(codes: Tensor, device: str) -> None:
-    """Every byte is where the transposed tensor has it, in rows as a GEMM's operand has them."""
+    """Check that codes are transposed, into rows that are aligned as a GEMM operand's."""
     actual = kernels_of(transpose_op)(moved(codes.view(torch.uint8), device).view(codes.dtype))
     require(actual.dtype == codes.dtype, f"{actual.dtype} for {codes.dtype}")
     wrong = int((actual.view(torch.uint8).cpu() != codes.view(torch.uint8).t()).sum())
-    require(not wrong, f"{wrong} codes of {codes.numel()} are elsewhere")
+    require(not wrong, f"{wrong} of {codes.numel()} codes are in the wrong place")
     assert_aligned(actual)
 
 
 def check_observe(x: Tensor, amax: float, device: str) -> None:
-    """``amax`` is raised to the largest size of a value."""
+    """Check that ``amax`` becomes the maximum of itself and the values' magnitudes."""
     actual, expected = torch.tensor(amax, device=device), torch.tensor(amax)
     kernels_of(observe_op)(moved(x, device), actual)
     reference_of(observe_op)(x, expected)
@@ -97,7 +100,7 @@ def check_observe(x: Tensor, amax: float, device: str) -> None:
 
 
 def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0, algorithm: str = "max") -> None:
-    """``n`` delayed scales of histories of ``length`` steps; among amaxes 0, infinity and NaN."""
+    """Check the update of ``n`` delayed scales with histories of ``length`` steps; amaxes include 0, inf and NaN."""
     generator = torch.Generator().manual_seed(length + n)
     amax = torch.rand(n, generator=generator) * 10
     amax[0], amax[n // 2], amax[-1] = 0.0, torch.nan, torch.inf
@@ -105,7 +108,7 @@ def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0
     amax_history[:, n // 3] = 0.0
     fp8_max = torch.where(torch.rand(n, generator=generator) < 0.5, E4M3.max, E5M2.max)
     amax[1 : n // 3 : 2] = 1e-38  # the scale overflows float32
-    amax[n // 3], fp8_max[n // 3] = 1e-36, E4M3.max  # only without the margin
+    amax[n // 3], fp8_max[n // 3] = 1e-36, E4M3.max  # overflows only without the margin
     results = []
     for update, on in ((kernels_of(update_scales_op), device), (reference_of(update_scales_op), "cpu")):
         state = [tensor.to(on, copy=True) for tensor in (amax, amax_history, scale)]
@@ -116,7 +119,7 @@ def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0
 
 
 def check_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, norm: Norm, bias_gradient: bool, device: str) -> None:
-    """The gradients of a norm of ``x``."""
+    """Check the gradients of a norm of ``x``."""
     means = torch.zeros(x.shape[0]) if norm.rms else x.float().mean(1)
     rstd = torch.rsqrt((x.float() - means[:, None]).square().mean(1) + 1e-5)
     arguments = dy, x, weight, rstd[None] if norm.rms else torch.stack((means, rstd))

@@ -1,4 +1,4 @@
-"""Comparisons of what kernels computed with the specification. They raise, also under ``python -O``."""
+"""Comparisons of kernels' results with the specification. They raise, also under ``python -O``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from lightning_fp8.ops.op import Op
 
 NEIGHBOURS = 0.005
-"""Share of the codes that may differ, by one, where kernel and specification round in another order."""
+"""Fraction of codes that may differ by one if kernel and specification round in another order."""
 
 
-_deterministic: Any = torch.utils.deterministic  # whose attribute is a property of the module's class
+_deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module's class
 
 
 class WrongResult(AssertionError):
-    """A kernel computed something else than its specification."""
+    """A kernel's result differs from its specification."""
 
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """What no kernel writes is NaN."""
+    """New memory is filled with NaN, so that elements a kernel does not write are NaN."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -41,9 +41,9 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def kernels_of(op: Op) -> Callable[..., Any]:
-    """The side of an op that starts kernels, for tensors on any device; trailing arguments may be left out.
+    """The op's implementation by kernels, for tensors on any device; trailing arguments may be omitted.
 
-    New memory holds NaN, so that no result is right because memory held it; plans are made for that.
+    New memory is filled with NaN, so that no result is right by chance.
     """
     side = _side(op, "cuda")
 
@@ -55,7 +55,7 @@ def kernels_of(op: Op) -> Callable[..., Any]:
 
 
 def reference_of(op: Op) -> Callable[..., Any]:
-    """The side in plain torch."""
+    """The op's specification in plain torch."""
     return _side(op, "cpu")
 
 
@@ -65,22 +65,24 @@ def _side(op: Op, device_type: str) -> Callable[..., Any]:
 
 
 def require(holds: bool, problem: str) -> None:
-    """Raises:
-    WrongResult: it does not hold.
+    """Check a condition.
+
+    Raises:
+        WrongResult: ``holds`` is False.
     """
     if not holds:
         raise WrongResult(problem)
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to the bit, but for the payload of a NaN, on whichever devices they are."""
+    """Check bitwise equality, except for the payload of NaNs; devices may differ."""
     actual, expected = actual.cpu(), expected.cpu()
     _require_alike(actual, expected, what)
     if actual.dtype == torch.float8_e8m0fnu:
         a, b = actual.view(torch.uint8), expected.view(torch.uint8)
     else:
         a, b = actual.float(), expected.float()
-        require(torch.equal(a.isnan(), b.isnan()), f"{what}: NaN elsewhere")
+        require(torch.equal(a.isnan(), b.isnan()), f"{what}: NaN in other places")
         a, b = (x.masked_fill(x.isnan(), 0.0).view(torch.int32) for x in (a, b))
     wrong = (a != b).nonzero()
     if len(wrong):
@@ -88,7 +90,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_padded_with_zeros(codes: Tensor) -> None:
-    """The gap between rows of an operand's codes holds zeros, for a GEMM to read; NaN only where the row has some."""
+    """Check that the padding of rows of codes is 0, as GEMMs require; rows with NaN are excepted."""
     if codes.numel() and codes.dim() == 2 and codes.stride(0) > codes.shape[1]:
         whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
         gap = whole[~codes.float().isnan().any(1), codes.shape[1] :]
@@ -96,33 +98,33 @@ def assert_padded_with_zeros(codes: Tensor) -> None:
 
 
 def assert_aligned(codes: Tensor) -> None:
-    """Rows of an operand's codes begin at multiples of 16 bytes; the gap between them holds zeros."""
+    """Check that rows of an operand's codes start at multiples of 16 bytes, and that their padding is 0."""
     rows_begin = codes.stride(1) == 1 and codes.stride(0) % 16 == codes.data_ptr() % 16 == 0
-    require(rows_begin, f"rows of codes begin anywhere: strides {codes.stride()}")
+    require(rows_begin, f"rows of codes are not aligned: strides {codes.stride()}")
     whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
     require(not whole[:, codes.shape[1] :].any(), "the padding of codes is not 0")
 
 
 def assert_close_codes(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for few neighbours; NaN where NaN is expected."""
+    """Check that codes are equal except for a few neighbours, and that NaNs are equal."""
     actual, expected = actual.cpu(), expected.cpu()
     _require_alike(actual, expected, what)
     missing = expected.float().isnan()
-    require(torch.equal(actual.float().isnan(), missing), f"{what}: NaN elsewhere")
+    require(torch.equal(actual.float().isnan(), missing), f"{what}: NaN in other places")
     apart = (_steps(actual) - _steps(expected)).abs()[~missing]
     far, off = int((apart > 1).sum()), int((apart > 0).sum())
-    require(far == 0, f"{what}: {far} codes of {apart.numel()} are not neighbours of what they must be")
+    require(far == 0, f"{what}: {far} of {apart.numel()} codes are not neighbours of the expected codes")
     require(off <= max(1, NEIGHBOURS * apart.numel()), f"{what}: {off} codes of {apart.numel()} differ")
 
 
 def _steps(codes: Tensor) -> Tensor:
-    """FP8 codes as integers in the order of their values; -0 and 0 are one."""
+    """FP8 codes as integers in the order of their values; -0 equals 0."""
     bits = codes.view(torch.uint8).int()
     return torch.where(bits < 128, bits, 128 - bits)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for the order of a sum and the last rounding."""
+    """Check equality up to the order of a sum and the last rounding."""
     relative = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[expected.dtype]
     largest = expected.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max() if expected.numel() else 0.0
     absolute = 2e-5 * float(largest)
@@ -130,7 +132,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_within(actual: Tensor, expected: Tensor, relative: float, absolute: float, what: str) -> None:
-    """``|actual - expected| <= absolute + relative |expected|``; NaN where NaN is expected."""
+    """Check ``|actual - expected| <= absolute + relative |expected|``; NaN must equal NaN."""
     actual = actual.cpu()
     _require_alike(actual, expected, what)
     if torch.allclose(actual, expected, rtol=relative, atol=absolute, equal_nan=True):
@@ -142,13 +144,13 @@ def assert_within(actual: Tensor, expected: Tensor, relative: float, absolute: f
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """``‖actual - expected‖ / ‖expected‖`` in float64; NaN if there is one in ``actual``."""
+    """``‖actual - expected‖ / ‖expected‖`` in float64; NaN if ``actual`` has a NaN."""
     a, b = actual.cpu().double(), expected.cpu().double()
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
 def assert_operands(actual: Sequence[Tensor], expected: Sequence[Tensor], exact: bool) -> None:
-    """Both operands of a cast and their scales; if not ``exact``, within the rounding of the values' order."""
+    """Check both operands of a cast and their scales; without ``exact``, up to the rounding of a fused op."""
     for at, name in enumerate(("data", "scale_inv", "data_t", "scale_inv_t")):
         codes = expected[at].element_size() == 1
         if exact or (codes and expected[at].dtype == torch.float8_e8m0fnu):

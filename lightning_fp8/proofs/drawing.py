@@ -1,4 +1,4 @@
-"""Tensors that kernels are proven with: the same in every process, of many sizes, with zeros of both signs."""
+"""Input tensors for proofs: deterministic, over a wide range, with zeros of both signs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor
 
 
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
-    """``[rows, columns]`` whose size differs from row to row, as activations' does, with zeros of both signs."""
+    """``[rows, columns]`` whose magnitude varies by row, as activations' does, with zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
@@ -31,13 +31,13 @@ def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: f
 
 
 def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """All 256 codes, NaN included, in an order that differs from row to row."""
+    """Random codes, NaN included, in ``[rows, columns]``."""
     generator = torch.Generator().manual_seed(rows + columns)
     return torch.randint(256, (rows, columns), dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
-    """Integers up to 3, whose sums of products are exact, or normal numbers; every 128 of every row of another size."""
+    """Integers up to 3, whose sums of products are exact, or normal numbers with a magnitude per 128 of a row."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + seed)
     if exact:
         return torch.randint(-3, 4, (rows, columns), generator=generator).float()
@@ -47,13 +47,13 @@ def numbers(rows: int, columns: int, seed: int, exact: bool) -> Tensor:
 
 
 def like(key: PlainKey, x: Tensor, gap: int = 0) -> Tensor:
-    """``x [rows, columns]``, or ``[columns]``, in memory that is aligned as that of a tensor of this key.
+    """``x [rows, columns]`` or ``[columns]``, copied to memory with the alignment of a tensor of this key.
 
-    The first element is as far behind a multiple of 16 bytes, and rows begin at such distances. ``x`` has the key's
-    dtype; its rows and columns may be others.
+    The first element and the rows have the key's offsets from multiples of 16 bytes. ``x`` has the key's dtype; its
+    shape may differ.
 
     Args:
-        gap: more elements between its rows, a multiple of 16.
+        gap: additional elements between rows, a multiple of 16.
     """
     dtype, _, strides, misalignment = key
     item = dtype.itemsize
@@ -65,13 +65,13 @@ def like(key: PlainKey, x: Tensor, gap: int = 0) -> Tensor:
 
 
 def apart(x: Tensor, gap: int) -> Tensor:
-    """``x [rows, columns]`` with ``gap`` more elements between its rows."""
+    """``x [rows, columns]`` with ``gap`` additional elements between rows."""
     rows = x.new_zeros(x.shape[0], x.stride(0) + gap)[:, : x.shape[1]]
     return rows.copy_(x)
 
 
 def sizes_of_blocks(rows: int, columns: int, seed: int, block: tuple[int | None, int | None]) -> Tensor:
-    """Powers of two from 1 to 8 ``[rows, columns]``: for each block of scales another; one for all of a tensor."""
+    """Powers of two from 1 to 8 ``[rows, columns]``, one per block of scales, or one for the whole tensor."""
     generator = torch.Generator().manual_seed(rows + columns + seed)
     num = (1 if side is None else -(-length // side) for length, side in zip((rows, columns), block))
     sizes = torch.exp2(torch.randint(0, 4, tuple(num), generator=generator).float())
@@ -81,14 +81,14 @@ def sizes_of_blocks(rows: int, columns: int, seed: int, block: tuple[int | None,
 
 
 def moved(x: Any, device: str) -> Any:
-    """A tensor ``x`` on ``device`` with its strides and its alignment; anything else as it is."""
+    """Copy a tensor to ``device`` with its strides and alignment; other values are returned unchanged."""
     if not isinstance(x, Tensor) or device == "cpu":
         return x
     return _laid_out(x, x.stride(), x.data_ptr() % ALIGNMENT // x.element_size(), device)
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...], offset: int, device: str) -> Tensor:
-    """A copy of ``x`` with these strides, whose first element is ``offset`` elements behind that of new memory."""
+    """A copy of ``x`` with these strides, at an offset of ``offset`` elements in new memory."""
     size = offset + 1 + sum((length - 1) * stride for length, stride in zip(x.shape, strides)) if x.numel() else 0
     memory = torch.empty(size, dtype=x.dtype, device=device)
     return memory.as_strided(x.shape, strides, min(offset, size)).copy_(x)

@@ -1,12 +1,12 @@
-"""A look at the numbers of the first two optimizer steps on a card, once in each process.
+"""Checks of casts and products in the first two optimizer steps on a GPU, once per process.
 
-Kernels have been proven on drawn tensors before. Here casts and products are looked at on those of the model: the first
-call of each kind, and each that binds a kernel for the first time. Torch computes their first and last rows again, on
-the card, operation by operation; whether they agree stays there until an optimizer is about to step. What is wrong then
-stops training, and its kernels lose their proof. After two steps nothing of it is left.
+Kernels have been proven on synthetic tensors before. Here the first call of each kind of cast and product, and each
+call that uses a kernel for the first time, is checked on the model's own tensors. torch computes their first and last
+rows again, on the GPU, op by op. The results of the comparison stay on the GPU until an optimizer is about to step. An
+error stops training, and its kernels lose their proof. After two steps the checks are removed.
 
-Norms, activations and attention are not looked at, nor what runs in inference mode, in evaluations of a Trainer, or
-while a CUDA graph is captured.
+Norms, activations and attention are not checked, nor calls in inference mode, in evaluations of a Trainer, or during
+CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ ROWS = 128
 _FLOAT8 = tuple(float8.dtype for float8 in FORMATS.values())
 
 Check = Callable[[Any], Tensor]
-"""Whether the results of a call are right: a bool on the device, which nothing waits for."""
+"""Whether the results of a call are right: a bool tensor on the device; does not synchronize."""
 
 
 class WrongNumbers(RuntimeError):
-    """A cast or a product of a training step gave something else than torch computes from the same tensors."""
+    """A cast or a product of a training step differs from what torch computes from the same tensors."""
 
 
 class Look(NamedTuple):
-    """One call that was looked at.
+    """A call that was checked.
 
     Attributes:
         op: its name.
-        shapes: of the operands, or of what was cast.
-        kernels: the names of those that it was the first to bind; empty where a library or plain torch computed it.
+        shapes: of the operands, or of the tensor that was cast.
+        kernels: names of the kernels it was the first to use; empty if a library or plain torch computed it.
         device: where it ran.
-        right: whether its numbers are.
+        right: whether its results are right, a bool tensor.
     """
 
     op: str
@@ -67,11 +67,11 @@ class Look(NamedTuple):
 
 
 class FirstSteps:
-    """Stands in front of the casts and products of a type of devices, until it has ended.
+    """Replaces the implementations of casts and products on a device type until :meth:`end`.
 
     Attributes:
-        paused: nothing is looked at.
-        stepped_in_backward: optimizers have stepped while gradients were computed, where nothing is read.
+        paused: calls are not checked.
+        stepped_in_backward: an optimizer has stepped during a backward pass, where results are not read.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -84,7 +84,7 @@ class FirstSteps:
         self._replaced = {op: (op.implementations[device_type], op.plans.pop(device_type, None)) for op in CHECKS}
         for op, check in CHECKS.items():
             op.implementations[device_type] = self._looking_at(op, check)
-        plans.replan()  # so that calls bind their kernels now
+        plans.replan()  # so that kernels are bound again, and noted
 
     def _looking_at(self, op: Op, check: Callable[..., Check]) -> Callable[..., Any]:
         compute, _ = self._replaced[op]
@@ -110,8 +110,8 @@ class FirstSteps:
         shapes = tuple(tuple(operand.shape) for operand in operands)
         try:
             self._looks.append(Look(op, shapes, kernels, args[0].device, is_right()))
-        except RuntimeError as error:  # of torch, which may have no memory left: no reason to stop
-            warnings.warn(f"the first {op} of its kind was not looked at: {error}", RuntimeWarning, stacklevel=2)
+        except RuntimeError as error:  # from torch, for example out of memory: no reason to stop training
+            warnings.warn(f"the first {op} of its kind was not checked: {error}", RuntimeWarning, stacklevel=2)
 
     def _looks_away(self, args: Sequence[Any]) -> bool:
         capturing = self._device_type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -119,16 +119,16 @@ class FirstSteps:
         return self.paused or capturing or empty or torch.is_inference_mode_enabled()
 
     def read(self, models: Iterable[nn.Module]) -> None:
-        """Wait for what was looked at since the last time.
+        """Synchronize, and read the results of checks since the last call.
 
         Raises:
-            WrongNumbers: something is wrong; the look has ended, and the kernels have lost their proof.
+            WrongNumbers: a check failed. The checks have ended, and the kernels have lost their proof.
         """
         looks, self._looks = self._looks, []
         if not looks:
             return
         if self._device_type == "cuda":
-            torch.cuda.synchronize()  # streams of backward passes, too
+            torch.cuda.synchronize()  # including streams of backward passes
         right = torch.stack([look.right.to(looks[0].device) for look in looks]).tolist()
         wrong = [look for look, is_right in zip(looks, right) if not is_right]
         if wrong:
@@ -136,13 +136,13 @@ class FirstSteps:
             raise _error(wrong, models)
 
     def stepped(self) -> None:
-        """An optimizer has stepped; the second step is the last."""
+        """Count an optimizer step; the checks end after the second."""
         self._steps += 1
         if self._steps == STEPS:
             self.end()
 
     def end(self) -> None:
-        """Put the ops' implementations back."""
+        """Restore the ops' implementations."""
         for op, (compute, plan) in self._replaced.items():
             op.implementations[self._device_type] = compute
             if plan is not None:
@@ -159,10 +159,10 @@ _begun = False
 
 
 def begin(models: Iterable[nn.Module]) -> None:
-    """Called as a training forward begins: look from now on, if this process has a card and never did before.
+    """Called before a training forward: start the checks if this process has a GPU and has not run them yet.
 
     Raises:
-        WrongNumbers: of steps in a backward pass.
+        WrongNumbers: from optimizer steps in a backward pass.
     """
     global _first_steps, _begun
     if _first_steps is not None and _first_steps.stepped_in_backward:
@@ -180,20 +180,20 @@ def read(models: Iterable[nn.Module]) -> None:
 
 
 def stepped() -> None:
-    """Called after an optimizer has stepped."""
+    """Called after an optimizer step."""
     if _first_steps is not None:
         _first_steps.stepped()
 
 
 def steps_in_backward() -> None:
-    """Called instead where an optimizer steps while gradients are computed: the next forward reads."""
+    """Called instead if an optimizer steps during a backward pass: the next forward reads the results."""
     if _first_steps is not None:
         _first_steps.stepped_in_backward = True
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside, nothing is looked at."""
+    """Context in which nothing is checked."""
     looking = _first_steps
     if looking is None:
         yield
@@ -209,13 +209,13 @@ def paused() -> Iterator[None]:
 
 
 def _parts(size: int) -> list[slice]:
-    """The first rows and the last ones; each part begins with a block of scales."""
+    """The first rows and the last rows; each part starts at a block of scales."""
     last = (size - 1) // ROWS * ROWS
     return [slice(0, min(size, ROWS)), *([slice(last, size)] if last else [])]
 
 
 def _scales_of(scale_inv: Tensor, dim: int, block: int | None, part: slice) -> Tensor:
-    """Those of a part along ``dim``, of which ``block`` elements share one; None: all do."""
+    """The scales of a part along ``dim``; ``block`` elements share one, None: all share one."""
     if block is None:
         return scale_inv
     first = part.start // block
@@ -223,7 +223,7 @@ def _scales_of(scale_inv: Tensor, dim: int, block: int | None, part: slice) -> T
 
 
 def _equal(actual: Tensor, expected: Tensor) -> Tensor:
-    """To the bit, but for NaN."""
+    """Bitwise equality, except for NaNs."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return torch.zeros((), dtype=torch.bool, device=expected.device)
     bits = torch.uint8 if actual.element_size() == 1 else torch.int32
@@ -245,7 +245,7 @@ def _check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None
 
     def of_rows(results: Outputs, used: Tensor | None, part: slice) -> Iterator[Tensor]:
         layout = cast.layout
-        columnwise = cast.columnwise and not layout.has_one_scale_per_row  # which needs whole columns
+        columnwise = cast.columnwise and not layout.has_one_scale_per_row  # these need whole columns
         expected = _specified(x[part], cast.usage(cast.rowwise, columnwise, True), used)
         if cast.rowwise or layout.has_one_scale:
             yield _equal(_scales_of(results.scale_inv, 0, layout.block[0], part), expected.scale_inv)
@@ -293,11 +293,11 @@ def _check_product(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None = None,
     amax: Tensor | None = None, out: Tensor | None = None,
 ) -> Check:  # fmt: skip
-    """Tiles at the corners of the result, against float64.
+    """Compare tiles at the corners of the result with float64.
 
-    Each row of a tile is as near as ``‖exact‖ / 32``, and a part of ``‖|a| |b|ᵀ‖`` for sums that cancel. Hopper's short
-    accumulator has relative errors of up to 2 % (DeepSeek-V3, arXiv:2412.19437), and rounding smaller ones; a tile of
-    other operands is further off.
+    The error of each row of a tile is at most ``‖exact‖ / 32``, plus a fraction of ``‖|a| |b|ᵀ‖`` for sums that cancel.
+    Hopper's short accumulator has relative errors of up to 2 % (DeepSeek-V3, arXiv:2412.19437), and rounding smaller
+    ones; a wrong tile has larger ones.
     """
     before = [] if out is None else [out[place].double() for place in _corners(out)]
     slack = 2.0**-8 if gemm.fast_accum else 2.0**-10
@@ -333,7 +333,7 @@ def _corners(result: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _near(actual: Tensor, exact: Tensor, magnitude: Tensor, slack: float) -> Tensor:
-    """Row by row, where the exact value is one of the result's dtype; NaN where that is NaN."""
+    """Compare row by row where the exact value is within the result's range; NaN must stay NaN."""
     limits = torch.finfo(actual.dtype)
     beyond = ~(exact.abs() < limits.max)
     off = torch.where(beyond, 0.0, actual.double() - exact).norm(dim=1)
@@ -350,14 +350,14 @@ CHECKS: dict[Op, Callable[..., Check]] = {
     scaled_mm_observed_op: _check_product,
     scaled_mm_accumulate_op: _check_added,
 }
-"""Called with an op's arguments before it runs."""
+"""By op; called with the op's arguments before it runs."""
 
 
-# --- What is said -----------------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 def _error(wrong: Sequence[Look], models: Iterable[nn.Module]) -> WrongNumbers:
-    """The error, once the kernels have lost their proof."""
+    """Withdraw the kernels' proofs, and return the error."""
     models = [*models]
     said = []
     for look in wrong:
@@ -374,25 +374,25 @@ def _error(wrong: Sequence[Look], models: Iterable[nn.Module]) -> WrongNumbers:
 
 
 def _by_whom(look: Look) -> tuple[str, str]:
-    """What computed, and how training goes on without it."""
+    """What computed the call, and the setting with which training can continue."""
     is_product = look.op.startswith("scaled_mm")
     if look.kernels:
         variable = "LIGHTNING_FP8_GEMM=cublaslt" if is_product else f"{CARRIED_VARIABLE}={OFF}"
         return ", ".join(look.kernels), f"{variable} goes on without it"
     if is_product:
         return "torch._scaled_mm or plain torch", "LIGHTNING_FP8_GEMM=numba goes on with kernels of this package"
-    return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 compiles nothing"
+    return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 disables torch.compile"
 
 
 def _layers_of(shapes: Sequence[tuple[int, ...]], models: Sequence[nn.Module]) -> str:
-    """The parameters that may have been meant: those of such shapes."""
+    """Names of parameters that match these shapes."""
     wanted = {*shapes, *(shape[::-1] for shape in shapes), *_products(shapes)}
     names = [name for model in models for name, each in model.named_parameters() if tuple(each.shape) in wanted]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (such shapes have {', '.join(names[:3])}{more})" if names else ""
+    return f" (parameters of these shapes: {', '.join(names[:3])}{more})" if names else ""
 
 
 def _products(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """The shape of a weight's gradient, of the operands' rows."""
+    """The shape of a weight's gradient, from the shapes of its operands."""
     if len(shapes) > 1:
         yield shapes[0][0], shapes[1][0]

@@ -1,7 +1,7 @@
-"""One plan of each kind of kernel: what ``lightning-fp8 doctor --prove`` proves ahead of time.
+"""One plan of each kind of kernel, which ``lightning-fp8 doctor --prove`` proves in advance.
 
-A kind has a name, and the name and key of a plan as :mod:`lightning_fp8.proofs.cases` takes them. The simplest come
-first, so that the first to fail says most. Training proves whatever its own plans start; many of them are these.
+A kind has a name, and a plan's name and key as in :mod:`lightning_fp8.proofs.cases`. Simple kinds come first, so that
+the first failure is the most informative. Training proves the plans that it uses; many of them are listed here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kind:
     """A plan whose kernels are of one kind.
 
     Attributes:
-        plan, key: its name, and the rest of its key.
-        architectures: those that have these kernels.
+        plan, key: the plan's name, and the rest of its key.
+        architectures: the architectures that have these kernels.
     """
 
     plan: str
@@ -42,12 +42,12 @@ class Kind:
     architectures: tuple[str, ...] = ARCHITECTURES
 
     def cases(self) -> list[Case]:
-        """The cases that prove it."""
+        """The cases that prove the plan."""
         return cases_of(self.plan, self.key)
 
 
 def kernels_of_kind(kind: Kind) -> list[Kernel]:
-    """The kernels that the first case of a kind starts, on the first of its architectures; none runs."""
+    """The kernels launched by the first case of a kind, on its first architecture; nothing runs."""
     started: list[Kernel] = []
     clear_plan_cache()
     with launch.executing(lambda kernel, *rest: started.append(kernel), kind.architectures[0]), suppress(WrongResult):
@@ -153,9 +153,9 @@ KINDS: dict[str, Kind] = {
     },
     "attention over codes": Kind("attention_forward_of_codes", (_heads(128), 2, 256, OF_CODES), ATTENTION),
 }  # fmt: skip
-"""By name."""
+"""Kinds by name."""
 
 
 def kinds_for(architecture: str) -> dict[str, Kind]:
-    """The kinds that a card of an architecture has kernels of."""
+    """The kinds that have kernels for an architecture."""
     return {name: kind for name, kind in KINDS.items() if architecture in kind.architectures}

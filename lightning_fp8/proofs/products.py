@@ -1,7 +1,7 @@
 """Products of FP8 operands against float64.
 
-Values are small integers times powers of two, so that sums are exact and a result is the exact one, rounded once; where
-scales are no powers of two, it is within float32's rounding of the sums.
+Values are small integers times powers of two, so that sums are exact and the result is the exact one, rounded once. If
+scales are not powers of two, the result is within float32's rounding of the sums.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 BF16 = torch.bfloat16
 TENSOR_CORE = {False: 2.0**-6, True: 2.0**-4}
-"""How far a product may be off on a card, by whether it takes the fast accumulator: a share of the results' root mean
-square. Hopper's tensor cores keep about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437), of 128 products at a time
-without it."""
+"""Largest error of a product on a GPU relative to the results' root mean square, without and with the fast accumulator.
+Hopper's tensor cores accumulate with about 14 bits (DeepSeek-V3, arXiv:2412.19437); without it, over 128 products."""
 
 
 def operand(x: Tensor, dtype: torch.dtype, layout: Layout, power_2: bool) -> ScaledTensor:
-    """``x [R, K]`` as the specification casts it."""
+    """Cast ``x [R, K]`` by the specification."""
     data, scale_inv, *_ = reference_of(quantize_op)(x, Cast(float8_of(dtype), layout, power_2))
     return ScaledTensor(data, scale_inv, layout)
 
 
 def aligned(x: ScaledTensor, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Codes and scales on ``device`` where kernels can read them."""
+    """Codes and scales on ``device``, aligned for kernels."""
     return aligned_operand(moved(x.data, device), moved(x.scale_inv, device), x.layout)
 
 
@@ -52,16 +51,21 @@ def check_product(
     exact: bool = True,
     gap: int = 0,
 ) -> None:
-    """``a @ bᵀ + bias``, or what is added to, its amax included.
+    """Check ``a @ bᵀ + bias``, or its sum with a result, including its amax.
 
     Args:
         layouts: of a and b.
         shape: m, n and k.
+        device: where kernels run.
         multiply: ``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``.
+        formats: FP8 dtypes of a and b.
         out: the result's dtype.
-        bias: its dtype; None is none.
-        exact: with numbers whose sums are exact: small integers, in blocks of scales times powers of two.
-        gap: more elements between rows of the operands and of what is added to.
+        bias: dtype of the bias; None for no bias.
+        accumulate: add the product to a result.
+        fast: use the fast accumulator.
+        amax: collect the result's amax.
+        exact: use values whose sums are exact: small integers, times powers of two per block of scales.
+        gap: additional elements between rows of the operands and of the result that is added to.
     """
     m, n, k = shape
     a, b = (

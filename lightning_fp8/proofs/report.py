@@ -1,4 +1,4 @@
-"""All kinds of kernels, proven anew on a card or only listed: what ``lightning-fp8 doctor --prove`` prints."""
+"""Prove all kinds of kernels again on a GPU, or list them: the output of ``lightning-fp8 doctor --prove``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind, kinds_for
 
 
 class Line(NamedTuple):
-    """What is known of one kind.
+    """The result for one kind.
 
     Attributes:
         kind: its name.
         problem: why its proof failed; empty if it did not.
-        text: its kernels, and how long their proof took.
-        keys: of their verdicts.
+        text: its kernels, and how long the proof took.
+        keys: the keys of the kernels' verdicts; empty if the proof failed.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 
 def proven(device: torch.device) -> Iterator[Line]:
-    """Prove each kind of kernel that CUDA device ``device`` has, whatever is known of it, and keep the verdicts."""
+    """Prove each kind of kernel for ``device`` (CUDA), ignoring earlier verdicts, and store the verdicts."""
     os.environ[proofs.VARIABLE] = "always"
     card = launch.card(device.index or 0)
     for name, kind in kinds_for(launch.architecture_of(device)).items():
@@ -42,7 +42,7 @@ def proven(device: torch.device) -> Iterator[Line]:
 
 
 def listed() -> Iterator[Line]:
-    """The kernels of each kind, of all architectures; none is compiled or started, and no GPU is needed."""
+    """List the kernels of each kind for all architectures. Nothing is compiled or launched; no GPU is needed."""
     for name, kind in KINDS.items():
         kernels = dict.fromkeys(kernel.name for kernel in kernels_of_kind(kind))
         yield Line(name, "" if kernels else "it starts no kernel", ", ".join(kernels))

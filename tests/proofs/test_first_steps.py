@@ -284,7 +284,7 @@ def test_what_cannot_be_looked_at_stops_nothing(
     first = looking()
     monkeypatch.setattr(first_steps, "reference_quantize", full)
     x, cast = torch.randn(40, 32), Cast(E4M3, Layout.ROW)
-    with pytest.warns(RuntimeWarning, match="the first quantize of its kind was not looked at: no memory"):
+    with pytest.warns(RuntimeWarning, match="the first quantize of its kind was not checked: no memory"):
         results = quantize_op(x, cast, None, None, None)
     assert results[0].shape == x.shape
     first.read(())

@@ -227,14 +227,14 @@ def test_the_table_says_what_casts_and_why_not() -> None:
         "model.layers.1.post_attention_layernorm": "up_proj, which reads it, runs in BF16",
         "model.layers.2.input_layernorm": "casts for q_proj, k_proj and v_proj",
         "model.layers.2.post_attention_layernorm": "casts for gate_proj and up_proj",
-        "model.norm": "fuse=True does not know what reads it",
+        "model.norm": "fuse=True does not know which layers read it",
     }
     assert [norm.name for norm in summary.norms if norm.fp8] == [
         name for name, reason in reasons.items() if reason.startswith("casts")
     ]
     assert "casts for gate_proj and up_proj" in str(summary)
     other = plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True))
-    assert [(norm.fp8, norm.reason) for norm in other.norms] == [(False, "fuse=True knows no LayerNorm")]
+    assert [(norm.fp8, norm.reason) for norm in other.norms] == [(False, "fuse=True does not support LayerNorm")]
     assert not plan_conversion(llama(), Policy()).norms
 
 

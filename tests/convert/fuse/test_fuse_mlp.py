@@ -125,10 +125,10 @@ def test_the_table_says_why_not() -> None:
     policy = Policy(first_last_layers_bf16=False, skip=("*.5.mlp.down_proj",), fuse=True)
     assert [mlp.reason for mlp in plan_conversion(model, policy).mlps] == [
         "its forward was replaced on the instance",
-        "fuse=True knows no ReLU",
+        "fuse=True does not support ReLU",
         "its act_fn has hooks",
         "its up_proj is a Sequential",
-        "gate_proj has a bias, whose gradient needs what would not be written",
+        "gate_proj has a bias, whose gradient needs a tensor that would not be written",
         "down_proj runs in BF16",
     ]
     assert not any(mlp.fp8 for mlp in plan_conversion(model, policy).mlps)
