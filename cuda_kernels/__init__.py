@@ -1,6 +1,6 @@
-"""Numba-CUDA kernels. They know bytes, threads and tiles; nothing of torch.nn, autograd or recipes.
+"""Numba-CUDA kernels. They work on bytes, threads and tiles, and do not depend on torch.nn, autograd or recipes.
 
-A kernel (:mod:`cuda_kernels.kernel`) is declared by a pure function from options, in ``casts``, ``norm`` and ``gemm``,
-and written in the words of ``device``. ``lowering`` gives those words their meaning in Numba; ``host`` keeps machine
-code, and chooses, loads and starts kernels.
+A kernel (:mod:`cuda_kernels.kernel`) is declared by a pure function of options, in ``casts``, ``norm`` and ``gemm``,
+and written with the types and instructions of ``device``. ``lowering`` implements these in Numba. ``host`` caches
+machine code, and selects, loads and launches kernels.
 """

@@ -1,8 +1,8 @@
 """A kernel's declaration: its function, its parameters and its launch bounds.
 
-Parameters are tensor maps, which are passed by value, addresses, integers and floats, never arrays. Those that change
-with each launch come first: tensor maps, and int64. Each kernel's own file gives their types when it makes its
-:class:`Kernel`, in the words of ``device/language.py``: ``i64``, ``i32``, ``f32``, tuples of one, ``tensor_map``.
+Parameters are addresses, integers, floats and tensor maps, which are passed by value; arrays are not supported. Those
+that change with each launch come first: tensor maps and int64. The file of a kernel gives their types when it makes its
+:class:`Kernel`, with the names of ``device/language.py``: ``i64``, ``i32``, ``f32``, tuples of one, ``tensor_map``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from cuda_kernels.device.language import UniTuple
 
 ARCHITECTURES = ("90a", "89", "100", "120")
-"""The architectures of a kernel that names none."""
+"""The architectures of a kernel, unless it specifies others."""
 
 SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99 * 1024}
-"""The most shared memory that a block may have, by architecture (CUDA Programming Guide, "Compute Capabilities")."""
+"""Maximum shared memory per block, by architecture (CUDA Programming Guide, "Compute Capabilities")."""
 
 _STRUCT_CODES = {"int64": "q", "int32": "i", "float32": "f", "tensor_map": "128s"}
 
 
 class KernelError(RuntimeError):
-    """Kernels cannot be compiled or started here; the message says why and what to install."""
+    """Kernels cannot be compiled or launched; the message contains the reason and what to install."""
 
 
 def typed(kind: Any, names: str) -> dict[str, Any]:
-    """The same type for each of ``names``, which spaces part: ``typed(i32, "rows columns")``."""
+    """The same type for each of the space-separated ``names``: ``typed(i32, "rows columns")``."""
     return dict.fromkeys(names.split(), kind)
 
 
@@ -41,17 +41,16 @@ class Kernel:
     Attributes:
         name: unique among all variants, e.g. ``quantize(bfloat16, e4m3, tensor)``.
         function: kernel code; see :mod:`cuda_kernels.device.language`.
-        parameters: the type of each parameter of ``function`` by its name, in its order: int64 for an address, int32,
-            int64 or float32, a tuple of one of them, or a tensor map. The compiler takes them from here, a launch packs
-            by them.
-        threads: threads of a block.
-        shared_bytes: dynamic shared memory of a block.
-        min_blocks_per_sm: blocks that must fit into a multiprocessor of Hopper; it limits a thread's registers.
-        cluster: blocks of a cluster; the kernel's code says it too.
-        architectures: those that it can be compiled for.
+        parameters: the type of each parameter of ``function`` by name, in order: int64 for an address, int32, int64 or
+            float32, a tuple of one of them, or a tensor map. Used by the compiler, and to pack a launch's arguments.
+        threads: threads per block.
+        shared_bytes: dynamic shared memory per block.
+        min_blocks_per_sm: blocks that must fit on a multiprocessor of Hopper; it limits registers per thread.
+        cluster: blocks per cluster; must match the kernel's code.
+        architectures: the architectures it can be compiled for.
 
     Raises:
-        TypeError: ``parameters`` are not those of ``function``.
+        TypeError: ``parameters`` do not match those of ``function``.
     """
 
     name: str
@@ -70,20 +69,20 @@ class Kernel:
             raise TypeError(f"{self.name} takes {', '.join(names)}; types are given for {', '.join(self.parameters)}")
 
     def min_blocks_on(self, arch: str) -> int:
-        """Blocks that must fit into a multiprocessor of ``arch``.
+        """Blocks that must fit on a multiprocessor of ``arch``.
 
-        GPUs with GDDR memory need fewer bytes in flight, and the assembler for them spends more registers.
+        GPUs with GDDR memory need fewer bytes in flight, and their assembler uses more registers.
         """
         return self.min_blocks_per_sm if arch.startswith(("9", "10")) else max(1, self.min_blocks_per_sm - 1)
 
     @cached_property
     def parameter_names(self) -> tuple[str, ...]:
-        """The name of each parameter; a tuple has one."""
+        """The name of each parameter; a tuple counts as one."""
         return tuple(self.parameters)
 
     @cached_property
     def parameter_kinds(self) -> tuple[str, ...]:
-        """The type of each parameter, those of tuples one by one."""
+        """The type of each parameter; a tuple has one per element."""
         kinds: list[str] = []
         for kind in self.parameters.values():
             kinds += [kind.dtype.name] * kind.count if isinstance(kind, UniTuple) else [kind.name]
@@ -101,7 +100,7 @@ class Kernel:
 
 
 def compute_capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
-    """``"90a"`` as Numba wants it: ``(9, 0, "a")``."""
+    """``"90a"`` in Numba's form: ``(9, 0, "a")``."""
     digits = arch.rstrip("af")
     number = int(digits[:-1]), int(digits[-1])
     return number if digits == arch else (*number, arch[-1])

@@ -1,1 +1,1 @@
-"""Code that runs inside kernels: types, instructions, and device functions that several kernels call. Pure Python."""
+"""Code that runs in kernels: types, instructions, and device functions shared by kernels. Pure Python."""

@@ -1,7 +1,7 @@
-"""Device functions between the bits of tensors and float32, and from amaxes to scales; inlined into kernels.
+"""Device functions that convert tensors' bits to float32, and amaxes to scales; inlined into kernels.
 
-An amax travels as the bits of its float32: without their sign, floats order like integers, NaN on top, so that a
-maximum is an integer's, keeps NaN, and is the same in any order.
+An amax is passed as the bits of its float32. Without the sign bit, floats order like integers, with NaN above all
+others. So an integer maximum keeps NaN, and does not depend on the order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from cuda_kernels.device.ptx import (
 )
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
-"""A dtype as kernels name it, which import no torch."""
+"""A dtype by name, since kernels do not import torch."""
 ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
-"""Each format's largest finite value, for kernels, which import no torch; also in ``lightning_fp8.formats``."""
+"""Largest finite value of each format, since kernels do not import torch; also in ``lightning_fp8.formats``."""
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -43,13 +43,13 @@ _INFINITY = np.float32(np.inf)
 _LARGEST = np.finfo(np.float32).max
 _SIGNLESS = np.uint32(0x7FFFFFFF)
 INFINITY_BITS = np.uint32(0x7F800000)
-"""The bits of infinity, and the mask of an exponent: what is not finite has this magnitude or a larger one."""
+"""The bits of infinity, and the mask of the exponent. Non-finite values have this magnitude or a larger one."""
 _MANTISSA = np.uint32(0x7FFFFF)
 
 
 @device
 def update_amax(amax_out, amax_bits):
-    """``*amax_out = max(*amax_out, amax_bits)``. It reads first: most blocks do not exceed the current maximum."""
+    """``*amax_out = max(*amax_out, amax_bits)``. Reads first, because most blocks do not exceed the current maximum."""
     if amax_bits > load_relaxed(amax_out):
         atomic_max(amax_out, amax_bits)
 
@@ -62,15 +62,15 @@ def magnitude(value):
 
 @device
 def largest_of(a, b, c, d):
-    """The largest of four magnitudes, given and returned as bits, which have the same order."""
+    """The largest of four magnitudes. They are passed and returned as bits, which have the same order."""
     return unsigned_max(unsigned_max(a, b), unsigned_max(c, d))
 
 
 @device
 def amax_to_scale(amax, fp8_max, power_2, epsilon):
-    """``fp8_max / max(amax, epsilon)`` in float32; 1 where amax is 0, inf or NaN; optionally a power of two below.
+    """``fp8_max / max(amax, epsilon)`` in float32; 1 if amax is 0, inf or NaN.
 
-    The same as ``current_scale`` of ``lightning_fp8.scaling``.
+    ``power_2`` rounds it down to a power of two. Same as ``current_scale`` of ``lightning_fp8.scaling``.
     """
     amax = epsilon if epsilon > amax else amax
     scale = divide(fp8_max, amax)
@@ -83,11 +83,11 @@ def amax_to_scale(amax, fp8_max, power_2, epsilon):
 def e8m0_code(amax, reciprocal_max):
     """The E8M0 code of ``amax * reciprocal_max``, rounded up; 254 for inf, 255 for NaN.
 
-    The same as ``e8m0_from_amax`` of ``lightning_fp8.scaling``, which names the source.
+    Same as ``e8m0_from_amax`` of ``lightning_fp8.scaling``, which gives the source.
     """
     scaled = bits(amax * reciprocal_max)
     exponent, mantissa = scaled >> np.uint32(23), scaled & _MANTISSA
-    # A subnormal up to 2**-127 is what code 0 stands for.
+    # Code 0 represents subnormals up to 2**-127.
     above = mantissa > np.uint32(0) if exponent > np.uint32(0) else mantissa > np.uint32(0x400000)
     code = exponent + (np.uint32(1) if above else np.uint32(0))
     code = code if code < np.uint32(254) else np.uint32(254)
@@ -96,7 +96,7 @@ def e8m0_code(amax, reciprocal_max):
 
 @device
 def e8m0_scale(code):
-    """``2**(127 - code)``, which multiplies before the cast; NaN for 255."""
+    """``2**(127 - code)``, the scale to multiply by before the cast; NaN for 255."""
     scale = (np.uint32(254) - code) << np.uint32(23) if code < np.uint32(254) else np.uint32(0x00400000)
     return from_bits(scale if code < np.uint32(255) else _SIGNLESS)
 
@@ -104,8 +104,8 @@ def e8m0_scale(code):
 def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(address, column, columns, in_bounds) -> registers`` that loads four elements of a row.
 
-    Elements beyond ``columns`` are zeros, all four where ``in_bounds`` is false. ``aligned``: the address is a multiple
-    of four elements' bytes, and so is the row's length, so that four elements are inside or outside together.
+    Elements beyond ``columns`` are zeros; if ``in_bounds`` is false, all four are. ``aligned``: the address and the
+    row's length are multiples of four elements, so that all four elements are either inside or outside.
     """
     if aligned:
         return _vector_loader_in_bounds(dtype, 4)
@@ -131,9 +131,9 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
 
 
 def vector_loader(dtype: DtypeName, elements: int) -> Any:
-    """A device function ``address -> registers`` that loads neighbouring elements, none of them outside the tensor.
+    """A device function ``address -> registers`` that loads ``elements`` consecutive elements, all inside the tensor.
 
-    The address is a multiple of their bytes, which are 8 or 16.
+    They take 8 or 16 bytes, and the address is a multiple of that.
     """
     load_if = _load_vector_if(dtype, elements)
 
@@ -145,7 +145,7 @@ def vector_loader(dtype: DtypeName, elements: int) -> Any:
 
 
 def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
-    """As an aligned :func:`quad_loader`, but of ``elements``, which are 8 or 16 bytes."""
+    """An aligned :func:`quad_loader` of ``elements`` elements, which take 8 or 16 bytes."""
     load_if = _load_vector_if(dtype, elements)
 
     @device
@@ -160,17 +160,17 @@ def _load_vector_if(dtype: DtypeName, elements: int) -> Any:
 
 
 def edge_loader(dtype: DtypeName, vector: int) -> Any:
-    """:func:`quad_loader`, or the same of eight elements where ``vector`` is 8 and rows are multiples of 8 elements."""
+    """:func:`quad_loader`, or for ``vector=8`` and rows of multiples of 8 elements a loader of eight elements."""
     return quad_loader(dtype, vector == 4) if vector < 8 else _vector_loader_in_bounds(dtype, 8)
 
 
 def quad_registers(dtype: DtypeName) -> int:
-    """Registers that hold four elements."""
+    """Number of registers for four elements."""
     return ITEM_BYTES[dtype]
 
 
 def quad_decoder(dtype: DtypeName) -> Any:
-    """A device function ``(registers, start) -> four float32`` of an array of registers."""
+    """A device function ``(registers, start) -> four float32`` that decodes a quad in an array of registers."""
     if dtype == "float32":
 
         @device
@@ -209,16 +209,16 @@ def element_storer(dtype: DtypeName) -> Any:
 
 @dataclass(frozen=True)
 class Maxima:
-    """Device functions that keep the largest magnitudes of quads, each of four columns.
+    """Device functions that track the largest magnitudes of quads, of four columns each.
 
-    Two elements of 16 bits share a register and an instruction. Signs mean nothing until a maximum is read.
+    Two 16-bit elements share a register and an instruction. Signs are ignored when a maximum is read.
 
     Attributes:
-        num_registers: registers that hold the maxima of four columns.
+        num_registers: registers for the maxima of four columns.
         clear: device function ``maxima`` that resets them.
-        take: device function ``(registers, quad_index, quad, maxima)`` that replaces them by those of one quad;
+        take: device function ``(registers, quad_index, quad, maxima)`` that sets them to those of one quad;
             ``quad``: its decoded values.
-        fold: the same, but it keeps the larger of each.
+        fold: the same, but keeps the larger of each.
         largest_of_columns: device function ``maxima -> bits of four float32``.
         largest: device function ``maxima -> bits`` of the largest.
     """
@@ -241,7 +241,7 @@ def _clearer(num_registers: int) -> Any:
 
 
 def packed_maxima(dtype: DtypeName) -> Maxima:
-    """Maxima of elements of 16 bits, taken from registers as they were loaded."""
+    """Maxima of 16-bit elements, in packed registers as they were loaded."""
     larger = larger_magnitudes[dtype]
     low = low_half[dtype]
     high = high_half[dtype]
@@ -276,7 +276,7 @@ def packed_maxima(dtype: DtypeName) -> Maxima:
 
 
 def decoded_maxima() -> Maxima:
-    """Maxima of quads as they are decoded."""
+    """Maxima of decoded quads."""
     larger = larger_magnitudes["float32"]
 
     @device

@@ -1,4 +1,4 @@
-"""Operations on matrix fragments, as kernel code names them; :mod:`cuda_kernels.lowering` implements them."""
+"""Operations on matrix fragments, for kernel code; implemented by :mod:`cuda_kernels.lowering`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ store_fragment_global = lowered("fragment_stores", "store_fragment_global")
 ldmatrix_x4 = lowered("warp_products", "ldmatrix_x4")
 mma = lowered("warp_products", "mma")
 
-# Of attention's kernels.
+# For attention.
 rows_max = lowered("attention_fragments", "rows_max")
 rows_sum = lowered("attention_fragments", "rows_sum")
 exp2_rows = lowered("attention_fragments", "exp2_rows")
@@ -37,7 +37,7 @@ mask_rows = lowered("attention_fragments", "mask_rows")
 pack_a_words = lowered("attention_fragments", "pack_a_words")
 slice_words = lowered("attention_fragments", "slice_words")
 
-# Of its backward pass.
+# For attention's backward pass.
 exp2_columns = lowered("score_gradients", "exp2_columns")
 score_gradients_rows = lowered("score_gradients", "score_gradients_rows")
 score_gradients_columns = lowered("score_gradients", "score_gradients_columns")

@@ -1,7 +1,7 @@
-"""The words of kernel code, in plain Python: types, instructions, device functions. None of them imports a compiler.
+"""The language of kernel code in plain Python: types, instructions, device functions. It imports no compiler.
 
-:mod:`cuda_kernels.lowering.compiler` gives each its meaning in Numba when a kernel is compiled. A kernel whose machine
-code lies in the cache is started without Numba, LLVM or anything of theirs.
+:mod:`cuda_kernels.lowering.compiler` translates it to Numba when a kernel is compiled. Launching a cached kernel
+imports neither Numba nor LLVM.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Type:
-    """A type of a register or a parameter, by Numba's name for it. Called in a kernel it converts."""
+    """A type of a register or a parameter, with Numba's name. In a kernel, calling it converts a value."""
 
     name: str
 
 
-# Any, since kernels call them.
+# Typed as Any, since kernels call them.
 i16, i32, i64 = (Type(f"int{bits}") for bits in (16, 32, 64))  # type: Any, Any, Any
 u32: Any = Type("uint32")
 f32: Any = Type("float32")
 void: Any = Type("void")
 tensor_map: Any = Type("tensor_map")
-"""A ``CUtensorMap`` that is passed to a kernel by value."""
+"""A ``CUtensorMap`` passed to a kernel by value."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def u32x(num_registers: int) -> UniTuple:
 
 
 class Cuda:
-    """``numba.cuda`` inside of kernels: ``cuda.threadIdx``, ``cuda.syncthreads`` ..."""
+    """``numba.cuda`` in kernels: ``cuda.threadIdx``, ``cuda.syncthreads``, ..."""
 
 
 cuda: Any = Cuda()
@@ -50,24 +50,23 @@ cuda: Any = Cuda()
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A function that kernels call; it is inlined where they do."""
+    """A function called by kernels; it is inlined."""
 
     function: FunctionType
 
 
 def device(function: Callable[..., Any]) -> Any:
-    """Decorates a function that kernels call.
+    """Decorator of functions called by kernels.
 
-    What a loop would do with registers that its index chooses is written as functions of which each has its own index,
-    and which are put together one after the other: Numba unrolls no loop, and ptxas puts an array whose index varies
-    into memory.
+    Loops that index registers must be written as a chain of functions with one constant index each: Numba does not
+    unroll loops, and ptxas places arrays with a variable index in local memory.
     """
     assert isinstance(function, FunctionType)
     return Device(function)
 
 
 const: Any = Type("const")
-"""An operand that is known when the kernel is compiled: an immediate."""
+"""An operand that is constant when the kernel is compiled: an immediate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +84,17 @@ def asm(template: str, result: Any = void, *operands: Any, pure: bool = False) -
 
     Args:
         template: PTX with ``$0 $1 ...`` for results and operands.
-        result: the type of the result, a ``UniTuple`` for several, ``void`` for none.
-        operands: a type for each operand, a ``UniTuple`` for several registers, or :data:`const`. A tuple that has the
+        result: the type of the result; a ``UniTuple`` for several, ``void`` for none.
+        operands: the type of each operand, a ``UniTuple`` for several registers, or :data:`const`. A tuple of the
             result's type is read and written in the same registers.
-        pure: whether it may be moved, merged or dropped: it reads and writes registers only.
+        pure: whether it only reads and writes registers, so that it can be moved, merged or removed.
     """
     return Instruction(template, result, operands, pure)
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a module that knows LLVM makes of some arguments; the module is imported when a kernel is compiled."""
+    """A function that generates LLVM IR from ``arguments``; its module is imported when a kernel is compiled."""
 
     module_name: str
     name: str
@@ -103,5 +102,5 @@ class Lowered:
 
 
 def lowered(module: str, name: str) -> Callable[..., Any]:
-    """Stands for the function ``name`` of ``cuda_kernels.lowering.<module>``: ``(*arguments) -> Lowered``."""
+    """A stand-in for the function ``name`` of ``cuda_kernels.lowering.<module>``: ``(*arguments) -> Lowered``."""
     return lambda *arguments: Lowered(f"cuda_kernels.lowering.{module}", name, arguments)

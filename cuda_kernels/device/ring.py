@@ -1,4 +1,4 @@
-"""A ring of shared-memory stages: which comes next, and in which of its rounds."""
+"""A ring of shared-memory stages: the index and phase of the next stage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cuda_kernels.device.ptx import quotient, remainder
 
 @cache
 def stage_counters(stages: int) -> tuple[Any, Any]:
-    """Device functions over a ring of ``stages``; a phase is the parity of a stage's round.
+    """Device functions for a ring of ``stages``; a phase is the parity of a stage's round.
 
     Returns:
         ``(stage_idx, phase) -> (stage_idx, phase)`` of the next iteration, and
-        ``(stage_idx, phase, k_iters) -> (stage_idx, phase)`` of the iteration ``k_iters`` further.
+        ``(stage_idx, phase, k_iters) -> (stage_idx, phase)`` of the iteration ``k_iters`` later.
     """
     last_stage = stages - 1
 

@@ -1,4 +1,4 @@
-"""Arithmetic on sizes in plain Python: grids, tiles and copies are computed with it before a kernel runs."""
+"""Integer arithmetic in plain Python, for the sizes of grids, tiles and copies."""
 
 from __future__ import annotations
 

@@ -17,24 +17,24 @@ mbarrier_arrive_remote = asm(
     "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
     void, i32, i32,
 )  # fmt: skip
-"""Arrive at the barrier at the same shared-memory address in the cluster's block of that rank.
+"""Arrive at the barrier at the same shared-memory address in the block of the cluster with that rank.
 
-It needs no ``.release.cluster``, with which each arrival would wait until the whole GPU sees what the thread wrote:
-nothing was written.
+It needs no ``.release.cluster``, because nothing was written. With it, each arrival would wait until the thread's
+writes are visible to the whole GPU.
 """
 mbarrier_arrive_expect_tx = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
-"""Environment variable, read when kernels are first imported: with 1, a barrier that nothing completes traps."""
+"""Environment variable, read when kernels are first imported: with 1, waiting too long for a barrier traps."""
 
 _WAIT = "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }"
-# 10,000 waits of a millisecond; the hardware may cut each short.
+# 10,000 waits of up to a millisecond; the hardware may end each earlier.
 _WAIT_OR_TRAP = (
     "{ .reg .pred p; .reg .u32 n; mov.u32 n, 0;"
     " again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 1000000; @p bra done;"
     " add.u32 n, n, 1; setp.gt.u32 p, n, 10000; @p trap; bra again; done: }"
 )
 mbarrier_wait = asm(_WAIT_OR_TRAP if os.environ.get(TRAP_VARIABLE) == "1" else _WAIT, void, i32, i32)
-"""Wait for the phase of this parity; the text is part of a kernel's key, so that kernels that trap are others."""
+"""Wait for the phase of this parity. Kernels that trap have another cache key, since it includes this text."""
 fence_mbarrier_init = asm("fence.mbarrier_init.release.cluster;")
 named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
 named_barrier_arrive = asm("bar.arrive $0, $1;", void, i32, i32)
@@ -44,24 +44,24 @@ named_barrier_arrive = asm("bar.arrive $0, $1;", void, i32, i32)
 
 elect_sync = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
 shfl_sync_0 = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
-"""Lane 0's value, which tells the compiler that a branch on it is uniform in the warp."""
+"""Lane 0's value, by which the compiler knows that a branch is uniform in the warp."""
 syncwarp = asm("bar.warp.sync 0xffffffff;")
 warpgroup_reg_alloc = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
 warpgroup_reg_dealloc = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
 cluster_start = asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;")
-"""A cluster's barrier after ``fence_mbarrier_init``; it makes only the initialized mbarriers visible to the cluster."""
+"""A cluster barrier after ``fence_mbarrier_init``; it makes only the initialized mbarriers visible to the cluster."""
 cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
 
 in_clusters_of = lowered("entry", "in_clusters_of")
-"""``in_clusters_of(blocks)``: a function that, called in a kernel, makes it run in clusters of so many blocks."""
+"""``in_clusters_of(blocks)``: a function that, called in a kernel, sets the size of its clusters."""
 
 # --- Tensor maps and copies -------------------------------------------------------------------------------------------
 
 grid_constant_params = lowered("entry", "grid_constant_params")()
-"""Call it in a kernel with tensor maps: they become ``__grid_constant__`` parameters, which TMA reads in place."""
+"""To be called in a kernel with tensor maps: they become ``__grid_constant__`` parameters, which TMA reads in place."""
 address_of = lowered("entry", "address_of")()
-"""``map -> int64``: its address, which TMA instructions take."""
+"""``map -> int64``: its address, the operand of TMA instructions."""
 
 prefetch_tensormap = asm("prefetch.tensormap [$0];", void, i64)
 _LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -70,19 +70,19 @@ tma_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i3
 tma_load_multicast = asm(
     f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, i16
 )
-"""The same to the blocks of the cluster whose bits are set in the last operand."""
+"""The same, to all blocks of the cluster whose bits are set in the last operand."""
 tma_store = asm("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32)
 """``(map, shared, column, row)``."""
 tma_reduce_add = asm(
     "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [$0, {$2, $3}], [$1];",
     void, i64, i32, i32, i32,
 )  # fmt: skip
-"""The same, but added to the matrix."""
+"""The same, added to the matrix."""
 tma_store_commit = asm("cp.async.bulk.commit_group;")
 tma_store_wait = asm("cp.async.bulk.wait_group.read $0;", void, const)
-"""Wait until all but so many groups of this thread's stores have read shared memory."""
+"""Wait until at most this many groups of this thread's stores still read shared memory."""
 fence_proxy_async_shared = asm("fence.proxy.async.shared::cta;")
-"""Make what this thread wrote to shared memory visible to a TMA store."""
+"""Make this thread's writes to shared memory visible to a TMA store."""
 
 # --- Products ---------------------------------------------------------------------------------------------------------
 
@@ -104,11 +104,11 @@ def wgmma(n: int, atype: str, btype: str) -> Any:
 
 @cache
 def wgmma_rs(n: int, atype: str, btype: str) -> Any:
-    """``(acc, x, y, keep) -> acc``: as :func:`wgmma`, with A in four registers ``x`` of each thread.
+    """``(acc, x, y, keep) -> acc``: :func:`wgmma` with A in four registers ``x`` of each thread.
 
-    They are words of four neighbouring columns: row ``lane / 4`` of a warp's 16 rows and the one eight below, columns
-    ``4 (lane mod 4)`` and on, then the same two rows 16 columns further (PTX ISA, "Register fragments for
-    wgmma.mma_async.m64nNk32").
+    Each register has four consecutive columns. The first two registers are row ``lane / 4`` of a warp's 16 rows and the
+    row eight below, from column ``4 (lane mod 4)``; the others are the same rows 16 columns later (PTX ISA, "Register
+    fragments for wgmma.mma_async.m64nNk32").
     """
     num_registers = n // 2
     acc = ", ".join(f"${index}" for index in range(num_registers))
@@ -126,5 +126,5 @@ wgmma_commit = asm("wgmma.commit_group.sync.aligned;")
 
 @cache
 def wgmma_wait(num_registers: int, pending: int) -> Any:
-    """``acc -> acc`` after all but ``pending`` groups of wgmmas are complete."""
+    """``acc -> acc``, after waiting until at most ``pending`` groups of wgmmas are incomplete."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", fragment_type(num_registers), fragment_type(num_registers))

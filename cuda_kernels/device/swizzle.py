@@ -1,10 +1,10 @@
-"""The 128-byte swizzle of shared memory: where the 16-byte chunks of rows of 128 bytes lie, and how to walk along rows.
+"""The 128-byte swizzle of shared memory: addresses of the 16-byte chunks of rows of 128 bytes, and steps along rows.
 
-It has one formula, :func:`swizzle_128b`, and nobody else computes an address by it. cp.async and plain loads call that;
-ldmatrix takes :func:`ldmatrix_a`, :func:`ldmatrix_b` and, along K, :func:`along_row`; stmatrix is in
-:func:`make_swizzled_store`; wgmma takes :func:`smem_descriptor` and :func:`advance_descriptor`. TMA swizzles by itself
-where a box of :mod:`cuda_kernels.host.tensor_maps` asks for it. What casts transpose (``device/tile.py``,
-``attention/casts/transpose.py``) lies in orders of its own, which no instruction has to know.
+All addresses are computed by one formula, :func:`swizzle_128b`. cp.async and plain loads call it; ldmatrix uses
+:func:`ldmatrix_a`, :func:`ldmatrix_b` and, along K, :func:`along_row`; stmatrix is in :func:`make_swizzled_store`;
+wgmma uses :func:`smem_descriptor` and :func:`advance_descriptor`. TMA swizzles in hardware if a box of
+:mod:`cuda_kernels.host.tensor_maps` requests it. Transposing casts (``device/tile.py``,
+``attention/casts/transpose.py``) use other orders, which are private to them.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from cuda_kernels.device.fragments import store_fragment_shared
 from cuda_kernels.device.language import device, i32
 
 if TYPE_CHECKING:
-    from cuda_kernels.device.codec import DtypeName  # which reads shared memory, and so is above this module
+    from cuda_kernels.device.codec import DtypeName  # codec reads shared memory, and imports this module
 
 ROW_BYTES = 128
-"""Bytes of a row: as many as the 128-byte swizzle permutes."""
+"""Bytes of a row: the span that the 128-byte swizzle permutes."""
 ATOM_BYTES = 8 * ROW_BYTES
-"""Bytes of eight rows, after which the swizzle repeats. Shared memory begins at a multiple of it, and so do tiles, of
-which the swizzle in hardware knows addresses only. Rows that are a multiple of eight apart are permuted alike."""
+"""Bytes of eight rows, the period of the swizzle. Shared memory and tiles are aligned to it, because the hardware
+swizzles by address only. Rows whose distance is a multiple of eight are permuted alike."""
 
 
 @device
 def swizzle_128b(row, chunk):
-    """Where 16-byte chunk ``chunk`` of row ``row`` lies under the 128-byte swizzle: bytes from the first row on.
+    """Byte offset of 16-byte chunk ``chunk`` of row ``row`` under the 128-byte swizzle, from the first row.
 
-    The chunks of a row are permuted by an exclusive or with the row's number modulo 8, so that the same chunk of eight
-    rows is in different banks (PTX ISA, "Tensor swizzling modes"). The first row begins at a multiple of
-    :data:`ATOM_BYTES`, or is a multiple of eight rows behind one that does.
+    A chunk's index is XORed with the row's number modulo 8, so that the same chunk of eight rows is in different banks
+    (PTX ISA, "Tensor swizzling modes"). The first row must be aligned to :data:`ATOM_BYTES`, or be a multiple of eight
+    rows after one that is.
     """
     return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4)
 
 
 @device
 def along_row(address, num_bytes):
-    """The address of the chunk ``num_bytes`` further along the row, i.e. along K, of the chunk at ``address``.
+    """The address of the chunk ``num_bytes`` further along the row, that is along K.
 
-    ``num_bytes``: a multiple of 16 whose bits the unswizzled place of the first chunk in its row has not: 32, 64 and 96
-    from chunk 0 or 1, or 32 from chunk 4 or 5. Then the sum of both is an exclusive or, which may come before or after
-    that of the swizzle; and since rows begin at multiples of 128, it may be that of the address.
+    ``num_bytes`` must be a multiple of 16 whose bits are 0 in the first chunk's unswizzled offset: 32, 64 or 96 from
+    chunk 0 or 1, or 32 from chunk 4 or 5. Then adding equals XOR, which commutes with the swizzle's XOR. Since rows are
+    aligned to 128 bytes, it can be applied to the address.
     """
     return address ^ num_bytes
 
 
 @device
 def ldmatrix_a(lane):
-    """Where ``lane``'s row for ``ldmatrix.x4`` lies, from the first of 16 rows on: rows 0 to 15, their first 32 bytes.
+    """Offset of ``lane``'s row address for ``ldmatrix.x4`` of the first 32 bytes of 16 rows, from the first row.
 
     The four matrices are rows 0 to 7 and 8 to 15 of bytes 0 to 15, then of bytes 16 to 31: an operand A of mma.
     """
@@ -58,15 +58,15 @@ def ldmatrix_a(lane):
 
 @device
 def ldmatrix_b(lane):
-    """As :func:`ldmatrix_a`, with bytes 0 to 15 and 16 to 31 of rows 0 to 7, then of 8 to 15: operands B of two mma."""
+    """Like :func:`ldmatrix_a`, for bytes 0 to 15 and 16 to 31 of rows 0 to 7, then 8 to 15: operands B of two mma."""
     return swizzle_128b((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
 
 
 @cache
 def make_swizzled_store(num_registers: int, dtype: DtypeName) -> Any:
-    """A device function ``(acc, shared, lane)``: a warp stores its 16 rows, 128 bytes of each or fewer, in ``dtype``.
+    """A device function ``(acc, shared, lane)`` by which a warp stores its 16 rows of at most 128 bytes in ``dtype``.
 
-    ``acc``: ``num_registers`` of float32; ``shared``: where the first row begins, as :func:`swizzle_128b` needs it.
+    ``acc``: ``num_registers`` float32; ``shared``: address of the first row, aligned as for :func:`swizzle_128b`.
     """
     wide = dtype == "float32"
     store = store_fragment_shared(num_registers, dtype)
@@ -74,9 +74,9 @@ def make_swizzled_store(num_registers: int, dtype: DtypeName) -> Any:
 
     @device
     def store_rows(acc, shared, lane):
-        if wide:  # two elements, half a chunk, of a row of the lane's own, and of the row eight below
+        if wide:  # two elements, half a chunk, of a row of the lane's own and of the row eight below
             address = shared + swizzle_128b(lane >> 2, lane >> 1 & 1) + (lane & 1) * 8
-        else:  # stmatrix wants the addresses that ldmatrix wants
+        else:  # stmatrix takes the same addresses as ldmatrix
             address = shared + ldmatrix_a(lane)
         store(acc, addresses_along_row(i32(address)))
 
@@ -85,7 +85,7 @@ def make_swizzled_store(num_registers: int, dtype: DtypeName) -> Any:
 
 @cache
 def _addresses_along_row(count: int, start: int = 0) -> Any:
-    """A device function ``address -> addresses``: ``count - start`` of them, each 32 bytes further along the row."""
+    """A device function ``address -> addresses``: ``count - start`` of them, 32 bytes apart along the row."""
 
     @device
     def first_address(address):
@@ -103,21 +103,21 @@ def _addresses_along_row(count: int, start: int = 0) -> Any:
 
 
 SMEM_DESC_K_MAJOR_SW128 = (1 << 62) | (ATOM_BYTES >> 4 << 32)
-"""A K-major wgmma descriptor without its address: 128-byte swizzle, and from eight rows to the next (PTX ISA, "Matrix
-descriptor")."""
+"""A K-major wgmma descriptor without address: 128-byte swizzle, and the stride between groups of eight rows (PTX ISA,
+"Matrix descriptor")."""
 
 
 @device
 def smem_descriptor(address):
-    """The wgmma descriptor of K-major rows of 128 bytes at ``address`` in shared memory, swizzled.
+    """The wgmma descriptor of swizzled K-major rows of 128 bytes at ``address`` in shared memory.
 
-    ``address`` is a multiple of :data:`ATOM_BYTES`, or 32-byte steps along K behind one: wgmma swizzles the addresses
-    that it computes, so that steps add up, other than in :func:`along_row`.
+    ``address`` is a multiple of :data:`ATOM_BYTES`, plus steps of 32 bytes along K. wgmma swizzles the addresses that
+    it computes, so steps are added, unlike in :func:`along_row`.
     """
     return SMEM_DESC_K_MAJOR_SW128 | ((address & 0x3FFFF) >> 4)
 
 
 @device
 def advance_descriptor(descriptor, num_bytes):
-    """The descriptor of what lies ``num_bytes`` further: steps of 32 along K, or multiples of :data:`ATOM_BYTES`."""
+    """The descriptor ``num_bytes`` further: steps of 32 along K, or multiples of :data:`ATOM_BYTES`."""
     return descriptor + (num_bytes >> 4)

@@ -1,7 +1,7 @@
-"""Tiles of 128 × 128 elements: how the threads of a cast hold a tile, store it, and store it transposed.
+"""Tiles of 128 × 128 elements: how the threads of a cast load a tile, store it, and store it transposed.
 
-A block has 8 warps of 16 rows. A lane holds a quad, four neighbouring columns, of each row, so that four rows of four
-bytes turn into four columns inside a thread; or, where nothing is transposed, eight columns of every other row, 16
+A block has 8 warps of 16 rows. A lane holds a quad (four consecutive columns) of each row, so that it can transpose
+four rows of four bytes by itself. If nothing is transposed, it may instead hold eight columns of every other row, 16
 bytes of a 16-bit tensor.
 """
 
@@ -43,7 +43,7 @@ TILE = 128
 THREADS = 256
 WARPS = THREADS // 32
 WARP_ROWS = TILE // WARPS
-"""Rows of a tile that one warp holds."""
+"""Rows of a tile per warp."""
 TRANSPOSED_BYTES = TILE * TILE
 
 
@@ -54,7 +54,7 @@ def num_tiles(rows: int, columns: int) -> int:
 
 @device
 def position(tile_idx, rows, columns):
-    """Row and column of tile ``tile_idx``, row by row, and whether all of the tile is inside ``[rows, columns]``."""
+    """Row and column of tile ``tile_idx`` (row-major), and whether the tile is fully inside ``[rows, columns]``."""
     across = i32(i32(columns + TILE - 1) >> 7)
     down = quotient(tile_idx, across)
     tile_row, tile_col = i32(down << 7), i32(i32(tile_idx - i32(down * across)) << 7)
@@ -63,19 +63,19 @@ def position(tile_idx, rows, columns):
 
 @dataclass(frozen=True, eq=False)
 class TileLoader:
-    """How a cast loads a tile: from a tensor, or computed from tensors on the way (prologue fusion).
+    """How a cast loads a tile: from a tensor, or computed from tensors (prologue fusion).
 
     Attributes:
         name: unique among all loaders.
-        num_args: int64 parameters that a kernel takes for it: addresses, strides.
-        num_registers: 32-bit registers of a thread that hold its 16 quads, each of four neighbouring columns.
+        num_args: number of int64 kernel parameters of the loader: addresses, strides.
+        num_registers: 32-bit registers of a thread for its 16 quads of four consecutive columns.
         load: device function ``(args, rows, columns, first_row, column, full_tile, registers)`` that fills them; the
-            thread's first element is at ``first_row`` and ``column``. Elements outside the tensor become zeros; there
-            are none where ``full_tile``: all of the tile is inside.
+            thread's first element is at ``first_row`` and ``column``. Elements outside the tensor become zeros; with
+            ``full_tile`` there are none.
         decode: device function ``(registers, quad_index) -> four float32`` of a quad.
-        maxima: how the largest magnitudes of quads are kept.
-        min_blocks_per_sm: blocks of a cast that registers must suffice for.
-        vector: neighbouring columns that a lane holds: 4 of each of a warp's rows, or 8 of every other row.
+        maxima: how the largest magnitudes of quads are tracked.
+        min_blocks_per_sm: blocks of a cast that must fit on a multiprocessor.
+        vector: consecutive columns of a lane: 4 of each of a warp's rows, or 8 of every other row.
     """
 
     name: str
@@ -93,11 +93,11 @@ class TileLoader:
         return UniTuple(i64, self.num_args)
 
     def load_tile(self) -> Any:
-        """A device function ``(args, tile_idx, rows, columns, registers)``: what a thread holds of one tile is loaded.
+        """A device function ``(args, tile_idx, rows, columns, registers)`` that loads a thread's part of a tile.
 
-        It returns ``tile_row, tile_col, first_row, column, full_tile``. ``tile_idx``: of a tensor
-        ``[rows, columns]``, row by row. ``tile_row``, ``tile_col``: where the tile begins; ``first_row``,
-        ``column``: where the thread's elements do; ``full_tile``: whether all of the tile is inside.
+        It returns ``tile_row, tile_col, first_row, column, full_tile``. ``tile_idx``: index of the tile in a tensor
+        ``[rows, columns]``, in row-major order. ``tile_row``, ``tile_col``: the tile's first element; ``first_row``,
+        ``column``: the thread's first element; ``full_tile``: whether the tile is fully inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)
@@ -109,7 +109,7 @@ class TileLoader:
         return load_tile
 
     def load_tile_at(self) -> Any:
-        """As :meth:`load_tile`, given the :func:`thread_origin` after ``tile_idx``, for blocks of many tiles."""
+        """:meth:`load_tile` with the :func:`thread_origin` after ``tile_idx``, for blocks of several tiles."""
         load = self.load
 
         @device
@@ -124,7 +124,7 @@ class TileLoader:
 
 
 def thread_origin(vector: int) -> Any:
-    """A device function ``thread -> row, column`` of the first element of a tile that a thread holds."""
+    """A device function ``thread -> row, column`` of the first element of a tile that belongs to a thread."""
 
     @device
     def quad_origin(thread):
@@ -138,7 +138,7 @@ def thread_origin(vector: int) -> Any:
 
 
 def row_of_quad(vector: int) -> Any:
-    """A device function ``(lane, quad_index) -> row`` of a quad, among its warp's rows."""
+    """A device function ``(lane, quad_index) -> row`` of a quad, within its warp's rows."""
 
     @device
     def quad_row(lane, quad_index):
@@ -153,10 +153,10 @@ def row_of_quad(vector: int) -> Any:
 
 @cache
 def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
-    """A tensor of ``dtype``: its address and the stride of its rows in elements.
+    """Loads from a tensor of ``dtype``; arguments: its address, and the stride of its rows in elements.
 
-    ``vector``: address, stride and columns are multiples of so many elements. With 1 or 4 a lane holds quads, with 8,
-    16 bytes of them, which is not for copies that are transposed.
+    ``vector``: address, stride and columns are multiples of this many elements. With 1 or 4 a lane holds quads, with 8
+    it holds 16 bytes, which transposing casts do not support.
     """
     itemsize = ITEM_BYTES[dtype]
     registers_of_quad = quad_registers(dtype)
@@ -169,8 +169,8 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
 
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):
-        x, row_stride = args[0], args[1]  # others may follow, of a loader that has this one
-        # The address is advanced by additions: a product of 64 bits takes four instructions.
+        x, row_stride = args[0], args[1]  # a loader that wraps this one may have more arguments
+        # The address is advanced by additions, since a 64-bit product takes four instructions.
         address = x + (i64(first_row) * row_stride + i64(column)) * itemsize
         stride = row_stride * (itemsize * row_step)
         if full_tile and vector > 1:
@@ -200,7 +200,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
 
 @device
 def block_max(value, shared, thread):
-    """The maximum of all threads' ``value``, for every thread; ``shared``: 32 bytes of their own."""
+    """The maximum of all threads' ``value``, returned to every thread; ``shared``: 32 bytes for it alone."""
     value = warp_max(value)
     if thread & 31 == 0:
         shared_store_4(shared + (thread >> 5) * 4, value)
@@ -211,9 +211,9 @@ def block_max(value, shared, thread):
 
 @device
 def reduce_block_amax(block_amax, num_block_amax, shared, thread):
-    """The bits of the largest of ``block_amax [num_block_amax]``, for every thread; 0 where its address is.
+    """The largest bits in ``block_amax [num_block_amax]``, returned to every thread; 0 if its address is 0.
 
-    ``shared`` as in :func:`block_max`.
+    ``shared``: see :func:`block_max`.
     """
     largest = u32(0)
     index = thread
@@ -226,7 +226,7 @@ def reduce_block_amax(block_amax, num_block_amax, shared, thread):
 def row_storer(vector: int) -> Any:
     """A device function ``(packed, out, stride, first_row, rows, column, full_tile)`` that stores a thread's 16 quads.
 
-    They are codes. ``stride`` is a multiple of 16: codes beyond the last column fill it, with zeros.
+    They are codes. ``stride`` is a multiple of 16; the columns up to it are filled with zeros.
     """
     row_step = vector // 4
 
@@ -257,7 +257,7 @@ def row_storer(vector: int) -> Any:
 
 @device
 def transpose_quads(packed):
-    """Transpose 16 rows of four codes to four columns of 16 codes, in place: columns become four registers each."""
+    """Transpose 16 rows of four codes to four columns of 16 codes, in place; a column takes four registers."""
     turned = cuda.local.array(16, u32)
     for group in range(4):
         a, b, c, d = packed[4 * group], packed[4 * group + 1], packed[4 * group + 2], packed[4 * group + 3]
@@ -275,13 +275,13 @@ def transpose_quads(packed):
 def store_transposed(packed, shared, thread, out, stride, tile_row, tile_col, columns):
     """Store the tile's codes transposed, through shared memory, so that a column's 128 codes are stored together.
 
-    ``stride`` is a multiple of 16, in codes: codes beyond the last row fill it, with zeros. The shared memory has a
-    swizzle of its own, which nothing else reads.
+    ``stride`` is a multiple of 16, in codes; the rows up to it are filled with zeros. The shared memory has its own
+    swizzle, private to this function.
     """
     transpose_quads(packed)
     lane, warp = i32(thread & 31), i32(thread >> 5)
-    # Column 4 lane + step, rows 16 warp ...; against bank conflicts the 16-byte chunks of a column change places with
-    # each other, by an exclusive or with the lane: four neighbouring columns alike.
+    # Column 4 lane + step, rows 16 warp ...; to avoid bank conflicts, the index of a column's 16-byte chunk is XORed
+    # with the lane, in the same way for four consecutive columns.
     store_address = i32(shared + (lane << 9) + ((warp ^ (lane & 7)) << 4))
     for step in range(4):
         column_address = i32(store_address + step * TILE)

@@ -1,1 +1,1 @@
-"""What surrounds kernels: keys and files of machine code, compilers' versions, the choice of a GEMM, launches."""
+"""Host code: cache keys and files of machine code, compilers' versions, selection of GEMMs, launches."""

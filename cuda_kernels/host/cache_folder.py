@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: files under the keys that :mod:`cuda_kernels.host.compile_cache` makes."""
+"""The folder of compiled kernels: files named by the keys of :mod:`cuda_kernels.host.compile_cache`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ CACHE_VARIABLE = "LIGHTNING_FP8_CACHE"
 """Environment variable: the folder of compiled kernels, instead of ``~/.cache/lightning_fp8``."""
 
 CARRIED_VARIABLE = "LIGHTNING_FP8_KERNELS"
-"""Environment variable: a folder of kernels made by ``lightning-fp8 kernels build``, here or elsewhere; they are taken
-whatever compilers are here."""
+"""Environment variable: a folder of kernels made by ``lightning-fp8 kernels build``, on any machine; they are used
+whatever compilers are installed."""
 
 OFF = "off"
-"""Value of :data:`CARRIED_VARIABLE`: no device runs kernels."""
+"""Value of :data:`CARRIED_VARIABLE` that disables kernels on all devices."""
 
 _DIGEST = 32
-"""A file begins with so many bytes of SHA-256 of the rest."""
+"""Each file starts with this many bytes: the SHA-256 of the rest."""
 
 _memory: dict[str, bytes] = {}
 
 
 def cache_folder() -> Path:
-    """The folder that :data:`CACHE_VARIABLE` names, or else ``~/.cache/lightning_fp8``."""
+    """The folder in :data:`CACHE_VARIABLE`, or else ``~/.cache/lightning_fp8``."""
     try:
         home = Path.home()
-    except RuntimeError:  # a user without an entry and without HOME
+    except RuntimeError:  # no HOME, and no entry for this user
         home = Path(tempfile.gettempdir())
     return Path(os.environ.get(CACHE_VARIABLE) or home / ".cache" / "lightning_fp8")
 
 
 def cached(key: str, build: Callable[[], bytes]) -> bytes:
-    """The bytes under ``key``, or those of ``build``, which are then kept.
+    """The bytes cached under ``key``; if there are none, those of ``build``, which are then cached.
 
-    Processes may start at once: each writes a file of its own and renames it. A damaged file is built again. Where the
-    folder cannot be written, one warning says so and the bytes live as long as the process.
+    Safe with concurrent processes: each writes its own file and renames it. A damaged file is built again. If the
+    folder is not writable, a warning is issued once, and bytes are cached in memory only.
     """
     if key in _memory:
         return _memory[key]
@@ -52,7 +52,7 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
             _write(path, code)
         except OSError as error:
             warn_once(
-                f"compiled FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are compiled again by"
+                f"compiled FP8 kernels cannot be cached in {path.parent} ({error.strerror}) and are compiled again by"
                 f" each process; set {CACHE_VARIABLE} to a folder that can be written"
             )
     _memory[key] = code
@@ -60,29 +60,29 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
 
 
 def carried(key: str, what: str) -> bytes | None:
-    """Read a prebuilt kernel from the folder of :data:`CARRIED_VARIABLE`; None, and a warning, if it has none.
+    """Read a prebuilt kernel from the folder of :data:`CARRIED_VARIABLE`; returns None, with a warning, if it has none.
 
     Args:
         key: the hash of the kernel's source.
-        what: the kernel, as the warning names it.
+        what: the kernel's name in the warning.
     """
     folder = os.environ.get(CARRIED_VARIABLE)
     if not folder or folder == OFF:
         return None
     code = _read(Path(folder) / key)
     if code is None:
-        warn_once(f"{CARRIED_VARIABLE}={folder} holds no {what} made of this source; it is looked for elsewhere")
+        warn_once(f"{CARRIED_VARIABLE}={folder} has no {what} of this source; other places are searched for it")
     return code
 
 
 def is_carried(key: str) -> bool:
-    """Whether something lies under ``key`` in the folder of :data:`CARRIED_VARIABLE`; it may be damaged."""
+    """Whether the folder of :data:`CARRIED_VARIABLE` has a file for ``key``; it may be damaged."""
     folder = os.environ.get(CARRIED_VARIABLE)
     return folder not in (None, "", OFF) and Path(folder, key).exists()
 
 
 def carry(folder: Path, key: str, code: bytes) -> None:
-    """Put ``code`` where :func:`carried` finds it.
+    """Write ``code`` to ``folder``, for :func:`carried`.
 
     Raises:
         OSError: it cannot be written.
@@ -91,12 +91,12 @@ def carry(folder: Path, key: str, code: bytes) -> None:
 
 
 def is_cached(key: str) -> bool:
-    """Whether something is kept under ``key``; it may be damaged."""
+    """Whether ``key`` is cached; the file may be damaged."""
     return key in _memory or (cache_folder() / key).exists()
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes that :func:`_write` wrote; None where there is no file, or a damaged one."""
+    """The bytes written by :func:`_write`; None if the file does not exist or is damaged."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -113,7 +113,7 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is never seen half-written, in folders that are made, with the permissions of any new file.
+    """Write a file atomically; creates its folders, and uses default permissions.
 
     Raises:
         OSError: it cannot be written.
@@ -129,5 +129,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Warn of a folder once in a process."""
+    """Issue a warning once per process."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,24 +1,23 @@
-"""How a kernel becomes machine code, and by which key that is kept.
+"""Compilation of kernels to machine code, and the keys under which it is cached.
 
-| a launch needs machine code, and gets it from | |
+| machine code comes from | |
 |---|---|
-| its kernel's handle, loaded on this device before | :func:`loaded`, which a launch calls first |
-| the folder of kernels that were compiled elsewhere | :func:`cubin`; files: ``host/cache_folder.py`` |
-| this process's memory, or the folder of the cache | :func:`built`; files: ``host/cache_folder.py`` |
-| Numba, which compiles to LTO-IR, and nvJitLink, which links that | ``lowering/compiler.py``: ``ltoir``, ``link`` |
+| the kernel's handle, if loaded on this device before | :func:`loaded`, called first by a launch |
+| the folder of prebuilt kernels | :func:`cubin`; files: ``host/cache_folder.py`` |
+| the cache in memory, or its folder | :func:`built`; files: ``host/cache_folder.py`` |
+| Numba, which compiles to LTO-IR, and nvJitLink, which links it | ``lowering/compiler.py``: ``ltoir``, ``link`` |
 
-The cache is ``~/.cache/lightning_fp8``, or the folder that ``LIGHTNING_FP8_CACHE`` names. A file's name is its key, a
-hash of all that its machine code depends on: another source is another file, and nothing has to be deleted.
-:func:`source_key` has the kernel's :func:`fingerprint`, its parameters, bounds and architecture, and names what was
-compiled elsewhere; :func:`cache_key` has the versions of the compilers, too. A file appears whole, by a rename; one
-that is damaged is compiled again, and a folder that cannot be written is told of once. Before the first launch
-``host/precompile.py`` may fill the cache, and ``lightning-fp8 kernels build`` a folder for other machines.
+The cache is the folder ``~/.cache/lightning_fp8``, or ``LIGHTNING_FP8_CACHE``. A file's name is its key, a hash of all
+that its machine code depends on. Changed sources have new keys, so files never have to be deleted. :func:`source_key`
+hashes the kernel's :func:`fingerprint`, parameters, bounds and architecture, and identifies prebuilt kernels;
+:func:`cache_key` adds the versions of the compilers. Files are written atomically. A damaged file is compiled again,
+and a folder that is not writable is warned about once. ``host/precompile.py`` can fill the cache before the first
+launch, and ``lightning-fp8 kernels build`` a folder for other machines.
 
-A fingerprint is a text of all that a kernel is compiled from: another text, another kernel. A kernel is a function that
-calls others, which were put together from options: the functions of a source of values, of an epilogue, instructions
-as PTX. All that it reaches counts, wherever it is written; nothing else does, so that an edit of host code compiles
-nothing again. Of modules that know LLVM, whose functions are not looked into, the files count, and those of all modules
-of this package that they import.
+A fingerprint is a text of everything that a kernel is compiled from. A kernel is a function that calls others, which
+are assembled from options: the functions of a loader or an epilogue, and PTX instructions. Everything that it reaches
+is included, wherever it is defined, and nothing else, so that edits of host code do not recompile kernels. Modules that
+generate LLVM IR are not analysed; their files are included, with those of all modules of this package they import.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ _ROOT = Path(__file__).parents[1]
 
 
 def loaded(kernel: Kernel, index: int, load: Callable[[], int]) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``; ``load``, called once, makes it of :func:`cubin`."""
+    """The handle of ``kernel`` on CUDA device ``index``; ``load``, called once, loads :func:`cubin`."""
     if index not in kernel._loaded:
         kernel._loaded[index] = load()
     return kernel._loaded[index]
 
 
 def is_compiled(kernel: Kernel, arch: str) -> bool:
-    """Whether :func:`cubin` finds machine code of ``kernel`` for ``arch``, unless its file is damaged."""
+    """Whether :func:`cubin` finds machine code of ``kernel`` for ``arch``; its file may be damaged."""
     return is_carried(source_key(kernel, "cubin", arch)) or is_cached(cache_key(kernel, "cubin", arch))
 
 
 def cubin(kernel: Kernel, arch: str) -> bytes:
-    """Machine code of ``kernel`` for ``arch``: carried from elsewhere, or as :func:`built`.
+    """Machine code of ``kernel`` for ``arch``: prebuilt, or from :func:`built`.
 
     Raises:
-        KernelError: as :func:`built`.
-        ImportError: it has to be compiled, and a compiler is missing.
+        KernelError: see :func:`built`.
+        ImportError: it must be compiled, and a compiler is missing.
     """
     _check(kernel, arch)
     code = carried(source_key(kernel, "cubin", arch), f"{kernel.name} for sm_{arch}")
@@ -69,10 +68,10 @@ def cubin(kernel: Kernel, arch: str) -> bytes:
 
 
 def built(kernel: Kernel, arch: str) -> bytes:
-    """Machine code of ``kernel`` for ``arch`` by the compilers here: from the cache, or compiled and put there.
+    """Machine code of ``kernel`` for ``arch``, from the cache or compiled here and cached.
 
     Raises:
-        KernelError: it is not for ``arch``, or what the compilers made of it breaks what a launch relies on.
+        KernelError: the kernel does not support ``arch``, or its machine code cannot be launched correctly.
         ImportError: a compiler is missing.
     """
     _check(kernel, arch)
@@ -88,8 +87,8 @@ def _compiled(kernel: Kernel, arch: str) -> bytes:
     from cuda_kernels.lowering import compiler
 
     code, report = compiler.link(compiler.ltoir(kernel, arch), arch, "cubin")
-    # Where the annotations of tensor maps by value are lost, a kernel copies them to its stack, and the tensor memory
-    # accelerator reads an address that is none.
+    # If the annotations of by-value tensor maps are lost, the kernel copies them to its stack, and TMA reads from an
+    # invalid address.
     if "tensor_map" in kernel.parameter_kinds and " 0 bytes stack frame" not in report:
         raise KernelError(f"{kernel.name}, compiled for sm_{arch}, does not read its tensor maps in place: {report}")
     return code
@@ -99,7 +98,7 @@ def _compiled(kernel: Kernel, arch: str) -> bytes:
 
 
 def cache_key(kernel: Kernel, what: str, arch: str) -> str:
-    """The cache key of this kernel's artifact of kind ``what``; it changes with the source and with the compilers."""
+    """The cache key of this kernel's artifact of kind ``what``; depends on the source and the compilers."""
     return _hashed(f"{source_key(kernel, what, arch)} {code_fingerprint(kernel.function)} {compilers()}")
 
 
@@ -116,7 +115,7 @@ def source_key(kernel: Kernel, what: str, arch: str) -> str:
 
 @cache
 def compilers() -> str:
-    """The versions of all that turns a kernel's source into machine code; nothing is imported for it.
+    """The versions of everything that compiles a kernel's source to machine code, found without importing it.
 
     These are numba-cuda, Numba, llvmlite, cuda-core, libnvvm and nvJitLink: :data:`~cuda_kernels.host.toolchain.TOOLS`.
     """
@@ -126,7 +125,7 @@ def compilers() -> str:
 
 
 def _toolkits() -> str:
-    """Folders of compilers that are no packages, and the version that each folder's file says."""
+    """Folders of compilers that are not packages, and the contents of their version files."""
     places = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(name)]
     versions_of = [path.read_text() for place in places if (path := Path(place, "version.json")).is_file()]
     return " ".join((*places, *versions_of))
@@ -140,21 +139,21 @@ def _hashed(text: str) -> str:
 
 
 def fingerprint(word: Any) -> str:
-    """A text that differs where the machine code made of ``word`` may; the same for every Python and NumPy.
+    """A text that differs if the machine code made of ``word`` may differ; the same for all versions of Python and NumPy.
 
     Args:
-        word: a function of kernel code, or what one names.
+        word: a function of kernel code, or a value that one refers to.
 
     Raises:
-        TypeError: it is nothing that kernel code may name.
+        TypeError: kernel code may not refer to such a value.
     """
     return _text_of(word, _source_of)
 
 
 def code_fingerprint(word: Any) -> str:
-    """The same of the bytecode that runs.
+    """The fingerprint of the bytecode.
 
-    A file may have been edited since it was imported, and Numba does not read it.
+    Numba compiles the bytecode; the file may have been edited since it was imported.
     """
     return _text_of(word, _bytecode_of)
 
@@ -168,9 +167,9 @@ def _text_of(word: Any, code_text: Callable[[CodeType], str]) -> str:
         return repr((word.template, word.result, word.operands, word.pure))
     if isinstance(word, Lowered):
         return f"{word} {source_hash(word.module_name)}"
-    if isinstance(word, tuple) and not hasattr(word, "_fields"):  # names of fields are not in their values
+    if isinstance(word, tuple) and not hasattr(word, "_fields"):  # field names are not part of the values
         return f"({', '.join(_text_of(part, code_text) for part in word)})"
-    if isinstance(word, np.generic):  # whose own text is another with each NumPy
+    if isinstance(word, np.generic):  # its repr depends on NumPy's version
         return f"{type(word).__name__} {word.item()!r}"
     if isinstance(word, (bool, int, float, str, Type, UniTuple, type(None))):
         return f"{type(word).__name__} {word!r}"
@@ -205,13 +204,13 @@ def _bytecode_of(code: CodeType) -> str:
 
 @cache
 def source_hash(module_name: str) -> str:
-    """A hash of a module's file and of those of this package that it imports, found without importing them."""
+    """A hash of a module's file and of the modules of this package it imports, found without importing them."""
     sources = {imported: _file_of(imported).read_bytes() for imported in sorted(_with_imports(module_name))}
     return _hashed(" ".join(f"{imported} {hashlib.sha256(source).hexdigest()}" for imported, source in sources.items()))
 
 
 def _with_imports(module_name: str) -> set[str]:
-    """A module and all of this package that it imports, and these import."""
+    """A module and all modules of this package that it imports, directly or indirectly."""
     modules: set[str] = set()
     todo = [module_name]
     while todo:
@@ -223,7 +222,7 @@ def _with_imports(module_name: str) -> set[str]:
 
 
 def _imported_by(module_name: str) -> Iterator[str]:
-    """The modules of this package that a module imports, at its beginning or inside of functions."""
+    """The modules of this package that a module imports, at top level or in functions."""
     for node in ast.walk(ast.parse(_file_of(module_name).read_bytes())):
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
@@ -241,6 +240,6 @@ def _imported_by(module_name: str) -> Iterator[str]:
 
 
 def _file_of(module_name: str) -> Path:
-    """The file of a module of this package; its parents are not imported for it."""
+    """The file of a module of this package, found without importing its parents."""
     path = _ROOT.joinpath(*module_name.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

@@ -27,33 +27,33 @@ from cuda_kernels.kernel import SHARED_BYTES
 
 
 class Library(Enum):
-    """A library that computes a GEMM where no kernel of ours does."""
+    """An alternative to our kernels for a GEMM."""
 
     CUBLASLT = "cublaslt"
     """``torch._scaled_mm``."""
     REFERENCE = "bf16"
-    """Plain torch: in BF16 where that is exact, as of codes and of codes times powers of two, and else in float32.
-    Its value is what files of measurements call it."""
+    """Plain torch: in BF16 if that is exact, as for codes and codes times powers of two, otherwise in float32.
+    Files of measurements contain its value."""
 
 
 KernelConfig = GemmConfig | MmaConfig
-"""One of our kernels, on Hopper and elsewhere, and how it divides the work."""
+"""One of our kernels (for Hopper or other GPUs) and its tiling."""
 GemmChoice = KernelConfig | Library
 """The kernel or library that computes a GEMM."""
 
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A GEMM of a size on a GPU.
+    """A GEMM with its sizes, on a GPU.
 
     Attributes:
         m, n, k: ``[m, k]`` times ``[n, k]`` transposed; at least 1.
         spec: what is computed: formats, scales, the dtype of the result.
         architecture: ``"90a"``, ``"89"``, ...
-        multiprocessors: of the GPU.
-        out_aligned: TMA can store the result where it lies; operands always are aligned.
-        even: two neighbouring elements of the result can be written at once, and of what has its columns, read.
-        library_blocks: ``torch._scaled_mm`` multiplies operands whose scales change along K on this GPU.
+        multiprocessors: number of multiprocessors of the GPU.
+        out_aligned: whether TMA can store the result in place; operands are always aligned.
+        even: whether two consecutive elements of the result can be written at once, and those of the bias read.
+        library_blocks: whether ``torch._scaled_mm`` supports scales along K on this GPU.
     """
 
     m: int
@@ -68,10 +68,10 @@ class GemmProblem:
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
-    """The configs in which our kernels compute the problem; none on architectures without such a kernel.
+    """The configs in which our kernels compute the problem; empty on architectures without a GEMM kernel.
 
-    On sm_90a they are those of wgmma, on sm_89 and sm_120 of ``mma.sync``: tiles and stages whose buffers fit into the
-    shared memory of a block, 227 KiB and 99 KiB, and on Hopper whose sums fit into 192 registers of a thread.
+    sm_90a uses wgmma, sm_89 and sm_120 use ``mma.sync``. Buffers must fit into a block's shared memory, 227 KiB or
+    99 KiB, and on Hopper the accumulators into 192 registers per thread.
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
         return list(_hopper_configs(problem))
@@ -79,17 +79,17 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
 
 
 def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
-    """:func:`legal_configs`, and the libraries that compute the problem; the last one always does."""
+    """:func:`legal_configs`, and the libraries that support the problem; the last one always does."""
     libraries = [Library.CUBLASLT] if cublaslt_takes(problem) else []
     return [*legal_configs(problem), *libraries, Library.REFERENCE]
 
 
 def cublaslt_takes(problem: GemmProblem) -> bool:
-    """Whether ``torch._scaled_mm`` computes the problem on this GPU, if it has FP8.
+    """Whether ``torch._scaled_mm`` supports the problem on this GPU, if it has FP8.
 
-    Of any size and dtype, with any bias: whoever calls it pads, rounds or scales what does not fit
-    (``lightning_fp8/ops/torch_scaled_mm.py``, which names the sources). It takes no two operands in E5M2; where scales
-    change along K, E4M3 alone, on GPUs with ``problem.library_blocks``.
+    Sizes, dtypes and biases do not matter, because the caller pads, rounds or scales unsupported ones
+    (``lightning_fp8/ops/torch_scaled_mm.py``, with sources). Two operands in E5M2 are not supported. Scales along K are
+    supported for E4M3 only, on GPUs with ``problem.library_blocks``.
     """
     formats = problem.spec.a_dtype, problem.spec.b_dtype
     if problem.spec.scaling.along_k:
@@ -122,7 +122,7 @@ def _hopper_configs(problem: GemmProblem) -> Iterator[GemmConfig]:
             pingpong=pingpong,
         )  # fmt: skip
         candidates = [config]
-        if problem.multiprocessors > 1:  # each block of a cluster fills one
+        if problem.multiprocessors > 1:  # each block of a cluster occupies one
             candidates.append(replace(config, cluster=2, multicast_a=config.tile_m > tile_n))
         yield from filter(None, (_fitted(candidate, problem.spec) for candidate in candidates))
 
@@ -137,17 +137,17 @@ def _fitted(config: GemmConfig, spec: GemmSpec) -> GemmConfig | None:
 
 
 def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
-    """Whether the kernel computes ``spec`` in such tiles, without spilling registers, and there is a use for it.
+    """Whether the kernel supports ``spec`` with these tiles, without spilling registers, and is worth considering.
 
-    Warpgroups that take turns do so at all steps of a tile. Where sums are promoted they would wait for each step's
-    products and then add 64 numbers a thread, with nobody to multiply meanwhile: about 420 clocks for 256 clocks' worth
-    of products (:func:`estimate_cycles`), which hiding the tile's end repays only for k below some 800.
+    Alternating warpgroups alternate in all steps of a tile. With promoted sums they would wait for each step's
+    products, then add 64 numbers per thread while no warpgroup multiplies: about 420 clocks for 256 clocks of products
+    (:func:`estimate_cycles`). Hiding the tile's end compensates for this only for k below about 800.
     """
     sums = config.tile_n // 2 * (config.waves + spec.promote)
     return (
         smem_offsets(config, spec.scaling)["end"] <= SHARED_BYTES["90a"]
         and sums <= ACCUMULATORS
-        # The other 64 rows of a warpgroup have accumulators of their own only where parts are added to them.
+        # The other 64 rows of a warpgroup have their own accumulators only if partial sums are added to them.
         and (config.waves == 1 or (spec.promote and config.smem_epilogue))
         and not (config.pingpong and spec.promote)
         and (config.smem_epilogue or config.tile_n <= 128)
@@ -171,11 +171,11 @@ def _mma_configs(problem: GemmProblem) -> Iterator[MmaConfig]:
 
 @lru_cache(4096)
 def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
-    """The config of least estimated time; cuBLASLt or the reference only where no kernel of ours is legal.
+    """The config with the least estimated time; a library only if no kernel of ours is legal.
 
-    Counts clocks. That a multiprocessor of Hopper multiplies 4,096 FP8 numbers in one, and moves 128 bytes to or from
-    shared memory, follows from NVIDIA's data sheets; that it loads 28 bytes, and what promotion and a tile's end cost,
-    is assumed and not measured.
+    The estimate counts clocks. From NVIDIA's data sheets, a multiprocessor of Hopper multiplies 4,096 FP8 numbers and
+    moves 128 bytes to or from shared memory per clock. Loading 28 bytes per clock, and the costs of promotion and of a
+    tile's end, are assumptions, not measurements.
     """
     configs = legal_configs(problem)
     if not configs:
@@ -184,7 +184,7 @@ def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
 
 
 def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
-    """The clocks that a GEMM takes; see :func:`fastest_by_estimate`."""
+    """Estimated clocks of a GEMM; see :func:`fastest_by_estimate`."""
     rows, columns = config.tile_m, config.tile_n
     loaded_rows = float(rows + columns)
     if isinstance(config, GemmConfig):
@@ -199,27 +199,27 @@ def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
 
 
 def num_tiles(m: int, n: int, config: KernelConfig) -> int:
-    """Tiles of ``out [m, n]``, counting those beyond its edge that complete a cluster's."""
+    """Number of tiles of ``out [m, n]``, including those outside that complete a cluster."""
     rows, columns = config.cluster_tile
     return ceil_div(m, rows) * ceil_div(n, columns) * config.cluster
 
 
 def resident_blocks(config: KernelConfig, multiprocessors: int) -> int:
-    """Blocks that run at a time: one for each multiprocessor, in whole clusters."""
+    """Number of blocks that run at a time: one per multiprocessor, in whole clusters."""
     return multiprocessors // config.cluster * config.cluster
 
 
 def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:
-    """Blocks of the grid: one for each tile; on Hopper no more than are resident, since each takes tile after tile."""
+    """Blocks of the grid: one per tile; on Hopper at most the resident blocks, since each loops over tiles."""
     tiles = num_tiles(problem.m, problem.n, config)
     return min(tiles, resident_blocks(config, problem.multiprocessors)) if isinstance(config, GemmConfig) else tiles
 
 
 def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
-    """Clocks that shared memory takes for a step, at 128 bytes in each.
+    """Clocks of shared memory per step, at 128 bytes per clock.
 
-    The copies write 128 bytes for each row and column; products of 64 rows read these and all columns; each warp reads
-    the scales of its columns, eight at a time, where they have some.
+    Copies write 128 bytes per row and column; products of 64 rows read these rows and all columns; each warp reads the
+    scales of its columns, eight at a time, if there are any.
     """
     rows, columns = config.tile_m, config.tile_n
     scales = rows // 16 * columns / 8 * spec.scaling.b_scales_per_stage
@@ -227,7 +227,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
 
 
 def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
-    """Clocks of a warpgroup for its part of a step: its products, and additions, during which it does not multiply."""
+    """Clocks of a warpgroup's part of a step: its products, then its additions, during which it does not multiply."""
     if not spec.promote:
         return 0.0
     operations = 2 if spec.scaling.b_along_k_by_row else 1

@@ -1,4 +1,4 @@
-"""The GEMM's kernels bound to a problem: tensor maps, grid, and the arguments of each launch by name."""
+"""GEMM kernels bound to a problem: tensor maps, grid, and the arguments of each launch by name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from cuda_kernels.host.launch import Argument, address_on, bind
 from cuda_kernels.host.tensor_maps import Box, map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
-"""``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: start the kernel, on the current
-stream."""
+"""``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
 
 
 MapOf = Callable[[Box], Callable[[Tensor], Argument]]
-"""The box of a matrix to what makes the tensor map of a tensor."""
+"""From a matrix's box to a function that makes the tensor map of a tensor."""
 
 
 class GemmStrides(NamedTuple):
     """Strides of a GEMM's tensors in elements.
 
     Attributes:
-        a, b: from a row to the next.
-        scale_inv_a, scale_inv_b: of a row's scales along K from one to the next, of 128x128 scales from one row of
-            blocks to the next, else 0.
-        out: from a row to the next.
+        a, b: between rows.
+        scale_inv_a, scale_inv_b: between a row's consecutive scales along K; for 128x128 scales between rows of blocks;
+            else 0.
+        out: between rows.
     """
 
     a: int
@@ -45,10 +44,10 @@ class GemmStrides(NamedTuple):
 def bind_gemm_kernel(
     device: torch.device, problem: GemmProblem, config: KernelConfig, strides: GemmStrides
 ) -> GemmStart:
-    """Bind ``config``'s kernel to the sizes of ``problem`` and these strides: a function that starts it.
+    """Bind ``config``'s kernel to the sizes of ``problem`` and these strides; returns a function that launches it.
 
-    A launch takes aligned operands, FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
-    ``amax [1]`` in float32 and ``out [m, n]``, of the dtypes that ``problem.spec`` has. Bias and amax are None where it
+    A launch takes aligned operands: FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
+    ``amax [1]`` in float32 and ``out [m, n]``, with the dtypes of ``problem.spec``. Bias and amax are None if the spec
     has none.
 
     Raises:
@@ -112,9 +111,9 @@ def _sizes(problem: GemmProblem) -> dict[str, int]:
 
 
 def _scale_inv_map(map_of: MapOf, scales: int, rows: int) -> Callable[[Tensor], Argument] | None:
-    """What maps an operand's scales along K, whose columns are contiguous, to copy ``scales`` of each of ``rows`` rows.
+    """Makes tensor maps of an operand's scales along K, with contiguous columns: ``scales`` of each of ``rows`` rows.
 
-    None where there are none to copy.
+    None if no scales are copied.
     """
     return map_of(Box(scales, rows, swizzle=False, transposed=True)) if scales else None
 

@@ -1,8 +1,8 @@
-"""Measurements of GEMMs: which kernel and tile, or library, computed one fastest, and the files that keep them.
+"""Measurements of GEMMs: which kernel and tile, or library, was the fastest, and the files that store them.
 
-A file holds the measurements of one GPU: a GEMM, its sizes, and what computed it fastest. The user's file, which
-``lightning-fp8 bench --tune`` writes, is in the folder of compiled kernels. Files that ship with the package, which
-``python -m benchmarks choose`` writes, are in ``measured`` here; there is none yet.
+A file has the measurements on one GPU: each is a GEMM, its sizes, and the fastest choice. The user's file, written by
+``lightning-fp8 bench --tune``, is in the folder of compiled kernels. Files shipped with the package, written by
+``python -m benchmarks choose``, are in the folder ``measured`` beside this module; there are none yet.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Measurement:
     Attributes:
         gemm: ``str`` of its :class:`GemmSpec`.
         sizes: m, n and k.
+        choice: the fastest.
     """
 
     gemm: str
@@ -40,7 +41,7 @@ def user_file(card: str) -> Path:
 
 
 def shipped_file(card: str) -> Path:
-    """The file of measurements on the GPU named ``card`` that ships with the package."""
+    """The file with measurements on the GPU named ``card`` that ships with the package."""
     return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
 
 
@@ -50,7 +51,7 @@ def _slug(card: str) -> str:
 
 @cache
 def measured_on(card: str) -> tuple[Measurement, ...]:
-    """The measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
+    """Measurements on GPUs named ``card``: the user's, then the shipped ones; a damaged file counts as empty."""
     return *_load_measurements(user_file(card)), *_load_measurements(shipped_file(card))
 
 
@@ -62,9 +63,9 @@ def _load_measurements(path: Path) -> list[Measurement]:
 
 
 def save(card: str, measured: Iterable[Measurement]) -> Path:
-    """Add measurements to the user's file, in place of older ones of the same problem.
+    """Add measurements to the user's file, replacing older ones of the same problem.
 
-    Plans that were made before stand until whoever calls this clears their cache.
+    Plans made before are still used until the caller clears their cache.
     """
     path = user_file(card)
     merged = {
@@ -84,7 +85,7 @@ _CONFIGS = {"GemmConfig": GemmConfig, "MmaConfig": MmaConfig}
 
 
 def to_json(measured: Measurement) -> dict[str, Any]:
-    """One entry of a file: a config by its class and its fields, a library by its value."""
+    """An entry of a file: a config as its class and fields, a library as its value."""
     choice = measured.choice
     described: Any = choice.value if isinstance(choice, Library) else {"kind": type(choice).__name__} | asdict(choice)
     return {"gemm": measured.gemm, "sizes": list(measured.sizes), "choice": described}
@@ -94,7 +95,7 @@ def from_json(entry: dict[str, Any]) -> Measurement:
     """Read an entry of a file.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the entry is not valid.
     """
     described = entry["choice"]
     choice: GemmChoice

@@ -1,16 +1,16 @@
-"""The choice of the kernel and tile, or library, that computes a GEMM: :func:`choose_gemm_on`, in four steps.
+"""Selection of the kernel and tile, or library, for a GEMM: :func:`choose_gemm_on`, in four steps.
 
-1. The backend that the user names by :data:`CHOICE_VARIABLE`: ``cublaslt`` wherever it computes the GEMM; ``numba``
-   leaves the other steps our kernels alone, wherever one does.
-2. What was fastest in a measurement on this GPU (:mod:`cuda_kernels.host.gemm_measurements`) of a GEMM that differs in
-   its sizes alone, by less than a factor of 2.
-3. cuBLASLt, where it computes the GEMM (:func:`~cuda_kernels.host.gemm_configs.cublaslt_takes`).
-4. The tile of least estimated time (:func:`~cuda_kernels.host.gemm_configs.fastest_by_estimate`).
+1. The user's backend, :data:`CHOICE_VARIABLE`: with ``cublaslt``, cuBLASLt wherever it supports the GEMM; with
+   ``numba``, the other steps consider only our kernels, if one supports it.
+2. The fastest in a measurement on this GPU (:mod:`cuda_kernels.host.gemm_measurements`) of a GEMM that differs only in
+   its sizes, by less than a factor of 2.
+3. cuBLASLt, if it supports the GEMM (:func:`~cuda_kernels.host.gemm_configs.cublaslt_takes`).
+4. The tile with the least estimated time (:func:`~cuda_kernels.host.gemm_configs.fastest_by_estimate`).
 
-Only what is legal is chosen (:func:`~cuda_kernels.host.gemm_configs.legal_choices`); where no kernel is, that is
-cuBLASLt, or else the reference in plain torch. An op asks once for operands of one dtype, shape and memory layout. They
-are aligned, since it copies others first, and their layouts of scales are a :class:`~cuda_kernels.gemm.spec.Scaling`:
-it leaves other pairs to the reference.
+Only legal choices are considered (:func:`~cuda_kernels.host.gemm_configs.legal_choices`). If no kernel is legal, these
+are cuBLASLt, or else the reference in plain torch. An op selects once per dtype, shape and memory layout of its
+operands. The op has copied operands that are not aligned, and computes pairs of layouts without a
+:class:`~cuda_kernels.gemm.spec.Scaling` by the reference.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ if TYPE_CHECKING:
     from cuda_kernels.host.precompile import Build
 
 CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
-"""Environment variable: a backend, one of :data:`BACKENDS`, to take wherever it can compute a GEMM."""
+"""Environment variable: a backend, one of :data:`BACKENDS`, to use wherever it supports a GEMM."""
 BACKENDS = "numba", "cublaslt"
-"""Our kernels, which Numba compiles, and ``torch._scaled_mm``."""
+"""Our kernels, compiled by Numba, and ``torch._scaled_mm``."""
 
 _NEAR = 2.0
-"""A measurement counts for a problem whose sizes differ by less than this factor."""
+"""A measurement applies to a problem whose sizes differ by less than this factor."""
 
 
 def choose_gemm_on(card: str, problem: GemmProblem) -> GemmChoice:
-    """Choose as :func:`choose_gemm`, by the measurements on GPUs named ``card`` and the user's environment variable.
+    """:func:`choose_gemm` with the measurements on GPUs named ``card`` and the user's environment variable.
 
-    Both are read here, at each call; an op keeps the choice until its plans are cleared.
+    Both are read at each call; an op keeps the choice until its plans are cleared.
 
     Raises:
-        ValueError: the variable names another backend.
+        ValueError: the variable has another value.
     """
     return choose_gemm(problem, measured_on(card), os.environ.get(CHOICE_VARIABLE) or None)
 
 
 def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), backend: str | None = None) -> GemmChoice:
-    """Choose the kernel and tile, or library, that computes ``problem``: one of :func:`legal_choices`.
+    """Choose the kernel and tile, or library, for ``problem``: one of :func:`legal_choices`.
 
     Args:
+        problem: the GEMM.
         measured: measurements on this GPU.
-        backend: one of :data:`BACKENDS`, taken wherever it can compute the problem; None: whichever is fastest.
+        backend: one of :data:`BACKENDS`, to use wherever it supports the problem; None selects the fastest.
 
     Raises:
         ValueError: another backend.
@@ -73,7 +74,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     legal = legal_choices(problem)
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    gemm = str(replace(problem.spec, has_amax=False))  # which makes no tile faster than another
+    gemm = str(replace(problem.spec, has_amax=False))  # the amax does not affect which tile is the fastest
     alike = [known for known in measured if known.gemm == gemm and known.choice in legal]
     if backend == "numba":
         alike = [known for known in alike if not isinstance(known.choice, Library)]
@@ -81,7 +82,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     near = [(_log_distance(sizes, known.sizes), index) for index, known in enumerate(alike)]
     if near and min(near)[0] < math.log(_NEAR):
         return alike[min(near)[1]].choice
-    # Without a measurement, what runs everywhere comes before what never ran on this GPU.
+    # Without a measurement, cuBLASLt is preferred to kernels that were never run on this GPU.
     if backend is None and cublaslt_takes(problem):
         return Library.CUBLASLT
     return fastest_by_estimate(problem)
@@ -93,7 +94,7 @@ def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 
 def builds_of(problem: GemmProblem) -> list[Build]:
-    """The functions, and their arguments, that build the kernels of all its :func:`legal_configs`."""
+    """The functions, with arguments, that build the kernels of all :func:`legal_configs`."""
     from cuda_kernels.gemm import mma, wgmma
 
     return [

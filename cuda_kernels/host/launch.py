@@ -1,6 +1,6 @@
-"""Kernels loaded on a device and started on torch's current stream.
+"""Kernels loaded on a device and launched on torch's current stream.
 
-Parameters are ordered: those of each launch first, tensor maps and pointers (int64), then the scalars that are fixed
+Parameters are ordered: first those of each launch, tensor maps and pointers (int64), then the scalars that are fixed
 when a launch is bound. A launch rewrites only the first part of a prefilled parameter buffer, which the driver copies.
 """
 
@@ -34,7 +34,7 @@ Executor = Callable[[Kernel, int, Sequence["Argument | float"]], None]
 
 
 class NoKernels(KernelError):
-    """None of the kernels run on a device."""
+    """Kernels are not supported on a device."""
 
 
 _noted: ContextVar[list[Kernel] | None] = ContextVar("noted", default=None)
@@ -42,7 +42,7 @@ _noted: ContextVar[list[Kernel] | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def noting() -> Iterator[list[Kernel]]:
-    """A list of the kernels that launches of this thread are bound to inside."""
+    """Context manager that returns a list of the kernels bound by launches of this thread inside it."""
     kernels: list[Kernel] = []
     token = _noted.set(kernels)
     try:
@@ -55,13 +55,13 @@ class Launch:
     """A kernel bound to a grid and its scalars; :meth:`run` takes only tensor maps and pointers.
 
     Attributes:
-        kernel: the kernel to start.
+        kernel: the kernel to launch.
         blocks: blocks of the grid.
         scalars: the kernel's last parameters; those before are tensor maps and int64.
-        device: the device to start it on, which is the current one then.
+        device: where to launch it; must be the current device then.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded, or the card has not proven it
+        KernelError: the kernel cannot be compiled or loaded, or is not proven on this GPU
             (:func:`cuda_kernels.host.proofs.require`).
     """
 
@@ -81,16 +81,16 @@ class Launch:
             proofs.binding(kernel)
             self._local = threading.local()
         elif device.type not in EXECUTORS:
-            raise NoKernels(f"nothing runs kernels on {device.type}")
+            raise NoKernels(f"kernels are not supported on {device.type}")
         elif device.type in PROVEN_CODE:
             proofs.require(kernel, *PROVEN_CODE[device.type](kernel))
             proofs.binding(kernel)
 
     def run(self, *addresses: Argument) -> None:
-        """Start it on the current stream; :func:`address_on` and ``tensor_maps.map_on`` give ``addresses``.
+        """Launch on the current stream; ``addresses`` come from :func:`address_on` and ``tensor_maps.map_on``.
 
         Raises:
-            KernelError: the driver refuses.
+            KernelError: the driver refuses the launch.
         """
         if self._index is None:
             if self.device.type in PROVEN_CODE:
@@ -103,13 +103,13 @@ class Launch:
         write(*addresses)
         (result,) = launch_kernel(stream(self._index), parameters, 0)
         if result:
-            raise KernelError(f"{self.kernel.name} did not start: the CUDA driver answered {result!r}")
+            raise KernelError(f"{self.kernel.name} did not start: the CUDA driver returned {result!r}")
         return None
 
     def _bind(self, addresses: int) -> tuple[Any, ...]:
-        """Functions that write addresses, start the kernel and get the stream, and the parameter pointers' address.
+        """Functions that write addresses, launch the kernel and get the stream, and the address of parameter pointers.
 
-        Each thread has its own, since backward runs in threads beside the forward pass.
+        Each thread has its own, because autograd runs the backward pass in other threads.
         """
         assert self._index is not None
         enter_context(self._index)
@@ -123,15 +123,15 @@ class Launch:
         if proofs.is_watched():
             launch_kernel = partial(_told_before, kernel, launch_kernel)
         write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, block.buffer, 0)
-        self._local.block = block  # which owns the memory
+        self._local.block = block  # owns the memory
         return write, launch_kernel, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
 def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: int | float) -> Launch:
-    """A :class:`Launch` whose bound parameters, the kernel's last ones, are given by name.
+    """A :class:`Launch` whose bound parameters, the kernel's last ones, are passed by name.
 
     Raises:
-        TypeError: these are not the last parameters in their order.
+        TypeError: these are not the last parameters in order.
         KernelError: the kernel cannot be compiled or loaded.
     """
     if tuple(scalars) != kernel.parameter_names[len(kernel.parameter_names) - len(scalars) :]:
@@ -142,14 +142,17 @@ def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: i
 def bind(
     kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
 ) -> Callable[..., None]:
-    """:meth:`Launch.run` of ``kernel`` on ``blocks`` blocks, whose parameters are named once, here.
+    """:meth:`Launch.run` of ``kernel`` on ``blocks`` blocks, with all parameters named here once.
 
     Args:
-        addresses: the parameters of each launch, in the order in which it passes them.
+        kernel: the kernel.
+        blocks: blocks of the grid.
+        device: where to launch it.
+        addresses: names of the parameters of each launch, in the order of its arguments.
         scalars: the parameters that are bound.
 
     Raises:
-        TypeError: these are not the kernel's parameters in their order.
+        TypeError: these are not the kernel's parameters in order.
         KernelError: the kernel cannot be compiled or loaded.
     """
     named = *addresses, *scalars
@@ -165,7 +168,7 @@ def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:
 
 
 def _told_before(kernel: Kernel, launch_kernel: Callable[..., Any], *args: Any) -> Any:
-    """Start a kernel in a process that proves it."""
+    """Launch a kernel in a process that proves it."""
     proofs.starting(kernel)
     return launch_kernel(*args)
 
@@ -174,10 +177,10 @@ class _ParameterBlock:
     """Memory for a kernel's parameters.
 
     Attributes:
-        buffer: they lie there, as a C struct of them.
-        pointers: address of an array of their addresses, ``kernelParams``. The driver knows where each goes; one buffer
-            of C's layout is not what a kernel with tensor maps reads: on Hopper their alignment of 64 bytes counts in
-            the constant bank, whose parameters begin at 0x210, and moves them by 48.
+        buffer: the parameters as a C struct.
+        pointers: address of an array of the parameters' addresses, ``kernelParams``. A single buffer in C's layout does
+            not work for kernels with tensor maps: on Hopper their alignment of 64 bytes applies in the constant bank,
+            where parameters start at 0x210, so that they are shifted by 48 bytes.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -204,7 +207,7 @@ def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
             enter_context(index)
             (result,) = memset(address, 0, elements, stream(index))
         if result:
-            raise KernelError(f"memory was not set to 0: the CUDA driver answered {result!r}")
+            raise KernelError(f"memory was not set to 0: the CUDA driver returned {result!r}")
 
     return zero
 
@@ -214,10 +217,10 @@ _INVALID_CONTEXT = 201
 
 
 def enter_context(index: int) -> None:
-    """Make the primary context of CUDA device ``index`` this thread's, if the thread has none.
+    """Make the primary context of CUDA device ``index`` this thread's current context, if it has none.
 
-    The first CUDA call of an autograd thread may be ours, and torch does not select device 0 there, since it is the
-    current one already (pytorch/pytorch#124565).
+    The first CUDA call of an autograd thread may be ours. torch does not select device 0 there, because it is the
+    current device already (pytorch/pytorch#124565).
     """
     driver = _driver()
     if not int(_checked(driver.cuCtxGetCurrent())):
@@ -232,11 +235,11 @@ def enter_context(index: int) -> None:
 def architecture(index: int) -> str:
     """The architecture of kernels for CUDA device ``index``: one of ``"89"``, ``"90a"``, ``"100"``, ``"120"``.
 
-    Machine code runs on GPUs of the same major capability and the same minor one or a later (CUDA Programming Guide,
-    "Binary compatibility"): that for 10.0 on 10.3 too. That for ``90a`` runs on 9.0 only.
+    Machine code runs on GPUs of the same major compute capability and an equal or later minor one (CUDA Programming
+    Guide, "Binary compatibility"): code for 10.0 also runs on 10.3. Code for ``90a`` runs on 9.0 only.
 
     Raises:
-        NoKernels: there are none for it.
+        NoKernels: the device is not supported.
     """
     if os.environ.get(CARRIED_VARIABLE) == OFF:
         raise NoKernels(f"{CARRIED_VARIABLE}={OFF}")
@@ -253,7 +256,7 @@ def architecture(index: int) -> str:
 
 @cache
 def card(index: int) -> proofs.Card:
-    """CUDA device ``index`` as proofs name it: with the CUDA version of the driver and, on Linux, its own."""
+    """CUDA device ``index`` for proofs: with the driver's CUDA version and, on Linux, the driver's own version."""
     cuda = int(_checked(_driver().cuDriverGetVersion()))
     version = f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
     with suppress(OSError):
@@ -263,29 +266,29 @@ def card(index: int) -> proofs.Card:
 
 
 def is_cuda_device(device: torch.device) -> bool:
-    """Whether the CUDA driver starts kernels there."""
+    """Whether the CUDA driver launches kernels there."""
     return device.type == "cuda"
 
 
 def address_on(device: torch.device) -> Callable[[Tensor], Argument]:
-    """Tensor to launch argument: its address on CUDA; elsewhere the tensor, so that the emulator checks bounds."""
+    """From a tensor to a launch argument: its address on CUDA; else the tensor, so that the emulator checks bounds."""
     return Tensor.data_ptr if is_cuda_device(device) else lambda tensor: tensor
 
 
 def architecture_of(device: torch.device) -> str:
-    """As :func:`architecture`; where an executor starts kernels, the one that :func:`executing` says, or 9.0's."""
+    """:func:`architecture`; with an executor, the one of :func:`executing`, by default that of 9.0."""
     return architecture(device.index or 0) if device.type == "cuda" else _emulated_architecture
 
 
 @cache
 def name_of(device: torch.device) -> str:
-    """The GPU's name; that of the device's type where there is none."""
+    """The GPU's name; the device type if it is not a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 4 where there is no GPU."""
+    """The number of multiprocessors; 4 if there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -299,7 +302,7 @@ def _driver() -> Any:
 
 
 def _install() -> str:
-    """The command that installs compilers and bindings of torch's CUDA version."""
+    """The command that installs compilers and bindings for torch's CUDA version."""
     extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
     return f'pip install "lightning-fp8[{extra}]"'
 
@@ -309,26 +312,26 @@ _OUT_OF_MEMORY = 2
 
 
 def _load(kernel: Kernel, index: int) -> int:
-    """Load ``kernel`` on CUDA device ``index``, which is the current one, and return its handle."""
-    _driver()  # where it is missing nothing need be compiled
+    """Load ``kernel`` on CUDA device ``index``, which must be current, and return its handle."""
+    _driver()  # raises if it is missing, before anything is compiled
     proofs.compiling(kernel)
     code = _machine_code(kernel, architecture(index))
     proofs.require(kernel, card(index), code)
     try:
         return _load_code(kernel, index, code)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()  # torch keeps what it frees, and the driver needs some of it
+        torch.cuda.empty_cache()  # torch caches freed memory, and the driver needs some of it
         return _load_code(kernel, index, code)
 
 
 def _machine_code(kernel: Kernel, arch: str) -> bytes:
-    """What ``compile_cache`` gives; where it fails, the error says what to install."""
+    """The machine code from ``compile_cache``; its errors get advice on what to install."""
     try:
         return compile_cache.cubin(kernel, arch)
     except KernelError:
         raise
-    except Exception as error:  # of compilers, whatever they raise
-        missing = isinstance(error, ImportError)  # for all kernels alike: said once
+    except Exception as error:  # compilers may raise anything
+        missing = isinstance(error, ImportError)  # the same for all kernels, so that it is reported once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
         ways_out = conflicts(versions()) or [_install()] * missing
         raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
@@ -349,37 +352,37 @@ def _load_code(kernel: Kernel, index: int, code: bytes) -> int:
 
 
 def _load_now(handle: Any) -> None:
-    """Load machine code now; else the driver does at the first start, too late for a fallback, or inside a graph."""
+    """Load machine code now; otherwise the driver would at the first launch, too late to fall back, or in a capture."""
     driver = _driver()
     function = _checked(driver.cuKernelGetFunction(handle))
     try:
         result = driver.cuFuncLoad(function)
-    except RuntimeError:  # a driver before CUDA 12.4
+    except RuntimeError:  # the driver is older than CUDA 12.4
         return
     _checked(result)
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    if result[0] == _OUT_OF_MEMORY:  # which passes: no reason to do without a kernel from now on
-        raise torch.OutOfMemoryError(f"the CUDA driver has no memory left for a kernel: it answered {result[0]!r}")
+    if result[0] == _OUT_OF_MEMORY:  # temporary: no reason to stop using the kernel
+        raise torch.OutOfMemoryError(f"the CUDA driver has no memory left for a kernel: it returned {result[0]!r}")
     if result[0]:
-        raise KernelError(f"the CUDA driver answered {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
+        raise KernelError(f"the CUDA driver returned {result[0]!r}; it may be older than numba-cuda's CUDA libraries")
     return result[1] if len(result) > 1 else None
 
 
 EXECUTORS: dict[str, Executor] = {}
-"""Functions that start a kernel for tensors that are not on a GPU, by the type of their device.
+"""Functions that run a kernel on tensors that are not on a GPU, by device type.
 
-They get the kernel, the number of blocks, and all parameters, tensors for addresses.
+They are called with the kernel, the number of blocks, and all parameters, with tensors for addresses.
 """
 PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
-"""By the type of a device whose executor starts only proven kernels: a kernel's card and code, as proofs know them."""
+"""For device types whose executor runs only proven kernels: from a kernel to its card and code, for proofs."""
 _emulated_architecture = "90a"
 
 
 @contextmanager
 def executing(executor: Executor, architecture: str | None = None) -> Iterator[None]:
-    """Let ``executor`` start kernels for CPU tensors, those of ``architecture`` where it is given."""
+    """Context in which ``executor`` runs kernels on CPU tensors, with kernels for ``architecture`` if it is given."""
     global _emulated_architecture
     before, architecture_before = EXECUTORS.get("cpu"), _emulated_architecture
     EXECUTORS["cpu"], _emulated_architecture = executor, architecture or _emulated_architecture

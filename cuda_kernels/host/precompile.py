@@ -1,6 +1,6 @@
-"""Kernels compiled ahead of their first launch, side by side in processes, into the cache of this machine.
+"""Compile kernels before their first launch, in parallel processes, into this machine's cache.
 
-``lightning-fp8 kernels build`` (``lightning_fp8/cli/kernels.py``) compiles into a folder that other machines take.
+``lightning-fp8 kernels build`` (``lightning_fp8/cli/kernels.py``) compiles into a folder for other machines.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from cuda_kernels.host import compile_cache
 from cuda_kernels.kernel import Kernel
 
 Build = tuple[Callable[..., Kernel], tuple[Any, ...]]
-"""A function of a module that makes a kernel, and its arguments."""
+"""A module-level function that makes a kernel, and its arguments."""
 
 
 def missing(builds: Iterable[Build], arch: str) -> list[Build]:
-    """Builds whose machine code for ``arch`` is neither carried nor in the cache; each kernel once."""
+    """Builds whose machine code for ``arch`` is neither prebuilt nor cached; each kernel once."""
     kernels = {function(*arguments): (function, arguments) for function, arguments in builds}
     return [build for kernel, build in kernels.items() if not compile_cache.is_compiled(kernel, arch)]
 
 
 def num_processors() -> int:
-    """The processors that this process may run on."""
+    """Number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_pool(num_tasks: int) -> ProcessPoolExecutor:
-    """A process for each processor, but no more than tasks; not forked: this process may have CUDA and threads."""
+    """At most one process per processor and task; spawned, since this process may have CUDA and threads."""
     return ProcessPoolExecutor(min(num_processors(), num_tasks), mp_context=multiprocessing.get_context("spawn"))
 
 
 def compile_ahead(builds: list[Build], arch: str) -> Iterator[None]:
-    """Compile into the cache on disk, on all processors; yields after each.
+    """Compile into the cache on disk, on all processors; yields after each kernel.
 
-    What does not compile is left to its first launch, which says why.
+    Errors are ignored here; the first launch raises them.
     """
     if not builds:
         return

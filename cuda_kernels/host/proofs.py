@@ -1,13 +1,12 @@
-"""Which kernels a card has proven: a verdict for each machine code on a card with a driver, kept in files.
+"""Verdicts on kernels: whether machine code computes right results on a GPU with a driver, stored in files.
 
-No kernel is started in a process that trains before it has computed right results on that card in another process. A
-launch calls :func:`require` as it loads a kernel: a *refused* kernel is an error with the reason, and an *unproven*
-one too, which says that a proof is missing. Who plans launches then has it made (``lightning_fp8/ops/proving.py``) and
-plans again.
+A process that trains does not launch a kernel before another process has verified its results on the same GPU. A launch
+calls :func:`require` when it loads a kernel: *refused* and *unproven* kernels raise errors, with the reason. The caller
+then requests a proof of an unproven kernel (``lightning_fp8/ops/proving.py``), and plans again.
 
-Verdicts are files of the kernel cache's folder, one for each :func:`key_of`: another machine code, card or driver, or
-other sources of what starts and checks it, need another proof. A file appears whole, by a rename; a damaged one counts
-as none. ``proven.txt`` lists the keys that cards of this package's authors have proven.
+Verdicts are files in the folder of the kernel cache, one per :func:`key_of`: other machine code, another GPU or driver,
+or other sources of what launches and checks kernels require a new proof. Files are written atomically, and damaged
+files are ignored. ``proven.txt`` lists the keys of kernels proven by the authors of this package.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from cuda_kernels.host.cache_folder import cache_folder, warn_once, write_whole
 from cuda_kernels.kernel import Kernel, KernelError
 
 VARIABLE = "LIGHTNING_FP8_PROVE"
-"""Environment variable: ``0`` starts kernels without a proof, ``always`` proves them again in each process."""
+"""Environment variable: ``0`` launches kernels without a proof, ``always`` proves them again in each process."""
 
 HOW_TO_REPEAT = "lightning-fp8 doctor --prove"
-"""The command that proves all kernels anew and prints what came out."""
+"""The command that proves all kernels again and prints the results."""
 
 
 class Card(NamedTuple):
-    """A GPU as far as a proof depends on it.
+    """The properties of a GPU that a proof depends on.
 
     Attributes:
-        name: of the GPU.
+        name: the GPU's name.
         capability: its compute capability, major and minor.
         driver: versions of the driver.
     """
@@ -53,13 +52,13 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a proof found.
+    """The result of a proof.
 
     Attributes:
         kernel: its name.
         card, driver: where it ran.
-        proven: the results were right.
-        reason: why not.
+        proven: whether the results were right.
+        reason: why the proof failed.
     """
 
     kernel: str
@@ -70,11 +69,11 @@ class Verdict:
 
 
 class Unproven(KernelError):
-    """This card has not proven a kernel yet.
+    """The kernel has not been proven on this GPU yet.
 
     Attributes:
-        key: of the verdict that is missing.
-        card: where it is.
+        key: the key of the missing verdict.
+        card: the GPU.
     """
 
     def __init__(self, kernel: Kernel, card: Card, key: str) -> None:
@@ -84,24 +83,24 @@ class Unproven(KernelError):
 
 
 class Refused(KernelError):
-    """A kernel failed its proof on this card."""
+    """The kernel failed its proof on this GPU."""
 
 
 class Watcher(Protocol):
-    """What a process that proves kernels learns of them."""
+    """Callbacks of a process that proves kernels."""
 
     def compiling(self, kernel: Kernel) -> None:
         """The kernel is about to be compiled, or read from the cache."""
 
     def loading(self, kernel: Kernel, key: str) -> None:
-        """A launch binds the kernel; its verdict has this key."""
+        """A launch binds the kernel; ``key`` is that of its verdict."""
 
     def starting(self, kernel: Kernel, key: str) -> None:
-        """The kernel is about to be started."""
+        """The kernel is about to be launched."""
 
 
 SOURCES = [Path(__file__).parents[1]]
-"""Folders whose Python files count in :func:`key_of`."""
+"""Folders whose Python files are included in :func:`key_of`."""
 
 WAITING = 600.0
 """Seconds to wait for another process that proves kernels."""
@@ -112,11 +111,11 @@ _watcher: Watcher | None = None
 
 
 def require(kernel: Kernel, card: Card, code: bytes) -> None:
-    """Refuse to load machine code that ``card`` has not proven.
+    """Refuse to load machine code that is not proven on ``card``.
 
     Raises:
         Unproven: there is no verdict.
-        Refused: it failed.
+        Refused: its proof failed.
     """
     if os.environ.get(VARIABLE) == "0" and _watcher is None:
         return None
@@ -133,7 +132,7 @@ def require(kernel: Kernel, card: Card, code: bytes) -> None:
 
 
 def refusal(verdict: Verdict) -> Refused:
-    """The error of a kernel that failed its proof."""
+    """The error for a kernel that failed its proof."""
     return Refused(
         f"{verdict.kernel} is not used on {verdict.card} (driver {verdict.driver}): {verdict.reason}; repeat the test "
         f"with {HOW_TO_REPEAT}"
@@ -146,35 +145,35 @@ def is_watched() -> bool:
 
 
 def compiling(kernel: Kernel) -> None:
-    """Tell the watcher, if there is one, that the kernel is about to be compiled."""
+    """Call the watcher, if there is one, before the kernel is compiled."""
     if _watcher is not None:
         _watcher.compiling(kernel)
 
 
 def binding(kernel: Kernel) -> None:
-    """Tell the watcher, if there is one, of a launch that binds a loaded kernel.
+    """Call the watcher, if there is one, when a launch binds a loaded kernel.
 
     Raises:
-        Refused: the kernel failed its proof before.
+        Refused: the kernel has failed its proof before.
     """
     if _watcher is not None:
         _watcher.loading(kernel, _required[kernel.name][0])
 
 
 def starting(kernel: Kernel) -> None:
-    """Tell the watcher, if there is one, that the kernel is about to be started."""
+    """Call the watcher, if there is one, before the kernel is launched."""
     if _watcher is not None:
         _watcher.starting(kernel, _required[kernel.name][0])
 
 
 def watch(watcher: Watcher | None) -> None:
-    """Let this process start every kernel, and tell ``watcher`` of it; None ends that."""
+    """Let this process launch every kernel, and call ``watcher``; None ends that."""
     global _watcher
     _watcher = watcher
 
 
 def withdraw(kernel_name: str, reason: str) -> None:
-    """Refuse a kernel from now on that was loaded in this process: it computed wrong results after its proof."""
+    """Refuse a kernel from now on: it was loaded in this process, and computed wrong results after its proof."""
     if kernel_name in _required:
         key, card = _required[kernel_name]
         keep(key, Verdict(kernel_name, card.name, card.driver, False, reason))
@@ -191,13 +190,13 @@ def key_of(card: Card, code: bytes) -> str:
 
 @cache
 def _hash_of(folders: tuple[Path, ...]) -> str:
-    """Of all Python files in these folders."""
+    """Hash of all Python files in these folders."""
     files = (path for folder in folders for path in sorted(folder.rglob("*.py")))
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
 
 def verdict_of(key: str) -> Verdict | None:
-    """The verdict that was kept, or None; with ``always``, only what this process has kept."""
+    """The stored verdict, or None; with ``always``, only verdicts stored by this process."""
     if key in _known:
         return _known[key]
     if os.environ.get(VARIABLE) == "always":
@@ -209,7 +208,7 @@ def verdict_of(key: str) -> Verdict | None:
 
 
 def keep(key: str, verdict: Verdict) -> None:
-    """Keep a verdict, for other processes too unless the folder cannot be written, of which one warning tells."""
+    """Store a verdict, also for other processes if the folder is writable; otherwise a warning is issued once."""
     _known[key] = verdict
     path = _path_of(key)
     try:
@@ -222,19 +221,19 @@ def keep(key: str, verdict: Verdict) -> None:
 
 
 def forget() -> None:
-    """Forget what this process knows, but no file."""
+    """Forget the verdicts in memory; files are kept."""
     _known.clear()
 
 
 @contextmanager
 def one_prover() -> Iterator[None]:
-    """Let one process of this machine prove kernels at a time, as far as they share the cache's folder.
+    """Context in which only one process of this machine proves kernels, among those that share the cache's folder.
 
-    One that waits says so, and goes on without the lock after :data:`WAITING`.
+    A waiting process prints a message, and continues without the lock after :data:`WAITING`.
     """
     try:
         import fcntl
-    except ImportError:  # no Unix
+    except ImportError:  # not Unix
         yield
         return
     path = _folder() / "lock"
@@ -259,7 +258,7 @@ def one_prover() -> Iterator[None]:
                 break
         try:
             yield
-        finally:  # a process that was forked meanwhile keeps the file open
+        finally:  # unlock explicitly: a process forked meanwhile keeps the file open
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
 
@@ -273,7 +272,7 @@ def _path_of(key: str) -> Path:
 
 
 def _read(path: Path) -> Verdict | None:
-    """The verdict in a file; None where there is no file, or a damaged one."""
+    """The verdict in a file; None if the file does not exist or is damaged."""
     try:
         content = json.loads(path.read_bytes())
         key = content.pop("key")

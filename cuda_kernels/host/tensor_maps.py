@@ -1,4 +1,4 @@
-"""Tensor maps: descriptors of a matrix, and of the boxes of it that TMA copies."""
+"""Tensor maps: descriptors of a matrix and of the boxes of it that TMA copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = 128
 _ALIGNMENT = 64
 _MAX_CACHED_MAPS = 1024
 
-# CUtensorMapDataType by the bytes of an element: UINT8, UINT16, FLOAT32, which is what sums are.
+# CUtensorMapDataType by bytes per element: UINT8, UINT16, FLOAT32 (for sums).
 _KINDS = {1: 0, 2: 1, 4: 7}
 _INTERLEAVE_NONE = 0
 _SWIZZLE_NONE = 0
@@ -29,13 +29,13 @@ _OUTSIDE_IS_0 = 0
 
 
 class Box(NamedTuple):
-    """The box of a matrix that one copy takes.
+    """The box of a matrix that one copy transfers.
 
     Attributes:
         rows, columns: of the box.
-        swizzle: whether rows of 128 bytes are swizzled in shared memory, as
-            :func:`~cuda_kernels.device.swizzle.swizzle_128b` says.
-        transposed: the matrix is the tensor, transposed.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory, as by
+            :func:`~cuda_kernels.device.swizzle.swizzle_128b`.
+        transposed: whether the matrix is the transposed tensor.
     """
 
     rows: int
@@ -45,17 +45,17 @@ class Box(NamedTuple):
 
 
 class Map(NamedTuple):
-    """Stand-in for a ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
+    """A stand-in for ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
 
     tensor: Tensor
     box: Box
 
 
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """Tensor to launch argument: the tensor map of a matrix with contiguous rows, copied in boxes ``box``.
+    """From a tensor to a launch argument: the tensor map of a matrix with contiguous rows, copied in boxes ``box``.
 
-    Maps are cached by address alone, since torch's allocator gives the same memory again: all tensors that one function
-    gets have one shape, strides and dtype. Operands of different shapes need a function each.
+    Maps are cached by address only, because torch's allocator reuses memory. All tensors passed to one function must
+    have the same shape, strides and dtype; other operands need another function.
     """
     if not is_cuda_device(device):
         return lambda tensor: Map(tensor.t() if box.transposed else tensor, box)
@@ -76,7 +76,7 @@ def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
 @cache
 def _encode() -> Any:
     """The driver's ``cuTensorMapEncodeTiled``, called through ctypes, because NVIDIA's bindings do not align the map
-    that they make to 64 bytes."""
+    to 64 bytes."""
     function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
     uint32_pointer = ctypes.POINTER(ctypes.c_uint32)
     uint64_pointer = ctypes.POINTER(ctypes.c_uint64)
@@ -89,10 +89,10 @@ def _encode() -> Any:
 
 
 def _encoded(tensor: Tensor, box: Box) -> bytes:
-    """A ``CUtensorMap``; it keeps no tensor alive.
+    """A ``CUtensorMap`` as bytes; it does not keep the tensor alive.
 
     Raises:
-        KernelError: the driver refuses.
+        KernelError: the driver refuses it.
     """
     rows, columns = tensor.shape
     itemsize = tensor.element_size()
@@ -105,5 +105,5 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
         _INTERLEAVE_NONE, _SWIZZLE_128B if box.swizzle else _SWIZZLE_NONE, _L2_PROMOTION_256B, _OUTSIDE_IS_0,
     )  # fmt: skip
     if result:
-        raise KernelError(f"the CUDA driver answered {result} to a tensor map of {tuple(tensor.shape)} in {box}")
+        raise KernelError(f"the CUDA driver returned {result} for a tensor map of {tuple(tensor.shape)} in {box}")
     return ctypes.string_at(address, _BYTES)

@@ -1,6 +1,6 @@
-"""Which compilers make kernels, by the metadata of their packages: none of them is imported, which takes seconds.
+"""Versions of the compilers, from their packages' metadata: importing them would take seconds.
 
-What goes together is from the packages' own sources: numba's ``__init__`` for numpy, NVIDIA's answer for nvJitLink.
+Compatibility is taken from the packages' own sources: numba's ``__init__`` for numpy, nvJitLink's error for libnvvm.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ TOOLS = (
     "numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc",
     "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
-"""Packages that a kernel's machine code depends on; CUDA 12's wheel of nvcc holds libnvvm, CUDA 13 has one for it."""
+"""Packages that a kernel's machine code depends on. libnvvm is in CUDA 12's wheel of nvcc; in CUDA 13 it has its own."""
 
 COMPANIONS = ("numpy", "cuda-bindings", "cuda-pathfinder")
-"""Packages whose versions have to agree with those."""
+"""Packages whose versions must be compatible with these."""
 
 _NEWEST_NUMPY = {
     (0, 60): (2, 0),
@@ -27,23 +27,23 @@ _NEWEST_NUMPY = {
     (0, 64): (2, 4),
     (0, 67): (2, 5),
 }
-"""The newest numpy that numba imports with, from this version of numba on."""
+"""The newest numpy that numba can be imported with, from this version of numba on."""
 
 _NUMBA_READ = (0, 69)
-"""The first version of numba whose imports nobody has read."""
+"""The first version of numba that was not checked for its limit on numpy."""
 
 Versions = Mapping[str, str]
 
 
 class Conflict(NamedTuple):
-    """Versions that do not work together: ``problem`` is a sentence without its end, ``way_out`` a command."""
+    """Incompatible versions: ``problem`` is a sentence without a period, ``way_out`` a command."""
 
     problem: str
     way_out: str
 
 
 def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
-    """The versions of those of the packages ``names`` that are installed."""
+    """The versions of the installed packages among ``names``."""
     installed = {}
     for name in names:
         try:
@@ -54,18 +54,18 @@ def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
 
 
 def conflicts(installed: Versions) -> list[str]:
-    """A sentence with a way out for each conflict between packages ``installed``, as :func:`versions` gives them."""
+    """A sentence with advice for each conflict between the packages ``installed``, as returned by :func:`versions`."""
     return [f"{problem}; {way_out}" for problem, way_out in known_conflicts(installed)]
 
 
 def known_conflicts(installed: Versions) -> list[Conflict]:
-    """As :func:`conflicts`, in parts."""
+    """:func:`conflicts` in parts."""
     rules: tuple[Callable[[Versions], Conflict | None], ...] = (_numpy_too_new, _nvvm_too_new)
     return [conflict for rule in rules if (conflict := rule(installed))]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """``"13.0.88"`` as ``(13, 0, 88)``: what stands in front of the first part that is no number."""
+    """``"13.0.88"`` as ``(13, 0, 88)``: the leading numeric parts."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -87,7 +87,7 @@ def _numpy_too_new(installed: Versions) -> Conflict | None:
 
 
 def _nvvm_too_new(installed: Versions) -> Conflict | None:
-    """libnvvm's CUDA version may be older than nvJitLink's, not newer. As cuda-pathfinder finds them: CUDA 13 first."""
+    """libnvvm may be older than nvJitLink but not newer. Both are looked up as by cuda-pathfinder: CUDA 13 first."""
     nvvm = next((name for name in ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12") if name in installed), None)
     nvjitlink = next((name for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12") if name in installed), None)
     if nvvm is None or nvjitlink is None or numbers(installed[nvvm])[:2] <= numbers(installed[nvjitlink])[:2]:
