@@ -1,8 +1,8 @@
-"""Activations and their gradients as tile loaders, computed in float32 from what they read.
+"""Activations and their gradients as tile loaders, which compute them in float32 while loading.
 
-Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. With both rounded
-correctly, values of SiLU and both GELUs are within a relative 2e-7 max(1, |z|) of float64, mostly for the rounding of
-the exponent; the unit adds at most 2 and 1 float32-ulps. Values below 1e-36 may be flushed to zero.
+Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. If both were
+correctly rounded, values of SiLU and both GELUs would be within a relative 2e-7 max(1, |z|) of float64, mostly due to
+the rounding of the exponent; the unit adds at most 2 and 1 float32 ulps. Values below 1e-36 may be flushed to zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GELU_3 = np.float32(2 * math.sqrt(2 / math.pi) * 0.044715)
 _GELU_3_SLOPE = np.float32(6 * math.sqrt(2 / math.pi) * 0.044715)
 _QGELU = np.float32(1.702)
 _FAR, _MINUS_FAR = np.float32(128), np.float32(-128)
-"""Beyond these every sigmoid is 0 or 1: a product with it needs no larger factor, and with infinity it would be NaN."""
+"""Beyond these every sigmoid is 0 or 1. Clamping the other factor does not change the product, and avoids 0 * inf."""
 
 
 @device
@@ -120,7 +120,7 @@ class Activation:
     Attributes:
         forward: ``x -> value``.
         grad_and_value: ``(dy, x) -> (dy times the derivative, value)``.
-        gated: the second half of a row multiplies the values of its first.
+        gated: whether the second half of a row multiplies the activated first half.
     """
 
     forward: Any
@@ -145,14 +145,17 @@ ACTIVATIONS = {
 
 
 def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row: Any, compute: Any) -> TileLoader:
-    """A loader that computes a tile's values as it loads them, so that kernels that read them twice compute them once.
+    """A loader that computes a tile's values while loading, so that kernels that read them twice compute them once.
 
     Args:
-        raw: registers of four elements of a row before the computation.
+        name: unique among all loaders.
+        aligned: see :func:`~cuda_kernels.device.codec.quad_loader`.
+        num_args: number of int64 arguments.
+        raw: registers for the inputs of four elements of a row.
         load_row: device function ``(args, columns, row, column, in_bounds, registers, first_register)``.
-        compute: device function ``(columns, column, registers, first_register, values)`` of one row's four elements.
+        compute: device function ``(columns, column, registers, first_register, values)`` for four elements of a row.
     """
-    # Rows are loaded in parts, so that the raw elements of one part and the values of the others fit into registers.
+    # Rows are loaded in parts, so that the inputs of one part and the values of the others fit into registers.
     parts = 1 if raw <= 4 else 2 if aligned else 4
     together = WARP_ROWS // parts
     in_flight = together * raw
@@ -172,7 +175,7 @@ def computed_loader(name: str, aligned: bool, num_args: int, raw: int, load_row:
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):
         load_rows(args, rows, columns, first_row, column, registers, 0)
-        if parts > 1:  # no loop: it would not be unrolled, and indices that vary put registers into memory
+        if parts > 1:  # a loop would not be unrolled, and a variable index places registers in local memory
             load_rows(args, rows, columns, first_row, column, registers, together)
         if parts > 2:
             load_rows(args, rows, columns, first_row, column, registers, 2 * together)
@@ -193,10 +196,10 @@ def unpack(quad, values):
 
 @cache
 def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
-    """``activation(x)``, gated ``activation(x[:, :F]) * x[:, F:]`` for ``[R, F]`` values.
+    """``activation(x)``, or if gated ``activation(x[:, :F]) * x[:, F:]``, with ``[R, F]`` values.
 
-    Arguments: x's address, the stride of its rows in elements. ``aligned``: address, stride and F are multiples of four
-    elements.
+    Arguments: x's address, and the stride of its rows in elements. ``aligned``: address, stride and F are multiples of
+    four elements.
     """
     activation = ACTIVATIONS[name]
     forward, gated = activation.forward, activation.gated
@@ -231,9 +234,9 @@ def activation_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
 
 
 def _wrapped_loader(dtype: DtypeName, aligned: bool) -> Any:
-    """A device function ``(address, column, period, columns, in_bounds) -> registers`` of four elements of a row.
+    """A device function ``(address, column, period, columns, in_bounds) -> registers`` for four elements of a row.
 
-    Column ``period + i`` is element i, so that one row serves both halves of a gradient. ``address``: the row's.
+    Column ``period + i`` reads element i, so that both halves of a gradient read the same row. ``address``: the row's.
     """
     itemsize = ITEM_BYTES[dtype]
     load_quad = quad_loader(dtype, True)
@@ -262,7 +265,7 @@ def _wrapped_loader(dtype: DtypeName, aligned: bool) -> Any:
 
 @cache
 def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName, aligned: bool) -> TileLoader:
-    """The gradient of x ``[R, F]``, gated ``[R, 2 F]``: its first half ``activation'``, its second the gate's.
+    """The gradient of x ``[R, F]``, or if gated ``[R, 2 F]``: the activation's input, then the gate.
 
     Arguments: x's address and stride, dy's address and stride. ``aligned``: addresses, strides and F are multiples of
     four elements.
@@ -280,7 +283,7 @@ def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName,
     @device
     def load_row(args, columns, row, column, in_bounds, raw_registers, first_register):
         period = columns >> 1 if gated else columns
-        x, stride, dy, dy_stride = args[0], args[1], args[2], args[3]  # that of sums may follow
+        x, stride, dy, dy_stride = args[0], args[1], args[2], args[3]  # the address of sums may follow
         x_row = x + row * stride * itemsize
         dy_row = dy + row * dy_stride * dy_itemsize
         loaded = load_x(x_row, column, period, columns, in_bounds)
@@ -289,7 +292,7 @@ def activation_backward_loader(name: str, dtype: DtypeName, dy_dtype: DtypeName,
         loaded_dy = load_dy(dy_row, column, period, columns, in_bounds)
         for register in range(registers_of_dy_quad):
             raw_registers[first_register + registers_of_quad + register] = loaded_dy[register]
-        if gated:  # the gate is a factor of the first half alone
+        if gated:  # the gate is a factor of the first half only
             loaded_gate = load_gate(x_row + i64(period + column) * itemsize, column, period, in_bounds)
             for register in range(registers_of_quad):
                 raw_registers[first_register + registers_of_quad + registers_of_dy_quad + register] = loaded_gate[

@@ -1,4 +1,4 @@
-"""Largest magnitudes, for scales that must be known before the cast."""
+"""Amaxes, for scales that must be known before the cast."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 
 @cache
 def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
-    """``max |x|`` of a tensor, by blocks that each take every n-th tile.
+    """``max |x|`` of a tensor. A block processes every n-th tile.
 
-    ``accumulate``: the maximum raises ``amax_ptr [1]``. Otherwise ``amax_ptr [blocks]`` gets one for each block, and
-    nothing happens where ``scale_ptr [1]`` (if it is given) is not 0.
+    With ``accumulate``, ``amax_ptr [1]`` is updated with the maximum. Otherwise each block writes its maximum to
+    ``amax_ptr [blocks]``, unless ``scale_ptr [1]`` is given and not 0.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile_at = loader.load_tile_at()
@@ -78,7 +78,7 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
 
 @cache
 def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
-    """``max |x|`` of each row and each column, raised in ``amaxes [rows + columns]``, those of rows first."""
+    """``max |x|`` of each row and each column, updating ``amaxes [rows + columns]``, rows first."""
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold

@@ -1,9 +1,9 @@
-"""Sums of columns in two stages, in an order that does not depend on the order of blocks.
+"""Sums over columns in two stages, in an order that does not depend on the scheduling of blocks.
 
-In the first stage, kernels that hold the values also store partial sums, float32 ``[n, stride]``: casts those of
-:func:`summed_loader`, norms those of ``cuda_kernels/norm/backward.py``. In the second stage :func:`column_sums_kernel`
-adds them up: warp w of a block adds partial sums w, w + 32, w + 64, ... one after the other, then its first warp the
-sums of warps 0 to 31.
+In the first stage, kernels that read the values also store partial sums, float32 ``[n, stride]``: casts by
+:func:`summed_loader`, norms in ``cuda_kernels/norm/backward.py``. In the second stage :func:`column_sums_kernel` adds
+them: warp w of a block adds partial sums w, w + 32, w + 64, ... in order, then the first warp adds the sums of warps 0
+to 31.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ COLUMNS = 32
 """Columns of a block: a warp reads 128 bytes of a row of partial sums."""
 _WARPS = 32
 _AHEAD = 8
-"""Rows that a warp reads at a time: its loads are in flight together."""
+"""Rows that a warp loads at a time, so that the loads overlap."""
 _ZERO = np.float32(0)
 
 
 @cache
 def summed_loader(loader: TileLoader) -> TileLoader:
-    """``loader``, which also stores the sums of a tile's columns over every 16 rows as it loads them.
+    """``loader`` that also stores the sums of a tile's columns over every 16 rows.
 
-    Arguments: those of ``loader``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, whose
-    stride is the number of columns rounded up to a multiple of four.
+    Arguments: those of ``loader``, and the address of the partial sums, float32 ``[ceil(rows / 16), stride]``, where
+    ``stride`` is the number of columns rounded up to a multiple of four.
     """
     load_values, decode, partials = loader.load, loader.decode, loader.num_args
 
@@ -55,7 +55,7 @@ def summed_loader(loader: TileLoader) -> TileLoader:
 def column_sums_kernel(dtype: DtypeName) -> Kernel:
     """``out [columns]`` of ``dtype`` from partial sums ``[n, stride]``, and ``other`` from a second ``[n, stride]``.
 
-    A block for every :data:`COLUMNS` columns; a second half of the blocks, if there is one, does the second sums.
+    A block processes :data:`COLUMNS` columns; twice as many blocks also compute the second sums.
     """
     item = ITEM_BYTES[dtype]
     store = element_storer(dtype)

@@ -1,4 +1,4 @@
-"""Activations that a second tensor multiplies, and their gradients, as tile loaders."""
+"""Activations times a second tensor, and their gradients, as tile loaders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from cuda_kernels.device.tile import TileLoader
 
 
 def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, compute_one: Any) -> TileLoader:
-    """A loader of what ``compute_one`` gives of an element each of two or three tensors of one dtype ``[R, F]``.
+    """A loader that applies ``compute_one`` elementwise to two or three tensors ``[R, F]`` of one dtype.
 
-    Arguments: the address and the stride of each tensor. ``aligned``: these, and F, are multiples of four elements.
+    Arguments: the address and the stride of each tensor. ``aligned``: these and F are multiples of four elements.
 
     Args:
-        compute_one: device function ``(first, second, third) -> value``; of two tensors the third is the second.
+        name: of the function.
+        dtype: of the tensors.
+        aligned: see above.
+        tensors: 2 or 3.
+        compute_one: device function ``(first, second, third) -> value``; with two tensors, third equals second.
     """
     itemsize = ITEM_BYTES[dtype]
     registers_of_quad = quad_registers(dtype)

@@ -1,4 +1,4 @@
-"""Overflow and underflow counts of casts to FP8; and what else their kernels are declared with."""
+"""Overflow and underflow counts of casts to FP8, and launch bounds of their kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ZERO = np.float32(0)
 
 
 def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:
-    """Blocks of a multiprocessor that registers suffice for; a second cast keeps the float32 of the first."""
+    """Blocks per multiprocessor that registers allow; a second cast keeps the float32 values of the first."""
     return max(1, loader.min_blocks_per_sm - int(count) - (casts - 1))
 
 
 @cache
 def counting_cast(fp8: str, count: bool) -> Any:
-    """A device function ``(quad, scale_a, scale_b, scale_c, scale_d) -> codes, overflows``: four float32 are cast.
+    """A device function ``(quad, scale_a, scale_b, scale_c, scale_d) -> codes, overflows`` that casts four float32.
 
-    ``codes``: a register with the four. ``overflows``: how many were saturated (overflow) in the low half, flushed to
-    zero (underflow) in the high half; 0 unless ``count``.
+    ``codes``: a register with the four codes. ``overflows``: the number of saturated values (overflow) in the low half,
+    and of values flushed to zero (underflow) in the high half; 0 unless ``count``.
     """
     pack = float8x4[fp8]
     largest = FP8_MAX[fp8]
@@ -36,7 +36,7 @@ def counting_cast(fp8: str, count: bool) -> Any:
     def count_one(value, scale):
         product = abs(value * scale)
         saturated = u32(1) if product > largest else u32(0)
-        # Half of the smallest is a tie, which rounds to zero.
+        # Half of the smallest value is a tie, which rounds to zero.
         flushed = u32(0x10000) if product <= half_smallest and value != _ZERO else u32(0)
         return saturated + flushed
 

@@ -1,7 +1,7 @@
-"""Tensors to FP8, rowwise and transposed, from one read; one scale for the tensor, for each row, or for each column.
+"""Casts to FP8, rowwise and transposed, from one read, with one scale per tensor, per row, or per column.
 
-Both copies share the scale of a whole tensor. Kernels work on the tiles of ``tile.py``. ``out [rows, columns]`` and
-``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is written with zeros.
+With one scale per tensor, both copies share it. Kernels use the tiles of ``tile.py``. ``out [rows, columns]`` and
+``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is filled with zeros.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 def quantize_tensor_kernel(
     loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, observe: bool, count: bool
 ) -> Kernel:
-    """One scale for the tensor: ``scale_ptr [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
+    """One scale per tensor: ``scale_ptr [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
-    ``observe`` raises ``amax_out [1]`` to the tensor's amax; ``count`` adds the numbers of saturated values and of
+    ``observe`` updates ``amax_out [1]`` with the tensor's amax. ``count`` adds the numbers of saturated values and of
     values flushed to zero to the int64 ``counts [2]``.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
@@ -108,7 +108,7 @@ def quantize_tensor_kernel(
 
 @cache
 def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise: bool, count: bool) -> Kernel:
-    """One scale for each row, and for the transposed copy one for each column, from ``amaxes [rows + columns]``."""
+    """One scale per row, and for the transposed copy one per column, from ``amaxes [rows + columns]``."""
     decode, num_registers = loader.decode, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -174,7 +174,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
 
 @cache
 def quantize_columns_kernel(loader: TileLoader, fp8: str) -> Kernel:
-    """Row by row, with a given scale for each column, ``scale [columns]``."""
+    """A rowwise copy with a given scale per column, ``scale [columns]``."""
     decode, num_registers, vector = loader.decode, loader.num_registers, loader.vector
     load_tile = loader.load_tile()
     store_rows = row_storer(vector)

@@ -1,4 +1,4 @@
-"""Tensors to FP8, rowwise and transposed, from one read; with a scale for each block; otherwise as ``quantize.py``."""
+"""Casts to FP8, rowwise and transposed, from one read, with a scale per block; otherwise like ``quantize.py``."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from cuda_kernels.kernel import Kernel, KernelError, typed
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 Block = tuple[int | None, int | None]
-"""Rows and columns of a block that has a scale; None: all of them."""
+"""Rows and columns of a block that shares a scale; None: all of them."""
 
 BLOCKS: tuple[Block, ...] = ((1, 32), (1, 64), (1, TILE), (TILE, TILE))
-"""The blocks that the kernel has code for: parts of a tile's row, whose scales may be E8M0; its rows; whole tiles."""
+"""Supported blocks: parts of a tile's row, whose scales may be E8M0; a tile's rows; whole tiles."""
 
 
 def takes_octets(block: Block) -> bool:
-    """Whether a lane may hold 8 columns of every other row: not where a warp finds the scales of rows one by one."""
+    """Whether a lane may hold 8 columns of every other row; not if a warp computes the scales of rows one by one."""
     return block != (1, TILE)
 
 
 def _exchange(values: int, distance: int) -> Any:
-    """A device function ``(maxima, lane)``: two lanes ``distance`` apart reduce ``values`` maxima.
+    """A device function ``(maxima, lane)`` by which two lanes ``distance`` apart reduce ``values`` maxima.
 
-    Each keeps half of the results, the upper lane the upper half.
+    Each lane keeps half of the results, the upper lane the upper half.
     """
     half = values // 2
 
@@ -73,9 +73,9 @@ def _exchange(values: int, distance: int) -> Any:
 
 
 def _reduce_scatter_max(values: int, lanes: int) -> Any:
-    """A device function ``(maxima, lane)`` that reduces ``values`` maxima over ``lanes`` neighbouring lanes.
+    """A device function ``(maxima, lane)`` that reduces ``values`` maxima over ``lanes`` consecutive lanes.
 
-    Each of them then has its share of the maxima, in order, as its first ones.
+    Each lane ends with its share of the results, in order, at the start of ``maxima``.
     """
     first = _exchange(values, lanes // 2)
     if lanes == 2:
@@ -91,11 +91,11 @@ def _reduce_scatter_max(values: int, lanes: int) -> Any:
 
 
 def _block_scale(fp8: str, e8m0: bool) -> tuple[Any, Any]:
-    """Device functions that compute and store the scale of a part of a row: E8M0, or float32.
+    """Device functions that compute and store the scale of a part of a row, in E8M0 or float32.
 
     Returns:
-        ``(amax_bits, power_2, epsilon) -> code, scale``, of which ``scale`` multiplies and ``code`` is E8M0; and
-        ``(address, code, scale)``, which stores what divides back.
+        ``(amax_bits, power_2, epsilon) -> code, scale``, where ``scale`` is to multiply by and ``code`` is E8M0; and
+        ``(address, code, scale)``, which stores the inverse scale.
     """
     fp8_max = FP8_MAX[fp8]
     reciprocal_max = _ONE / fp8_max
@@ -118,22 +118,22 @@ def _block_scale(fp8: str, e8m0: bool) -> tuple[Any, Any]:
 def quantize_blocks_kernel(
     loader: TileLoader, fp8: str, block: Block, e8m0: bool, rowwise: bool, columnwise: bool, count: bool
 ) -> Kernel:
-    """One scale for each ``block``, one of :data:`BLOCKS`, from the block itself; E8M0 if ``e8m0``, else float32.
+    """One scale per ``block``, one of :data:`BLOCKS`, from the block itself; E8M0 if ``e8m0``, else float32.
 
-    ``out_scale_inv`` is ``[blocks of a row, out_scale_inv_stride]``, rows contiguous, as a GEMM reads them and so that
-    neighbouring threads write neighbours; those of ``out_t`` likewise, columns contiguous. The scales of whole tiles
-    are ``[block rows, block columns]``, in ``out_t_scale_inv`` transposed.
+    ``out_scale_inv`` is ``[blocks of a row, out_scale_inv_stride]``, contiguous along rows, as a GEMM reads it, and so
+    that consecutive threads write consecutive scales; ``out_t_scale_inv`` likewise along columns. The scales of whole
+    tiles are ``[block rows, block columns]``, and transposed in ``out_t_scale_inv``.
 
     Raises:
-        KernelError: another block, or one that has no such scales or no such loader.
+        KernelError: the block, its scales, or the loader for it are not supported.
     """
     block_rows, block_columns = block
     scales = f"{block_rows}x{block_columns}{' e8m0' * e8m0}"
     if block not in BLOCKS or not block_rows or not block_columns or (e8m0 and block != (1, 32)):
         has = ", ".join(f"{rows}x{columns}" for rows, columns in BLOCKS)
-        raise KernelError(f"scales of {scales} have no kernel; blocks are {has}, of 1x32 e8m0, too")
+        raise KernelError(f"scales of {scales} are not supported; blocks are {has}, of 1x32 e8m0, too")
     if loader.vector > 4 and not takes_octets(block):
-        raise KernelError(f"scales of {scales} cannot be found of {loader.name}; a lane has to hold 4 columns")
+        raise KernelError(f"scales of {scales} are not supported with {loader.name}; a lane has to hold 4 columns")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     row_of = row_of_quad(loader.vector)
@@ -143,7 +143,7 @@ def quantize_blocks_kernel(
     cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
     block_2d = block_rows > 1
-    in_parts = block_columns < TILE  # of a tile's row, several of which share a warp
+    in_parts = block_columns < TILE  # several blocks per row of a tile share a warp
     row_scales_from_warp = rowwise and not block_2d and not in_parts
     quads_of_row = loader.vector // 4
     lanes_of_block = block_columns // loader.vector
@@ -172,13 +172,13 @@ def quantize_blocks_kernel(
         )
         block_row, block_column = i64(tile_row >> i32(7)), i64(tile_col >> i32(7))
 
-        # Quads are decoded once for what they are needed for before they are cast.
+        # Decode quads once for everything that is needed before the cast.
         vector_maxima, column_maxima = (
             cuda.local.array(n_maxima, u32),
             cuda.local.array(n_maxima, u32),
         )
         vector_amax = cuda.local.array(n_vectors, u32)
-        lane_scales = cuda.local.array(scales_of_lane, u32)  # the bits of those that this lane computes for its block
+        lane_scales = cuda.local.array(scales_of_lane, u32)  # bits of the scales that this lane computes for its block
         row_amax = u32(0)  # of row `lane` of the warp's 16
         clear(column_maxima)
         for quad_index in range(WARP_ROWS):
@@ -215,14 +215,14 @@ def quantize_blocks_kernel(
                 store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         else:
             if rowwise:
-                row_scale, scale = _ONE, _ONE  # of row `lane` of the warp's 16; of the quad at hand
+                row_scale, scale = _ONE, _ONE  # of row `lane` of the warp's 16; of the current quad
                 if row_scales_from_warp:
                     row_scale = amax_to_scale(from_bits(row_amax), fp8_max, power_2, epsilon)
                     if lane < WARP_ROWS and first_row + lane < rows:
                         scale_offset = block_column * out_scale_inv_stride + i64(first_row + lane)
                         store_f32(out_scale_inv + scale_offset * 4, divide(_ONE, row_scale))
                 if in_parts:
-                    # The lanes that share a block compute the scales of their rows, one or two each.
+                    # The lanes that share a block compute the scales of its rows, one or two each.
                     reduce_scatter(vector_amax, lane)
                     scale_row = i32(scales_of_lane * quads_of_row * (lane & (lanes_of_block - 1)))
                     scale_offset = i64(column >> log2_block_columns) * out_scale_inv_stride + i64(first_row + scale_row)

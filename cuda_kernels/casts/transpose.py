@@ -1,4 +1,4 @@
-"""FP8 codes transposed: of the tiles of ``tile.py``, through shared memory, as casts store their transposed copy."""
+"""Transpose FP8 codes, by the tiles of ``tile.py`` and through shared memory, as casts store their transposed copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuda_kernels.kernel import Kernel, typed
 def _quad_loader(vector: int) -> Any:
     """A device function ``(address, column, columns, in_bounds) -> register`` that loads four codes of a row.
 
-    Codes beyond ``columns`` are zeros, all four where ``in_bounds`` is false. With a ``vector`` of 4, address and
+    Codes beyond ``columns`` are zeros; if ``in_bounds`` is false, all four are. With a ``vector`` of 4, address and
     columns are multiples of 4.
     """
 
@@ -42,10 +42,10 @@ def _quad_loader(vector: int) -> Any:
 
 @cache
 def transpose_kernel(vector: int) -> Kernel:
-    """``codes [rows, columns]``, a byte each, to ``out [columns, rows]``; a block of threads has a tile.
+    """``codes [rows, columns]``, a byte each, to ``out [columns, rows]``; one tile per block.
 
-    A warp reads 128 bytes of a row at once and writes 128 bytes of each of four columns. ``out_stride`` is a multiple
-    of 16; zeros fill the padding. ``vector``: address, ``stride`` and columns are multiples of so many bytes, 4 or 1.
+    A warp reads 128 bytes of a row at once, and writes 128 bytes of each of four columns. ``out_stride`` is a multiple
+    of 16; the padding is filled with zeros. ``vector``: address, ``stride`` and columns are multiples of 4 or 1 bytes.
     """
     load_quad = _quad_loader(vector)
     origin_of = thread_origin(4)

@@ -21,10 +21,10 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.kernel import Kernel, typed
 
 SLOTS = 32
-"""Slots, one for a tensor, of a block: their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
+"""Slots (one per tensor) of a block. Their amaxes of one step are contiguous, so that a warp reads 128 bytes."""
 WARPS = 32
 STEPS = 8
-"""Steps of the history that one warp moves at a time: its loads are in flight together."""
+"""Steps of the history that a warp shifts at a time, so that the loads overlap."""
 
 _ZERO = np.float32(0)
 _INFINITY = np.float32(np.inf)
@@ -33,9 +33,9 @@ _LARGEST = np.finfo(np.float32).max
 
 @cache
 def update_scales_kernel(most_recent: bool) -> Kernel:
-    """Push ``amaxes [n]`` into ``amax_history [length, n]``, oldest first, compute ``scale [n]``, zero ``amaxes``.
+    """Append ``amaxes [n]`` to ``amax_history [length, n]``, oldest first, compute ``scale [n]``, zero ``amaxes``.
 
-    A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first step is 0 afterwards.
+    A tensor whose amax is 0, inf or NaN keeps its history and scale. The history's first step is set to 0.
     ``power``: 2**-margin.
     """
 

@@ -43,7 +43,7 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     """A device function ``(acc, epi_args, frag_row, m, frag_col, n) -> acc``: scales, bias and the result's amax.
 
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax.
-    ``frag_row``, ``frag_col``: where the thread's first register lies in the result.
+    ``frag_row``, ``frag_col``: position of the thread's first register in the result.
     """
     visitors: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
@@ -60,7 +60,7 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
 
 
 def _composed(visitors: list[Any]) -> Any:
-    """One device function that applies ``visitors`` in order; absent ones are skipped in Python and cost nothing."""
+    """One device function that applies ``visitors`` in order; absent ones have no cost."""
     if not visitors:
         return device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
     if len(visitors) == 1:
@@ -121,7 +121,7 @@ def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
         above, below = largest(acc, n - frag_col)
         value = warp_max(unsigned_max(above if frag_row < m else u32(0), below if frag_row + 8 < m else u32(0)))
         if cuda.threadIdx.x & 31 == 0:
-            # Rounding keeps the order: the largest of rounded values is the largest, rounded.
+            # Rounding is monotonic: the largest rounded value is the rounded largest value.
             update_amax(amax_out, bits(rounded(from_bits(value))))
         return acc
 
@@ -130,10 +130,10 @@ def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
 
 @cache
 def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function that finishes and stores 64 rows of a warpgroup.
+    """A device function that applies the epilogue to 64 rows of a warpgroup and stores them.
 
     It is ``(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)``.
-    ``wg_thread``: the thread's number in its warpgroup. ``tile_col``: the tile's first.
+    ``wg_thread``: the thread's index in its warpgroup. ``tile_col``: the tile's first column.
     """
     if config.smem_epilogue:
         return _make_smem_store(0, spec, config)
@@ -154,7 +154,7 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
 def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another.
 
-    The last one of a tile begins earlier, and stores some columns again, where they do not divide the tile's columns.
+    If they do not divide the tile's columns, the last one starts earlier, and stores some columns again.
     """
     columns = epi_tile_columns(spec.out_dtype)
     epi_tiles = num_epi_tiles(config, spec)
@@ -163,7 +163,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     buffers = config.epi_stages
     is_last = epi_tile == epi_tiles - 1
     buffer_idx = epi_tile % buffers
-    # A tile's first one may take the buffer that the previous tile's last one has filled: then it waits for all stores.
+    # The first epilogue tile may use the same buffer as the previous tile's last one, and then waits for all stores.
     drain_first = epi_tiles % buffers > 0
     pending_stores = 0 if drain_first and epi_tile == 0 else buffers - 1
     waits = not drain_first or epi_tile == 0 or epi_tile >= buffers
@@ -181,7 +181,7 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
             if wg_thread == 0:
                 tma_store_wait(pending_stores)
             named_barrier(1 + wg_idx, 128)
-        # Scales and bias are loaded for each epilogue tile: those of all together would not fit into registers.
+        # Scales and bias are loaded per epilogue tile, because those of all tiles would not fit into registers.
         finished = finish(
             slice_epi_tile(acc),
             epi_args,

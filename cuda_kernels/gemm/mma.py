@@ -1,8 +1,8 @@
-"""The GEMM on GPUs without wgmma: warps run mma.sync on what cp.async copied, one block for each tile.
+"""The GEMM on GPUs without wgmma: operands are copied by cp.async and multiplied by mma.sync, with one tile per block.
 
 All threads of a block copy 128 bytes of each row of A and B, and their scales along K, into the next stage of a ring in
-shared memory, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`); all stages but one are in flight while
-one is multiplied.
+shared memory, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`). While one stage is multiplied, all others
+are in flight.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ from cuda_kernels.kernel import Kernel, typed
 
 @cache
 def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
-    """``out [m, n]``, one block for each tile; see :class:`GemmSpec` and :class:`MmaConfig`.
+    """``out [m, n]``, one block per tile; see :class:`GemmSpec` and :class:`MmaConfig`.
 
     Parameters are the address and stride of A, of B, of A's scales and of B's; the addresses of bias and of the amax;
     the address and stride of out; m, n and k. Strides are in elements; addresses and strides of A and B are multiples
-    of 16. Scales of 1x128 have rows side by side, those of 128x128 the blocks of a row. An absent address is 0.
+    of 16. Scales of 1x128 blocks are contiguous along rows of the operand, those of 128x128 along a row of blocks. An
+    absent address is 0.
     """
     scaling, promote = spec.scaling, spec.promote
     tile_m, tile_n, threads, strips, stages = config.tile_m, config.tile_n, config.threads, config.strips, config.stages
@@ -148,7 +149,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                 copy(smem + k_iter * bytes_per_stage, k_iter, a_args, b_args, tile_row, tile_col, m, n, k)
             cp_async_commit()
 
-        warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's first in the tile
+        warp_row, warp_col = (warp & 1) * (16 * strips), (warp >> 1) * WARP_COLUMNS  # the warp's offset in the tile
         a_fragment_offset = warp_row * TILE_K + ldmatrix_a(lane)
         b_fragment_offset = b_offset + warp_col * TILE_K + ldmatrix_b(lane)
         row_in_tile = warp_row + (lane >> 2)  # of this thread's first register
@@ -219,8 +220,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
 def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
     """A device function ``(acc, partial, row_scale_inv_smem, col_scale_inv_smem, block_scale_inv) -> acc``.
 
-    It takes the 16-row strips from ``strip`` on. ``row_scale_inv_smem``, ``col_scale_inv_smem``: where those of
-    this thread's first row and column lie. ``block_scale_inv``: the one of all columns with blocks of 128x128.
+    It processes the 16-row strips from ``strip`` on. ``row_scale_inv_smem``, ``col_scale_inv_smem``: addresses of the
+    scales of this thread's first row and column. ``block_scale_inv``: with blocks of 128x128, the scale of all columns.
     """
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)
@@ -250,9 +251,10 @@ def _make_promote_add(spec: GemmSpec, strips: int, strip: int = 0) -> Any:
 
 
 def _make_epilogue_store(spec: GemmSpec, strips: int, even: bool, strip: int = 0) -> Any:
-    """A device function ``(acc, out, out_stride, epi_args, frag_row, m, frag_col, n)`` that stores fragments, finished.
+    """A device function ``(acc, out, out_stride, epi_args, frag_row, m, frag_col, n)``: epilogue and store.
 
-    It takes the 16-row strips from ``strip`` on. ``frag_row``, ``frag_col``: of this thread's first register.
+    It processes the 16-row strips from ``strip`` on. ``frag_row``, ``frag_col``: position of this thread's first
+    register.
     """
     num_registers = WARP_COLUMNS // 2
     slice_strip = slice_fragment(strips * num_registers, strip * num_registers, num_registers)

@@ -1,4 +1,4 @@
-"""When a consumer gives a stage of the ring of :mod:`.wgmma` back."""
+"""Release of a stage of the ring of :mod:`.wgmma` by its consumers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cuda_kernels.device.sm90 import mbarrier_arrive, mbarrier_arrive_remote, sy
 
 @cache
 def make_consumer_release(empty_offset: int, cluster: int, each_warp: bool) -> Any:
-    """A device function ``(smem, stage_idx, wg_thread)``: a warpgroup arrives at the ``empty`` barrier of a stage.
+    """A device function ``(smem, stage_idx, wg_thread)`` by which a warpgroup arrives at a stage's ``empty`` barrier.
 
     It arrives in every block of the cluster, since all of them write to the stage. One thread arrives for its
-    warpgroup, because wgmma completes for all of it; with ``each_warp``, where scales are read by plain loads, one of
-    each warp. ``wg_thread``: the thread's number in its warpgroup.
+    warpgroup, because wgmma completes for all of it. With ``each_warp``, for scales that are read by plain loads, one
+    thread of each warp arrives. ``wg_thread``: the thread's index in its warpgroup.
     """
 
     @device

@@ -1,9 +1,9 @@
-"""Promoted accumulation: a tensor core sums at most 128 products; float32 adds these partial sums, scaled.
+"""Promoted accumulation: a tensor core sums at most 128 products; these partial sums are scaled and added in float32.
 
-Each row of A has scales along K, and so may each row of B. They are loaded with the operands into a pipeline stage,
-and read before the wgmmas are issued, as far as registers allow: the stage can be released once the wgmmas are done.
-Where blocks of 128x128 of B have the scales, a tile needs one or two of them per K iteration. These are in no stage:
-each lane loads those of another iteration, so that a warp has them for 32.
+Each row of A has scales along K; each row of B may have, too. They are loaded with the operands into a pipeline stage,
+and read before the wgmmas are issued if registers allow it: the stage can then be released once the wgmmas are done. If
+B has 128x128 blocks, a tile needs one or two of their scales per K iteration. These are not in a stage: each lane loads
+those of a different iteration, so that a warp has them for 32 iterations.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
 
 @cache
 def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(smem, stage_idx, row_in_tile) -> scale_invs``, of a stage, for :func:`make_promote_add`.
+    """A device function ``(smem, stage_idx, row_in_tile) -> scale_invs`` of a stage, for :func:`make_promote_add`.
 
     ``row_in_tile``: the row of this thread's first register.
     """
     offsets = smem_offsets(config, spec.scaling)
     of_stage = stage_bytes(config, spec.scaling)
-    # Floats of A, and bytes of B: in these units ptxas reads the scales before the products are done.
+    # Floats of A, but bytes of B: in these units ptxas reads the scales before the products are done.
     scale_inv_a_floats, scale_inv_b_bytes = of_stage.scale_inv_a // 4, of_stage.scale_inv_b
     scale_inv_a_offset, scale_inv_b_offset = offsets["scale_inv_a"], offsets["scale_inv_b"]
     if not spec.scaling.along_k:
@@ -76,9 +76,9 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
 
 @cache
 def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
-    """A device function ``(acc, partial, scale_invs, block_scale_invs, tile_col)``, ``acc + partial * scale_invs``.
+    """A device function ``(acc, partial, scale_invs, block_scale_invs, tile_col)``: ``acc + partial * scale_invs``.
 
-    ``block_scale_invs``: this iteration's, from :func:`block_scale_readers`; ``tile_col``: the tile's first.
+    ``block_scale_invs``: this iteration's, from :func:`block_scale_readers`; ``tile_col``: the tile's first column.
     """
     num_registers = config.tile_n // 2
     add_partial = add(num_registers)
@@ -111,7 +111,7 @@ def make_promote_add(spec: GemmSpec, config: GemmConfig) -> Any:
 
 
 def block_scale_window(scaling: Scaling) -> int:
-    """K iterations whose 128x128 scales are loaded at once, one by each lane; without such scales, all iterations."""
+    """K iterations whose 128x128 scales are loaded at once, one per lane; without such scales, all iterations."""
     return 32 if scaling.b_along_k_by_block else 1 << 30
 
 
@@ -119,11 +119,11 @@ def block_scale_window(scaling: Scaling) -> int:
 def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
     """Device functions that read the 128x128 scales of a tile of ``tile_n`` columns.
 
-    A tile lies in one block of B, or straddles two: 128 is a multiple of its columns, or of those beyond 128.
+    A tile is in one block of B, or straddles two: 128 is a multiple of its columns, or of its columns beyond 128.
 
     Returns:
-        ``(scale_inv_b, stride, first_column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads those of 32
-        iterations, one by each lane, for the tile that begins at ``first_column``; and
+        ``(scale_inv_b, stride, first_column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads the scales of
+        32 iterations, one per lane, for the tile that starts at ``first_column``; and
         ``(block_scale_invs, k_iter) -> (first, second)``.
     """
     straddles = SCALE_N % tile_n > 0

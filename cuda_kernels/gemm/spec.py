@@ -1,4 +1,4 @@
-"""The specification of a GEMM of any size (formats, scales, epilogue), and the configs that divide its work."""
+"""The specification of a GEMM (formats, scales, epilogue), and the configs that divide its work."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.device.swizzle import ROW_BYTES
 
 WGMMA_ARCHITECTURES = ("90a",)
-"""Architectures of the kernel that multiplies with wgmma, :class:`GemmConfig`'s."""
+"""Architectures of the wgmma kernel, with :class:`GemmConfig`."""
 MMA_ARCHITECTURES = ("89", "120")
-"""Those of the kernel with ``mma.sync``, :class:`MmaConfig`'s. Others have no GEMM of ours."""
+"""Architectures of the ``mma.sync`` kernel, with :class:`MmaConfig`. Other architectures have no GEMM kernel."""
 
 ACCUMULATORS = 192
-"""The most registers of a thread for sums on Hopper: 224 without addresses and scales."""
+"""Maximum registers per thread for accumulators on Hopper: 224, less those for addresses and scales."""
 
 
 TILE_K = ROW_BYTES
-"""Elements of K of one K iteration: those of a swizzled row."""
+"""Elements of K per K iteration: those of a swizzled row."""
 SCALE_N = 128
-"""Rows of B that have one scale of blocks of 128x128."""
+"""Rows of B that share a scale of 128x128 blocks."""
 LOG2_TILE_K, LOG2_SCALE_N = TILE_K.bit_length() - 1, SCALE_N.bit_length() - 1
 
 _BLOCKS_ALONG_K = {"1x128": (1, 128), "128x128": (SCALE_N, 128)}
-"""Rows and elements of K that share a scale, of layouts whose scales change along K."""
+"""Rows and elements of K that share a scale, for layouts with scales along K."""
 
 EPI_TILE_BYTES = 64 * ROW_BYTES
-"""An epilogue tile: a warpgroup's 64 rows, 128 bytes of each."""
+"""An epilogue tile: a warpgroup's 64 rows of 128 bytes."""
 
 
 class Scaling(Enum):
-    """Which scales A and B have, K-major both: the layout of A's and that of B's, or of both.
+    """The scales of A and B, both K-major: the layout of A's and of B's, or of both.
 
     Attributes:
         layouts: the names of A's layout and of B's.
-        along_k: whether scales change along K, so that products with one scale are added up before they are scaled.
-        scale_k: elements of K that have one scale in one K iteration.
+        along_k: whether scales change along K, so that products with one scale are summed before they are scaled.
+        scale_k: elements of K with one scale in a K iteration.
     """
 
     TENSOR = "tensor"
-    """One each."""
+    """One per operand."""
     ROW = "row"
-    """One for each row."""
+    """One per row."""
     BLOCK_1X128_128X128 = "1x128 128x128"
-    """One for every 128 elements of a row of A; one for every 128 rows of B by 128 elements of each."""
+    """One per 128 elements of a row of A; one per 128 rows of B by 128 elements."""
     BLOCK_1X128_1X128 = "1x128 1x128"
-    """One for every 128 elements of a row, of A and of B."""
+    """One per 128 elements of a row, for A and B."""
 
     def __init__(self, value: str) -> None:
         a, _, b = value.partition(" ")
@@ -57,7 +57,7 @@ class Scaling(Enum):
         self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
         blocks = [_BLOCKS_ALONG_K.get(layout) for layout in self.layouts]
         if (blocks[0] is None) != (blocks[1] is None):
-            raise ValueError(f"scaling {value!r}: A's and B's scales change along K, or neither's")
+            raise ValueError(f"scaling {value!r}: the scales of A and B must both change along K, or neither")
         if any(block is not None and block[1] != TILE_K for block in blocks):
             raise ValueError(
                 f"scaling {value!r}: kernels scale the products of a K iteration at once, of blocks of {TILE_K}"
@@ -65,7 +65,7 @@ class Scaling(Enum):
 
     @property
     def b_along_k_by_row(self) -> bool:
-        """Whether each row of B has scales along K of its own."""
+        """Whether each row of B has its own scales along K."""
         return self._b_rows == 1
 
     @property
@@ -75,17 +75,17 @@ class Scaling(Enum):
 
     @property
     def sums_per_k_iter(self) -> int:
-        """Partial sums of one K iteration that have scales of their own."""
+        """Number of partial sums of a K iteration that have their own scales."""
         return TILE_K // self.scale_k
 
     @property
     def a_scales_per_stage(self) -> int:
-        """Scales of a row of A that a pipeline stage holds; :func:`stage_bytes` has their bytes."""
+        """Scales of a row of A in a pipeline stage; see :func:`stage_bytes` for their bytes."""
         return self.sums_per_k_iter if self.along_k else 0
 
     @property
     def b_scales_per_stage(self) -> int:
-        """The same of B; none where many rows share them."""
+        """The same for B; 0 if many rows share scales."""
         return self.sums_per_k_iter if self.b_along_k_by_row else 0
 
 
@@ -95,13 +95,13 @@ class GemmSpec:
 
     Attributes:
         a_dtype, b_dtype: FP8 formats, ``e4m3`` or ``e5m2``.
-        scaling: which scales A and B have.
+        scaling: the scales of A and B.
         out_dtype: dtype of the result, ``bfloat16``, ``float16`` or ``float32``.
-        bias_dtype: dtype of the bias, or None where none is added.
+        bias_dtype: dtype of the bias, or None without a bias.
         accumulate: add to ``out``, which is float32.
         promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
-            bits (DeepSeek-V3, arXiv:2412.19437). Always true where scales change along K.
-        has_amax: raise a given number to the largest magnitude of ``out``.
+            bits (DeepSeek-V3, arXiv:2412.19437). Always true with scales along K.
+        has_amax: update a given amax with the largest magnitude of ``out``.
     """
 
     a_dtype: str
@@ -114,7 +114,7 @@ class GemmSpec:
     has_amax: bool = False
 
     def __post_init__(self) -> None:
-        if self.scaling.along_k:  # Block scaling always promotes; set it here so that both spellings share one kernel.
+        if self.scaling.along_k:  # always promotes; set here so that both spellings share one kernel
             object.__setattr__(self, "promote", True)
 
     def __str__(self) -> str:
@@ -134,14 +134,14 @@ class GemmConfig:
         tile_n: columns of a tile, a multiple of 32 and at least 64.
         stages: pipeline stages for operands in shared memory.
         cluster: blocks of a cluster, 1 or 2.
-        multicast_a: the blocks of a cluster have the same rows and load A once for all; else they share columns and B.
-        epi_stages: buffers of each warpgroup for an epilogue tile; with two, one is filled while the other is stored.
-        smem_epilogue: store the result through shared memory with TMA, which needs rows of the result that begin at
-            multiples of 16 bytes; else straight from registers.
-        even: N, the output's row stride and all addresses are such that two neighbouring elements of a row can be read
-            or written at once.
-        pingpong: two warpgroups take whole tiles in turn, and one multiplies while the other stores its results; else
-            they share a tile.
+        multicast_a: whether the blocks of a cluster share rows, and load A once; otherwise they share columns and B.
+        epi_stages: buffers per warpgroup for epilogue tiles; with two, one is filled while the other is stored.
+        smem_epilogue: store the result through shared memory with TMA, which requires rows of the result to be aligned
+            to 16 bytes; otherwise directly from registers.
+        even: N, the output's row stride and all addresses allow two consecutive elements of a row to be read or written
+            at once.
+        pingpong: two warpgroups process alternating tiles, so that one multiplies while the other stores its results;
+            otherwise they share a tile.
     """
 
     mma_warpgroups: int
@@ -157,7 +157,7 @@ class GemmConfig:
 
     @property
     def warpgroups_per_tile(self) -> int:
-        """Warpgroups that share a tile."""
+        """Number of warpgroups that share a tile."""
         return 1 if self.pingpong else self.mma_warpgroups
 
     @property
@@ -166,23 +166,23 @@ class GemmConfig:
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of the tiles of a cluster together."""
+        """Rows and columns of all tiles of a cluster together."""
         tile_m, tile_n, cluster = self.tile_m, self.tile_n, self.cluster
         return (tile_m, tile_n * cluster) if self.multicast_a else (tile_m * cluster, tile_n)
 
     @property
     def a_rows_loaded(self) -> int:
-        """Rows of A that one block loads for its tile: its share where the blocks of a cluster share them."""
+        """Rows of A that one block loads for its tile; its share if the blocks of a cluster share them."""
         return self.tile_m // (self.cluster if self.multicast_a else 1)
 
     @property
     def b_rows_loaded(self) -> int:
-        """The same of B, whose rows are the tile's columns."""
+        """The same for B, whose rows are the tile's columns."""
         return self.tile_n // (1 if self.multicast_a else self.cluster)
 
     @property
     def threads(self) -> int:
-        """Threads of a block: those of one more warpgroup, the producer's."""
+        """Threads of a block, including the producer's warpgroup."""
         return 128 * (self.mma_warpgroups + 1)
 
     def __str__(self) -> str:
@@ -194,11 +194,11 @@ class GemmConfig:
 
 
 class StageBytes(NamedTuple):
-    """Bytes of the buffers of one pipeline stage of either kernel; that with ``mma.sync`` has them in this order.
+    """Bytes of the buffers of a pipeline stage, for both kernels; the ``mma.sync`` kernel stores them in this order.
 
     Attributes:
-        a, b: of the operands, :data:`TILE_K` of each row.
-        scale_inv_a, scale_inv_b: of their scales along K, in float32; 0 where none are copied.
+        a, b: of the operands, :data:`TILE_K` per row.
+        scale_inv_a, scale_inv_b: of their scales along K, in float32; 0 if none are copied.
     """
 
     a: int
@@ -208,7 +208,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(config: GemmConfig | MmaConfig, scaling: Scaling) -> StageBytes:
-    """What a stage holds for the tiles of ``config``."""
+    """The contents of a stage for the tiles of ``config``."""
     return StageBytes(
         config.tile_m * TILE_K,
         config.tile_n * TILE_K,
@@ -218,9 +218,9 @@ def stage_bytes(config: GemmConfig | MmaConfig, scaling: Scaling) -> StageBytes:
 
 
 def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
-    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all.
+    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the total size.
 
-    Operands and epilogue tiles come first: they are whole atoms of the swizzle, and so begin where one does.
+    Operands and epilogue tiles come first, because they must be aligned to atoms of the swizzle.
     """
     offsets: dict[str, int] = {}
     end = 0
@@ -246,24 +246,24 @@ def epi_tile_columns(out_dtype: DtypeName) -> int:
 
 
 def num_epi_tiles(config: GemmConfig, spec: GemmSpec) -> int:
-    """Epilogue tiles side by side in ``config``."""
+    """Number of epilogue tiles across a tile of ``config``."""
     return ceil_div(config.tile_n, epi_tile_columns(spec.out_dtype))
 
 
 WARP_COLUMNS = 32
-"""Columns of the result that a warp computes in the kernel with ``mma.sync``."""
+"""Columns of the result per warp in the ``mma.sync`` kernel."""
 
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """How the kernel with ``mma.sync`` divides the work; each warp of a block computes half the rows of 32 columns.
+    """How the ``mma.sync`` kernel divides the work; each warp of a block computes half the rows of 32 columns.
 
     Attributes:
         tile_m: rows of a tile, a multiple of 32 and of ``tile_n / 4``.
-        tile_n: columns of a tile, a multiple of 32. With more than 128 of either, two accumulators do not fit.
+        tile_n: columns of a tile, a multiple of 32. If either exceeds 128, two accumulators do not fit.
         stages: pipeline stages for operands in shared memory, at least 2.
-        even: N, the output's row stride and all addresses are such that two neighbouring elements of a row can be read
-            or written at once.
+        even: N, the output's row stride and all addresses allow two consecutive elements of a row to be read or written
+            at once.
     """
 
     tile_m: int
@@ -283,11 +283,11 @@ class MmaConfig:
 
     @property
     def strips(self) -> int:
-        """Strips of 16 rows that a warp computes."""
+        """Number of 16-row strips per warp."""
         return self.tile_m // 32
 
     def shared_bytes(self, scaling: Scaling) -> int:
-        """Bytes of shared memory of a block: those of its stages."""
+        """Bytes of shared memory of a block, for all stages."""
         return self.stages * sum(stage_bytes(self, scaling))
 
     def __str__(self) -> str:

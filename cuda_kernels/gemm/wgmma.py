@@ -1,11 +1,11 @@
 """The GEMM on Hopper: a producer warp copies with TMA, warpgroups multiply with wgmma, in persistent blocks.
 
-Each pipeline stage holds 128 bytes of each row of A's and B's tile in shared memory. Two mbarriers guard it: ``full``
-counts the bytes that TMA wrote, ``empty`` the arrivals of those that have read it. K iteration ``i`` of a block uses
-stage ``i mod stages`` and waits for the phase bit ``(i div stages) & 1``. With ping-pong two warpgroups take whole
-tiles in turn, and hand over an ``order`` barrier, because a phase bit tells only adjacent rounds apart. Otherwise they
-share a tile, and the second one starts when all stages of the first tile are full: it stays some iterations behind, so
-that one stores results while the other multiplies.
+Each pipeline stage holds 128 bytes of each row of A's and B's tile in shared memory. It has two mbarriers: ``full``
+counts the bytes written by TMA, ``empty`` the arrivals of consumers that have read it. K iteration ``i`` of a block
+uses stage ``i mod stages`` and waits for the phase bit ``(i div stages) & 1``. With ping-pong, two warpgroups process
+alternating tiles, and pass on an ``order`` barrier, because a phase bit distinguishes only adjacent rounds. Otherwise
+they share a tile, and the second one starts when all stages of the first tile are full. It stays some iterations
+behind, so that one stores results while the other multiplies.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _REGISTERS = 224
 
 @cache
 def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
-    """``out [m, n]`` by persistent blocks, each taking every n-th tile; see :class:`GemmSpec` and :class:`GemmConfig`.
+    """``out [m, n]`` by persistent blocks, each processing every n-th tile; see :class:`GemmSpec`, :class:`GemmConfig`.
 
     Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias, the amax and out;
-    the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map A's.
+    the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map is A's.
     """
     scaling, promote = spec.scaling, spec.promote
     mma_warpgroups, waves, tile_m, tile_n = config.mma_warpgroups, config.waves, config.tile_m, config.tile_n
@@ -107,7 +107,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def work_coord(work_tile, m_tiles, n_tiles, rank):
-        """The first row and column of this block's tile; the blocks of a cluster have neighbouring ones."""
+        """The first row and column of this block's tile; the blocks of a cluster have adjacent tiles."""
         i, j = tile_coord(work_tile, m_tiles, n_tiles)
         tile_row, tile_col = i * work_rows, j * work_columns
         if multicast_b:
@@ -118,7 +118,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def issue_k_iter(acc, desc_a, desc_b, accumulate):
-        """Start the wgmmas of one K iteration: ``acc`` plus its products once they are waited for."""
+        """Issue the wgmmas of one K iteration; after waiting, the result is ``acc`` plus its products."""
         acc = wgmma_k32(acc, desc_a, desc_b, accumulate)
         acc = wgmma_k32(acc, advance_descriptor(desc_a, 32), advance_descriptor(desc_b, 32), 1)
         acc = wgmma_k32(acc, advance_descriptor(desc_a, 64), advance_descriptor(desc_b, 64), 1)
@@ -131,7 +131,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         acc, acc_below, partial, smem, desc_a, desc_b, stage_idx,
         row_in_tile, block_scale_invs, k_iter, tile_col, wg_thread,
     ):  # fmt: skip
-        """Add one K iteration's products, scaled, to ``acc`` and, of the 64 rows below, to ``acc_below``.
+        """Add one K iteration's scaled products to ``acc`` and, for the 64 rows below, to ``acc_below``.
 
         The tensor cores accumulate them in ``partial``.
         """
@@ -227,7 +227,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             if b_along_k_by_block:
                 next_tile_col = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
-            if pingpong:  # the first warpgroup may take the first tile at once
+            if pingpong:  # the first warpgroup does not wait for its first tile
                 mbarrier_wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
                 order_round += 1
             previous_stage = stage_idx
@@ -255,7 +255,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                             consumer_release(smem, previous_stage, wg_thread)
                     previous_stage = stage_idx
                     stage_idx, phase = next_stage(stage_idx, phase)
-            if pingpong and lane == 0:  # each warp: wgmma joins the threads of a warp, not those of a warpgroup
+            if pingpong and lane == 0:  # each warp arrives: wgmma synchronizes a warp, not a warpgroup
                 mbarrier_arrive(smem + order_offset + 8 * (wg_idx ^ 1))
             if not promote:
                 acc = wgmma_wait_0(acc)

@@ -139,7 +139,7 @@ def _hashed(text: str) -> str:
 
 
 def fingerprint(word: Any) -> str:
-    """A text that differs if the machine code made of ``word`` may differ; the same for all versions of Python and NumPy.
+    """A text that differs if machine code made of ``word`` may differ; the same for all versions of Python and NumPy.
 
     Args:
         word: a function of kernel code, or a value that one refers to.

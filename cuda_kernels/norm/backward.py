@@ -2,9 +2,9 @@
 
 With ``x^ = (x - mean) rstd`` and ``g = dy (weight + offset)``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``,
 ``dweight = sum(dy x^)`` and ``dbias = sum(dy)`` over rows; without a mean, ``mean(g)`` is dropped (Ba et al.,
-arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Block b of n takes rows b, b + n,
-b + 2n, ... one after the other, and stores its part of the sums over rows as partial sums, float32 ``[n, stride]``,
-dweight's and then dbias's; the kernel of ``cuda_kernels/casts/column_sums.py`` adds them up.
+arXiv:1607.06450, differentiated; Zhang and Sennrich, arXiv:1910.07467, section 4). Block b of n processes rows b, b +
+n, b + 2n, ... in order, and stores partial sums over them, float32 ``[n, stride]``, for dweight and then for dbias. The
+kernel of ``cuda_kernels/casts/column_sums.py`` adds them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ZERO = np.float32(0)
 
 
 def backward_row_layout(dtypes: tuple[DtypeName, ...], columns: int) -> RowLayout | None:
-    """The layout of rows, one in each block; a thread holds 16 or 8 elements of x, dy and the sums over rows each."""
+    """The layout of rows, one per block; a thread holds 16 or 8 elements each of x, dy and the sums over rows."""
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
     return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
 
@@ -48,7 +48,7 @@ _PARAMETERS = {
     **typed(i32, "rows columns"),
     "offset": f32,
 }
-"""Strides are in elements; the first is x's."""
+"""Strides are in elements; ``stride`` is that of x."""
 
 
 def _normalizer(spec: NormSpec) -> Any:
@@ -67,7 +67,7 @@ def _normalizer(spec: NormSpec) -> Any:
 
 @device
 def _weighted(dy, weight, offset):
-    """g of four elements."""
+    """``g`` of four elements."""
     a, b, c, d = dy
     w0, w1, w2, w3 = weight
     return a * (w0 + offset), b * (w1 + offset), c * (w2 + offset), d * (w3 + offset)
@@ -96,7 +96,7 @@ def _gradient(spec: NormSpec) -> Any:
 
 
 def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
-    """A device function that stores four elements of dx at an address, those of ``column`` and behind.
+    """A device function that stores four elements of dx at an address, from ``column`` on.
 
     ``full``: no column is outside the row.
     """
@@ -120,10 +120,10 @@ def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
 
 @cache
 def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLayout) -> Kernel:
-    """Rows in registers, one per block at a time: one read gives dx ``[rows, columns]``, contiguous, and partial sums.
+    """Rows in registers, one per block at a time: one read computes dx ``[rows, columns]`` and partial sums.
 
-    The next row is loaded while this one's sums are exchanged between warps. To this end g and x^ are kept as float32;
-    blocks of 1024 threads, with 64 registers each, compute them twice instead.
+    dx is contiguous. The next row is loaded while warps exchange the sums of the current one. For this, g and x^ are
+    kept as float32; blocks of 1024 threads, with 64 registers each, compute them twice instead.
     """
     threads = row_layout.threads_per_row
     quads = row_layout.quads_per_thread
@@ -199,7 +199,7 @@ def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLay
             if has_mean:
                 g_mean = divide(total(g_mean, smem + sum_buffer, thread), f32(columns))
             product_mean = divide(total(product_mean, smem + sum_buffer + sum_bytes, thread), f32(columns))
-            sum_buffer ^= i32(buffer_bytes)  # a warp may write its sums of the next row before another has read these
+            sum_buffer ^= i32(buffer_bytes)  # a warp may write sums of the next row while another reads these
             for quad in range(quads):
                 p = 4 * quad
                 normalized = normalized_row[p], normalized_row[p + 1], normalized_row[p + 2], normalized_row[p + 3]
@@ -232,14 +232,14 @@ def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLay
         _PARAMETERS,
         threads,
         shared_bytes=2 * buffer_bytes,
-        # A thread has 128 of 65,536 registers; 512 threads, each with a row in flight, keep 32 KiB in flight.
+        # A thread has 128 of 65,536 registers; 512 threads with a row each keep 32 KiB in flight.
         min_blocks_per_sm=max(1, 512 // threads),
     )
 
 
 @cache
 def long_norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, aligned: bool) -> Kernel:
-    """As above for rows of any length and address: each is read twice, and partial sums are accumulated in memory."""
+    """The same for rows of any length and alignment: each is read twice, and partial sums are accumulated in memory."""
     itemsize, dy_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[dy_dtype]
     quad_x, quad_dy = quad_reader(spec.dtype, aligned), quad_reader(dy_dtype, aligned)
     weights = quad_reader(spec.weight_dtype, aligned)
@@ -266,7 +266,7 @@ def long_norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, aligned: bool
         bias_partials = weight_partials + i64(cuda.gridDim.x) * partial_stride * 4
         row = i64(cuda.blockIdx.x)
         while row < rows:
-            # If so, there are sums of the block's earlier rows; this thread wrote those of its columns.
+            # True if sums of the block's earlier rows exist; this thread has written those of its columns.
             begun = row >= i64(cuda.gridDim.x)
             x_row = x + row * stride * itemsize
             dy_row = dy + row * dy_stride * dy_itemsize

@@ -1,6 +1,6 @@
-"""A normalized tensor to FP8 with a given scale, rowwise and transposed, in one launch.
+"""Normalize and cast to FP8 with a given scale, rowwise and transposed, in one launch.
 
-A block takes a band of 16 rows: their statistics first, and then their codes, when the rows should still be in L2. The
+A block processes a band of 16 rows: first their statistics, then their codes, while the rows should still be in L2. The
 16 codes of a column in a band are stored as one vector.
 """
 
@@ -25,8 +25,8 @@ _ONE = np.float32(1)
 def normalize_bands_kernel(spec: NormSpec, aligned: bool, fp8: str, rowwise: bool, observe: bool) -> Kernel:
     """``statistics`` as in ``statistics.py``; ``out [rows, columns]`` if ``rowwise``, and ``out_t [columns, rows]``.
 
-    ``scale_ptr [1]`` is not 0; ``observe`` raises ``amax_out [1]`` to the tensor's amax. Strides of both copies are
-    multiples of 16; the padding is written with zeros. ``aligned`` as in ``normalized_loader``.
+    ``scale_ptr [1]`` must not be 0. ``observe`` updates ``amax_out [1]`` with the tensor's amax. Strides of both copies
+    are multiples of 16; the padding is filled with zeros. ``aligned``: see ``normalized_loader``.
     """
     loader = normalized_loader(spec, aligned)
     pack = float8x4[fp8]

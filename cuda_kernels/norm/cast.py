@@ -1,9 +1,9 @@
-"""A normalized tensor to FP8 with one scale, from rows in registers: x is read once.
+"""Normalize and cast to FP8 with one scale, with rows in registers, so that x is read once.
 
-The scale is delayed scaling's, or it is 0 and the tensor is scaled by its own amax, which is known once all rows were
-read. The host does not wait to learn which. So two kernels run: ``normalize`` casts with a nonzero scale and otherwise
-stores the amax of each of its blocks; ``cast_normalized`` returns at once with a nonzero scale, and otherwise reads x
-again and casts with the scale from those amaxes.
+The scale is delayed scaling's, or 0 if the tensor's own amax is to be used, which is known only after all rows were
+read. The host does not synchronize to find out. Two kernels run: ``normalize`` casts with a nonzero scale, and
+otherwise stores the amax of each block. ``cast_normalized`` returns at once with a nonzero scale; otherwise it reads x
+again, and casts with the scale from these amaxes.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ def _min_blocks_per_sm(spec: NormSpec, row_layout: RowLayout) -> int:
 
 @cache
 def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: bool) -> Kernel:
-    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` where ``scale_ptr [1]`` is not 0.
+    """``statistics`` as in ``statistics.py``, and ``out [rows, columns]`` if ``scale_ptr [1]`` is not 0.
 
-    Without a scale, or where it is 0, blocks store their amaxes in ``block_amax [blocks]``. They take every n-th group
-    of rows. ``observe`` raises ``amax_out [1]``. Out's stride is a multiple of 16; the padding is written with zeros.
+    Without a scale, or if it is 0, blocks store their amaxes in ``block_amax [blocks]``. A block processes every n-th
+    group of rows. ``observe`` updates ``amax_out [1]``. ``out_stride`` is a multiple of 16; the padding is filled with
+    zeros.
     """
     load_row = row_loader(spec.dtype, row_layout)
     statistics_of_row = row_statistics(spec.dtype, spec.has_mean, row_layout)
@@ -140,13 +141,13 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
         largest = _ZERO
         sum_buffer = i32(0)
         first_row = i64(cuda.blockIdx.x) * rows_of_block
-        # The address is advanced by additions: a product would be computed again for each of a row's stores.
+        # The address is advanced by additions; a product would be computed again for each of a row's stores.
         codes = code_address(out + (first_row + (thread >> shift)) * out_stride, 0, thread_in_row)
         while first_row < rows:
             row = first_row + (thread >> shift)
             in_bounds = row < rows
             registers = cuda.local.array(registers_of_row, u32)
-            # A thread without a row reads the last again, whose amax changes nothing.
+            # A thread without a row reads the last row again, which does not change the amax.
             load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, thread_in_row, registers)
             m, r = statistics_of_row(registers, columns, thread_in_row, eps, smem + sum_buffer, thread)
             if thread_in_row == 0 and in_bounds:
@@ -156,7 +157,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
             stored = in_bounds and scale != _ZERO
             amax = cast(registers, columns, thread_in_row, weight, bias, offset, m, r, scale, codes, out_stride, stored)
             largest = larger(largest, amax)
-            sum_buffer ^= i32(64)  # a warp may write its sums of the next rows before another has read these
+            sum_buffer ^= i32(64)  # alternate: a warp may write sums of the next rows while another reads these
             first_row += i64(cuda.gridDim.x) * rows_of_block
             codes += i64(cuda.gridDim.x) * rows_of_block * out_stride
         if observe or scale == _ZERO:
@@ -186,8 +187,8 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
 
 @cache
 def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> Kernel:
-    """``out [rows, columns]`` with the scale from ``block_amax``, unless a ``scale_ptr [1]`` is given that is not 0."""
-    # With no barrier between rows the assembler would hold all weights in registers, where no predicate keeps it.
+    """``out [rows, columns]`` with the scale from ``block_amax``; no-op if ``scale_ptr [1]`` is given and not 0."""
+    # Without a barrier between rows, the assembler would keep all weights in registers, unless loads are predicated.
     predicated = replace(row_layout, full=False)
     load_row = row_loader(spec.dtype, row_layout)
     cast = _row_caster(spec, fp8, predicated)

@@ -1,4 +1,4 @@
-"""Rows held in registers, for what is summed along them: how threads share a row, load it and sum over it."""
+"""Rows in registers, for reductions along rows: how threads share a row, load it and sum over it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from cuda_kernels.device.ptx import (
 from cuda_kernels.device.sizes import ceil_div
 
 THREADS = 256
-"""Threads of a block that casts; one to eight rows share it."""
+"""Threads of a block that casts, shared by one to eight rows."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the registers of a row's threads hold it: thread t has the vectors t, t + threads_per_row, ... of the row.
+    """How a row is distributed over registers: thread t has vectors t, t + threads_per_row, ... of the row.
 
     Attributes:
         threads_per_row: a power of two, at least 32.
-        vecs_per_thread: vectors of the row that one thread holds.
-        quads_per_vec: four elements each: 2 where every tensor has 16 bits, so that vectors are 16 bytes, else 1.
+        vecs_per_thread: vectors of the row per thread.
+        quads_per_vec: quads (four elements) per vector: 2 if all tensors have 16 bits, so that vectors are 16 bytes,
+            else 1.
         full: whether a row fills the vectors of all its threads.
     """
 
@@ -46,7 +47,7 @@ class RowLayout:
 
     @property
     def log2_threads(self) -> int:
-        """The logarithm of ``threads_per_row``, by which to shift."""
+        """log2 of ``threads_per_row``, for shifts."""
         return self.threads_per_row.bit_length() - 1
 
     @property
@@ -57,16 +58,17 @@ class RowLayout:
 def narrowest_row_layout(
     dtypes: tuple[DtypeName, ...], columns: int, threads: tuple[int, ...], elements: int, most: int
 ) -> RowLayout | None:
-    """The layout of a row of ``columns`` elements with the fewest threads; None where it does not fit.
+    """The layout of a row of ``columns`` elements with the fewest threads; None if it does not fit.
 
     Args:
-        dtypes: those of the tensors whose rows are held.
+        dtypes: dtypes of the tensors whose rows are in registers.
+        columns: elements of a row.
         threads: candidates for threads per row, ascending.
-        elements: the most elements of one thread.
-        most: the same with the largest of the candidates.
+        elements: maximum elements per thread.
+        most: the same for the largest candidate.
     """
     quads = 2 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 1
-    # Codes beyond the last column fill a row's last 16 bytes.
+    # Padding after the last column fills a row's last 16 bytes of codes.
     vectors_per_row = ceil_div(columns, 16) * 4 // quads
     for count in threads:
         vectors = ceil_div(vectors_per_row, count)
@@ -76,12 +78,12 @@ def narrowest_row_layout(
 
 
 def cast_row_layout(dtype: DtypeName, columns: int) -> RowLayout | None:
-    """The layout in blocks of :data:`THREADS`, with 32 registers per thread, or 64 for the longest rows of float32."""
+    """The layout for blocks of :data:`THREADS`, with 32 registers per thread, or 64 for the longest rows of float32."""
     return narrowest_row_layout((dtype,), columns, (32, 64, 128, 256), 128 // ITEM_BYTES[dtype], 64)
 
 
 def row_loader(dtype: DtypeName, row_layout: RowLayout) -> Any:
-    """A device function ``(address, columns, thread_in_row, registers)`` that loads a row's share of one thread.
+    """A device function ``(address, columns, thread_in_row, registers)`` that loads a thread's share of a row.
 
     ``address`` is a multiple of 16 bytes, ``columns`` of a vector. Elements outside the row become zeros.
     """
@@ -117,7 +119,7 @@ def inside_row(row_layout: RowLayout) -> Any:
 
 
 def quad_column(row_layout: RowLayout) -> Any:
-    """A device function ``(quad, thread_in_row) -> column`` of the first element of a thread's ``quad``-th four."""
+    """A device function ``(quad, thread_in_row) -> column`` of the first element of a thread's quad."""
     threads = row_layout.threads_per_row
     width = 4 * row_layout.quads_per_vec
     shift = row_layout.quads_per_vec - 1
@@ -131,10 +133,10 @@ def quad_column(row_layout: RowLayout) -> Any:
 
 
 def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
-    """A device function ``(begin, quad, thread_in_row) -> address`` of a thread's ``quad``-th four elements.
+    """A device function ``(begin, quad, thread_in_row) -> address`` of a thread's quad.
 
-    Elements have ``itemsize`` bytes. The address is the thread's first and a number known when compiled, which loads
-    and stores add for nothing.
+    Elements have ``itemsize`` bytes. The address is the thread's first address plus a compile-time constant, which
+    loads and stores add for free.
     """
     threads = row_layout.threads_per_row
     width = 4 * row_layout.quads_per_vec
@@ -153,7 +155,7 @@ def quad_address(itemsize: int, row_layout: RowLayout) -> Any:
 
 
 def row_registers(dtype: DtypeName, row_layout: RowLayout) -> int:
-    """32-bit registers of a thread that hold its share of a row."""
+    """32-bit registers of a thread for its share of a row."""
     return quad_registers(dtype) * row_layout.quads_per_vec * row_layout.vecs_per_thread
 
 
@@ -178,7 +180,7 @@ def quad_reader(dtype: DtypeName, aligned: bool) -> Any:
 def parameter_quad(dtype: DtypeName) -> Any:
     """A device function ``(address, in_bounds) -> four float32`` of a vector that every row reads.
 
-    It stays in the multiprocessor's first cache. Zeros where not ``in_bounds``.
+    It is cached in L1. Zeros unless ``in_bounds``.
     """
     registers_of_quad = quad_registers(dtype)
     load = cached_16_if if registers_of_quad == 4 else cached_8_if
@@ -198,7 +200,7 @@ def parameter_quad(dtype: DtypeName) -> Any:
 def quad_storer(dtype: DtypeName, aligned: bool) -> Any:
     """A device function ``(address, column, columns, a, b, c, d)`` that rounds and stores four elements of a row.
 
-    ``aligned``: the address is a multiple of their bytes, and they are inside or outside together.
+    ``aligned``: the address is a multiple of a quad, so that all four elements are either inside or outside.
     """
     pack = pack_halves.get(dtype)
     itemsize = ITEM_BYTES[dtype]
@@ -231,7 +233,7 @@ def quad_storer(dtype: DtypeName, aligned: bool) -> Any:
 def row_sum(threads: int) -> Any:
     """A device function ``(value, shared, thread) -> sum`` over the ``threads`` threads of a row, in a fixed order.
 
-    ``shared``: four bytes for each warp of the block. They may be used again after the next call with others.
+    ``shared``: four bytes per warp of the block. They can be reused after the next call with other shared memory.
     """
     warps = threads >> 5
     first_warp = -warps

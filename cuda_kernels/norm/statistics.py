@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm: statistics of rows, and the normalized tensor as a tile loader.
 
 ``y = (x - mean) * rstd * (weight + offset) + bias`` with ``rstd = 1 / sqrt(var + eps)``, in float32 (Ba et al.,
-arXiv:1607.06450); RMSNorm has no mean and no bias, and the mean of x² for the variance (Zhang and Sennrich,
-arXiv:1910.07467). ``offset`` is 1 for a weight that is stored zero-centered. The variance is summed from differences to
-the mean, in a second pass over registers or cached rows: E[x²] - E[x]² would cancel.
+arXiv:1607.06450). RMSNorm has no mean and no bias, and uses the mean of x² as variance (Zhang and Sennrich,
+arXiv:1910.07467). ``offset`` is 1 for a weight that is stored zero-centered. The variance is computed from differences
+to the mean, in a second pass over registers or cached rows, because E[x²] - E[x]² would cancel.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def normalizer(spec: NormSpec) -> Any:
 
 @cache
 def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
-    """The normalized tensor; elements outside it are zeros.
+    """Loads the normalized tensor; elements outside it are zeros.
 
     Arguments: x's address, the stride of its rows in elements, the addresses of weight, bias and statistics, offset.
-    ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp decode together: each
-    keeps the statistics of one row.
+    ``aligned``: addresses, stride and columns are multiples of four elements. All lanes of a warp must decode together,
+    because each holds the statistics of one row.
     """
     x_loader = tensor_loader(spec.dtype, 4 if aligned else 1)
     normalize = normalizer(spec)
@@ -108,7 +108,7 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
         load_parameters(weight, column, columns, f32(offset), registers, weight_registers)
         if has_bias:
             load_parameters(bias, column, columns, _ZERO, registers, bias_registers)
-        # The limit of each column is the number of rows, from this one on, inside the tensor.
+        # A column's limit is the number of rows from this one on that are inside the tensor.
         below = rows - first_row if first_row < rows else 0
         for index in range(n_limits):
             registers[limit_registers + index] = u32(below) if column + index < columns else u32(0)
@@ -139,7 +139,7 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
 
 
 def rstd_address(has_mean: bool) -> Any:
-    """A device function ``(statistics, rows) -> address`` of the rows' rstds, which follow the means, if any."""
+    """A device function ``(statistics, rows) -> address`` of the rows' rstds, which are stored after any means."""
 
     @device
     def rstd_of_rows(statistics, rows):
@@ -187,8 +187,8 @@ def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> A
 def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads: int) -> Any:
     """A device function ``(row_address, columns, in_bounds, thread_in_row, eps, shared, thread) -> mean, rstd``.
 
-    Rows in memory may have any length and address. ``threads`` threads read one, twice if there is a mean; nothing is
-    read of a row that is not ``in_bounds``. ``shared``: two times 32 bytes, if ``threads`` are more than a warp.
+    Rows in memory may have any length and alignment. A row is read by ``threads`` threads, twice if there is a mean; if
+    it is not ``in_bounds``, nothing is read. ``shared``: two times 32 bytes, if ``threads`` exceeds a warp.
     """
     load = quad_loader(dtype, aligned)
     decode = quad_decoder(dtype)
@@ -237,7 +237,7 @@ def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads
 
 
 _AT_ONCE = 8
-"""Loads of a thread that are in flight together."""
+"""Number of a thread's loads that overlap."""
 
 _PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | typed(f32, "eps")
 """``stride``: between rows of x, in elements."""
@@ -245,7 +245,7 @@ _PARAMETERS = typed(i64, "x stride statistics") | typed(i32, "rows columns") | t
 
 @cache
 def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> Kernel:
-    """``statistics``, float32 ``[2, rows]``, mean and rstd, or only rstd, of rows that fit into registers."""
+    """``statistics``, float32 ``[2, rows]``: mean and rstd, or ``[1, rows]`` with only rstd, for rows in registers."""
     load_row = row_loader(dtype, row_layout)
     statistics_of_row = row_statistics(dtype, has_mean, row_layout)
     registers_of_row = row_registers(dtype, row_layout)
@@ -260,7 +260,7 @@ def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowL
         thread_in_row = thread & row_thread_mask
         row = cuda.blockIdx.x * rows_of_block + (thread >> shift)
         registers = cuda.local.array(registers_of_row, u32)
-        # A thread without a row reads the last again.
+        # A thread without a row reads the last row again.
         load_row(x + i64(row if row < rows else rows - 1) * stride * itemsize, columns, thread_in_row, registers)
         m, r = statistics_of_row(registers, columns, thread_in_row, eps, dynamic_shared(), thread)
         if thread_in_row == 0 and row < rows:
@@ -280,7 +280,7 @@ def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowL
 
 @cache
 def statistics_of_long_rows_kernel(dtype: DtypeName, has_mean: bool, aligned: bool) -> Kernel:
-    """The same of rows of any length and address, one a block; each is read once more for the variance."""
+    """The same for rows of any length and alignment, one per block; each is read again for the variance."""
     statistics_of_row = long_row_statistics(dtype, has_mean, aligned, THREADS)
     itemsize = ITEM_BYTES[dtype]
     rstd_pointer = rstd_address(has_mean)

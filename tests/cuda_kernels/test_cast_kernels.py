@@ -189,11 +189,11 @@ def test_blocks_without_a_kernel_are_refused() -> None:
     from cuda_kernels.kernel import KernelError
 
     quads, octets = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
-    with pytest.raises(KernelError, match="scales of 1x16 have no kernel; blocks are 1x32, 1x64, 1x128, 128x128"):
+    with pytest.raises(KernelError, match="scales of 1x16 are not supported; blocks are 1x32, 1x64, 1x128, 128x128"):
         quantize_blocks_kernel(quads, "e4m3", (1, 16), False, True, True, False)
     with pytest.raises(KernelError, match="scales of 1x128 e8m0 have no kernel"):
         quantize_blocks_kernel(quads, "e4m3", (1, 128), True, True, False, False)
-    with pytest.raises(KernelError, match="scales of 1x128 cannot be found of bfloat16, vector=8"):
+    with pytest.raises(KernelError, match="scales of 1x128 are not supported with bfloat16, vector=8"):
         quantize_blocks_kernel(octets, "e4m3", (1, 128), False, True, False, False)
 
 

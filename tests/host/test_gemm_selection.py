@@ -268,8 +268,8 @@ def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("layouts", "why"),
     [
-        ("row 1x128", "change along K, or neither's"),
-        ("1x128 tensor", "change along K, or neither's"),
+        ("row 1x128", "must both change along K, or neither"),
+        ("1x128 tensor", "must both change along K, or neither"),
         ("1x64 1x64", "blocks of 128"),
         ("1x128 1x64", "blocks of 128"),
     ],
