@@ -1,1 +1,1 @@
-"""FP8 attention: the cast of its operands, and both passes on Hopper."""
+"""Attention kernels: casts of the operands, and the forward and backward passes on Hopper (``mma``: on other GPUs)."""

@@ -1,4 +1,4 @@
-"""Shared memory of a block of attention's Hopper kernels: its buffers, and rings of stages that TMA fills."""
+"""Shared memory of a block of attention's Hopper kernels: buffers, and rings of stages that TMA fills."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cuda_kernels.device.language import device
 from cuda_kernels.device.sm90 import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait, tma_load
 
 TILE = ROWS * 128
-"""Bytes of 128 rows, 128 bytes of each; channels beyond head_dim are 0."""
+"""Bytes of 128 rows of 128 bytes each; channels beyond head_dim are 0."""
 HALF_TILE = TILE // 2
-"""Of a warpgroup's 64 rows."""
+"""Bytes of a warpgroup's 64 rows."""
 
 
 def placed(**sizes: int) -> dict[str, int]:
-    """Byte offsets in shared memory of buffers one after the other; ``end`` is the size of all."""
+    """Byte offsets of consecutive buffers in shared memory; ``end`` is the total size."""
     offsets: dict[str, int] = {}
     end = 0
     for name, size in sizes.items():
@@ -25,13 +25,13 @@ def placed(**sizes: int) -> dict[str, int]:
 
 
 def per_stage(stages: int, **sizes: int) -> dict[str, int]:
-    """The sizes of a ring's buffers, which have ``sizes`` for each stage."""
+    """Sizes of a ring's buffers, given their ``sizes`` per stage."""
     return {name: stages * size for name, size in sizes.items()}
 
 
 @device
 def init_ring(full, empty, stages, readers):
-    """Barriers of a ring: ``full`` counts the bytes that TMA wrote, ``empty`` the readers that are done."""
+    """Initialize a ring's barriers: ``full`` counts the bytes written by TMA, ``empty`` the readers that are done."""
     for stage in range(stages):
         mbarrier_init(full + 8 * stage, 1)
         mbarrier_init(empty + 8 * stage, readers)
@@ -48,7 +48,7 @@ def fill_stage(full, empty, phase, size):
 def make_row_load(panels: int) -> Any:
     """A device function ``(shared, tensor, barrier, first_row)`` that copies 128 rows of codes.
 
-    Channels beyond 128 lie in a second panel, behind the first.
+    Channels beyond 128 are copied to a second panel, after the first.
     """
 
     @device
@@ -63,7 +63,7 @@ def make_row_load(panels: int) -> Any:
 def make_own_load(panels: int) -> Any:
     """A device function ``(x, map_x, y, map_y, barrier, first_row)`` that copies the block's own 128 rows of both.
 
-    ``x``, ``y``: where the rows of two tensors go in shared memory.
+    ``x``, ``y``: their destinations in shared memory.
     """
     load_rows = make_row_load(panels)
 

@@ -1,15 +1,15 @@
 """FP8 attention's forward pass on Hopper: a producer warp copies with TMA, two warpgroups multiply in turns.
 
-A block has 128 queries of one head, 64 for each warpgroup, and walks over the keys that they see, 128 at a time. Codes
-of K and transposed V lie in a ring of stages in shared memory, each with a ``full`` barrier that counts the bytes that
-TMA wrote and an ``empty`` one for the two warpgroups that read it. Of each tile a warpgroup computes S = Q Kᵀ, turns S
-into P in registers, which is then the left operand of P V without leaving them, and adds the product in float32 by the
-instruction that rescales the sum anyway: the tensor cores' short accumulator (about 14 bits, DeepSeek-V3,
-arXiv:2412.19437) never sums more than 128 products. What the warpgroups do beside their products, and when, is in
-:mod:`.forward_overlapped` and :mod:`.forward_in_turns`.
+A block processes 128 queries of one head, 64 per warpgroup, and loops over the keys they attend to, 128 at a time.
+Codes of K and transposed V are in a ring of stages in shared memory. Each stage has a ``full`` barrier, which counts
+the bytes written by TMA, and an ``empty`` barrier for the two warpgroups that read it. For each tile a warpgroup
+computes S = Q Kᵀ, and turns S into P in registers, which is directly the left operand of P V. The product is added in
+float32 by the instruction that rescales the sum, so that the tensor cores' short accumulator (about 14 bits,
+DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products. :mod:`.forward_overlapped` and
+:mod:`.forward_in_turns` schedule the warpgroups' other work.
 
-The numerics are those of the reference's ``forward``: scales of Q and K are in the factor of the
-scores; that of V is what a sum is a multiple of, so that it changes with a factor of the whole sum.
+The numerics are those of the reference's ``forward``: the scales of Q and K are part of the factor of the scores; V's
+scale is the unit of the sums, so it changes by a factor of the whole sum.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from cuda_kernels.kernel import Kernel, typed
 def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
-    Parameters are the tensor maps of Q, K and transposed V (:mod:`.spec` says how they lie); the addresses of the table
-    of tiles, of the ``scale_inv`` of Q, K and V, of out, m and l; the heads, how many of them share one of K and V, the
-    packed rows of queries and of keys, the band's limits; the softmax scale times log2(e), which is positive; and the
-    strides of out in elements, from a sequence to the next, a row and a head.
+    Parameters are the tensor maps of Q, K and transposed V (layouts: :mod:`.spec`); the addresses of the table of
+    tiles, of the ``scale_inv`` of Q, K and V, of out, m and l; the number of heads, the number of query heads per head
+    of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale times log2(e), which is
+    positive; and the strides of out in elements, between sequences, rows and heads.
     """
     stages, offsets = forward_stages(spec), forward_offsets(spec)
     head_dim = spec.head_dim

@@ -1,4 +1,4 @@
-"""A block of the forward pass on Hopper, whatever it does when: its shared memory, turns, and what its sums are."""
+"""Common parts of the forward pass's blocks on Hopper: shared memory, turns, and the unit of the sums."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
 
 
 class ForwardTiles(NamedTuple):
-    """What a block does with the keys.
+    """How a block processes the keys.
 
     Attributes:
         consume: a device function ``(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c) ->
-            sums, unit, softmax_state``: the sums of this thread, what they are multiples of, and the softmax's state.
-            ``scale_inv``: addresses of that of the block's queries, and of the sequence's first keys.
-        store: a device function ``(sums, s, t, i, j, shared, out, tile, head, warp, strides)``, as
-            :func:`cuda_kernels.attention.stores.make_result_store` gives one.
+            sums, unit, softmax_state``: this thread's sums, their unit, and the softmax's state. ``scale_inv``:
+            addresses of the scales of the block's queries, and of the sequence's first keys.
+        store: a device function ``(sums, s, t, i, j, shared, out, tile, head, warp, strides)``, as made by
+            :func:`cuda_kernels.attention.stores.make_result_store`.
     """
 
     consume: Any
@@ -34,12 +34,12 @@ class ForwardTiles(NamedTuple):
 
 
 def forward_stages(spec: AttentionSpec) -> int:
-    """Stages of the ring of keys and values."""
+    """Number of stages of the ring of keys and values."""
     return _STAGES[spec.head_dim]
 
 
 def forward_offsets(spec: AttentionSpec) -> dict[str, int]:
-    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the size of all."""
+    """Byte offsets of a block's shared-memory buffers by name; ``end`` is the total size."""
     stages = forward_stages(spec)
     ring = per_stage(stages, k=spec.panels * TILE, v=spec.head_dim * 128)
     barriers = per_stage(stages, full_k=8, full_v=8, empty_k=8, empty_v=8)
@@ -48,5 +48,5 @@ def forward_offsets(spec: AttentionSpec) -> dict[str, int]:
 
 @device
 def can_be_unit(value_scale_inv):
-    """Whether sums may be multiples of a scale of V: one near 1, so that their range is the specification's."""
+    """Whether a scale of V can be the unit of the sums: near 1, so that their range is the specification's."""
     return _LEAST_UNIT <= value_scale_inv <= _LARGEST_UNIT

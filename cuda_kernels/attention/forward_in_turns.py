@@ -1,12 +1,12 @@
-"""What the forward pass's block does with the keys where each product is waited for: of 64, 96 or 256 channels.
+"""How the forward pass's block processes the keys if each product is waited for: with 64, 96 or 256 channels.
 
-Of a tile of 128 keys a warpgroup computes the scores and their maxima, gives the turn to the other one, takes
-exponentials, and multiplies them with V. One warpgroup's exponentials run beside the other's products and maxima
-(FlashAttention-3, arXiv:2407.08608, section 3.1); with the turn given before the maxima, those of both would be taken
-at once, by the same unit.
+For a tile of 128 keys a warpgroup computes the scores and their maxima, passes the turn to the other one, computes
+exponentials, and multiplies them with V. One warpgroup's exponentials overlap with the other's products and maxima
+(FlashAttention-3, arXiv:2407.08608, section 3.1). If the turn were passed before the maxima, both would compute maxima
+at the same time, on the same unit.
 
-For what :mod:`.forward_overlapped` does, sums of 256 channels leave no registers. Of 64 and 96 a tile's product with V
-has fewer than its scores, and the assembler spills, or lets single products wait for each other.
+With 256 channels, the sums leave no registers for the scheme of :mod:`.forward_overlapped`. With 64 and 96 channels, a
+tile's product with V has fewer registers than its scores, and the assembler spills, or serializes single products.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 
 
 def make_tiles_in_turns(spec: AttentionSpec) -> ForwardTiles:
-    """For heads of any size; the sums are a pair, of which the second one is of the channels beyond 128."""
+    """For all other numbers of channels. The sums are a pair; the second is for channels beyond 128."""
     offsets = forward_offsets(spec)
     q_offset, k_offset, v_offset, full_q, full_k, full_v, empty_k, empty_v = (
         offsets[name] for name in ("q", "k", "v", "full_q", "full_k", "full_v", "empty_k", "empty_v")
@@ -82,13 +82,13 @@ def make_tiles_in_turns(spec: AttentionSpec) -> ForwardTiles:
         next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
         next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)
-        if wg_idx == 1:  # the first turn is the other's
+        if wg_idx == 1:  # the other warpgroup has the first turn
             named_barrier_arrive(TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
             factor = float_max(query_factor * next_key_scale_inv, SMALLEST)
             value_scale_inv = next_value_scale_inv
-            # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
+            # Coherent loads, which are not moved across barriers: scales of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
             next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
             desc_k = smem_descriptor(smem + k_offset + stage_idx * k_bytes)

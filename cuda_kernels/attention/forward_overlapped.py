@@ -1,14 +1,14 @@
-"""What the forward pass's block does with the keys while its products are under way: of 128 channels.
+"""How the forward pass's block processes the keys, overlapping products with other work: with 128 channels.
 
-A warpgroup issues the scores of the next tile of 128 keys before the exponentials of this one, and this one's product
-with V before the maxima of the next one: the tensor cores work on one or the other while it computes. This is the
-pipelining inside a warpgroup of FlashAttention-3 (arXiv:2407.08608, section 3.2), with the scores one step earlier:
-there a warpgroup waits for them. Both warpgroups need the same unit for their exponentials, and so take turns at those.
+A warpgroup issues the scores of the next tile of 128 keys before the exponentials of the current one, and the current
+tile's product with V before the maxima of the next one, so that the tensor cores work while it computes. This is
+FlashAttention-3's intra-warpgroup pipelining (arXiv:2407.08608, section 3.2), with the scores one step earlier: there a
+warpgroup waits for them. Both warpgroups need the same unit for exponentials, so they take turns.
 
-**Registers.** Scores of two tiles and the sums are 192 of a thread's 240. So a tile's product with V takes the
-registers of its scores, whose exponentials are codes by then, and the scores of the next tile but one those of the
-product: two sets of registers that swap their roles with each tile, and two tiles are a round of the loop. In a loop of
-one tile the assembler would move a set in each round.
+**Registers.** Scores of two tiles and the sums take 192 of a thread's 240 registers. Therefore a tile's product with V
+uses the registers of its scores, whose exponentials are codes by then, and the scores of the tile after the next one
+those of the product. The two sets of registers swap roles with each tile, so the loop is unrolled by two tiles.
+Otherwise the assembler would move a set in each iteration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cuda_kernels.device.sm90 import (
 from cuda_kernels.device.swizzle import smem_descriptor
 
 CHANNELS = 128
-"""Of a head: then scores of a tile and its product with V are as many registers."""
+"""Channels of a head for which the scores of a tile and its product with V take the same number of registers."""
 
 
 def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
@@ -69,7 +69,7 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
 
     @device
     def start_scores(block, stage_idx, phase):
-        """The product of Q and a tile's keys, under way, when those are there and it is the warpgroup's turn."""
+        """Issue the product of Q and a tile's keys, once these are loaded and it is the warpgroup's turn."""
         smem, wg_idx, desc_q = block[0], block[1], block[2]
         mbarrier_wait(smem + full_k + 8 * stage_idx, phase)
         named_barrier(TURN + wg_idx, 256)
@@ -78,13 +78,13 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
 
     @device
     def start_part(block, scores, words, stage_idx):
-        """The product of a tile's probabilities and V, under way, in the registers of the tile's ``scores``."""
+        """Issue the product of a tile's probabilities and V, into the registers of the tile's ``scores``."""
         wgmma_fence()
         return times_v(scores, words, smem_descriptor(block[0] + v_offset + stage_idx * TILE), 0)
 
     @device
     def with_maxima(block, j, scores, key_scale_inv, softmax_state):
-        """Scores of tile ``j``, -inf where a row does not see a key, and what their exponentials depend on."""
+        """Scores of tile ``j``, masked with -inf, and the maxima and factors for their exponentials."""
         query_factor, visible, whole_first, whole_last = block[3], block[4], block[5], block[6]
         if j < whole_first or j >= whole_last:
             scores = hide(scores, visible, i32(j * ROWS))
@@ -94,7 +94,7 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
 
     @device
     def add_part(acc_o, unit, part, alphas, value_scale_inv):
-        """The sums with a tile's product, added in float32 by the instruction that rescales them."""
+        """Add a tile's product to the sums in float32, by the instruction that rescales them."""
         ratio = ONE
         if can_be_unit(value_scale_inv):
             ratio = unit * reciprocal_approx(value_scale_inv)
@@ -108,7 +108,7 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
         """A tile's exponentials and its product with V, and the scores of the next tile and their maxima."""
         smem, wg_idx, scale_inv_k, scale_inv_v = block[0], block[1], block[7], block[8]
         j, stage_idx, phase, (scores, factor, offsets, alphas, softmax_state), acc_o, unit = state
-        # Coherent loads, which stay in front of the barriers: they are there when the exponentials are done.
+        # Coherent loads, which are not moved across barriers, complete during the exponentials.
         key_scale_inv, value_scale_inv = load_f32(scale_inv_k + i64(j + 1) * 4), load_f32(scale_inv_v + i64(j) * 4)
         next_idx, next_phase = next_stage(stage_idx, phase)
         next_scores = start_scores(block, next_idx, next_phase)
@@ -118,8 +118,8 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
         next_scores = wait_1(next_scores)
         release(smem + empty_k + 8 * next_idx)
         next_tile = with_maxima(block, i32(j + 1), next_scores, key_scale_inv, softmax_state)
-        # For the next step, but here: if no other wait lay between, the assembler would move that for the product up in
-        # front of the maxima.
+        # This wait belongs to the next step, but is placed here: without another wait in between, the assembler would
+        # move the wait for the product in front of the maxima.
         mbarrier_wait(smem + full_v + 8 * next_idx, next_phase)
         part = wait_0(part)
         release(smem + empty_v + 8 * stage_idx)
@@ -135,7 +135,7 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
         desc_q = smem_descriptor(smem + q_offset + wg_idx * HALF_TILE)
         block = smem, wg_idx, desc_q, query_factor, visible, whole_first, whole_last, scale_inv_k, scale_inv_v
         acc_o, unit, softmax_state = zero(), ONE, START
-        if wg_idx == 1:  # the first turn is the other's
+        if wg_idx == 1:  # the other warpgroup has the first turn
             named_barrier_arrive(TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         if first_tile < last_tile:

@@ -1,4 +1,4 @@
-"""E4M3 codes of a fragment's rows, each with a scale of its own, and that scale inside one tile."""
+"""E4M3 codes of a fragment's rows, with a scale per row and tile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cuda_kernels.device.ptx import float_max, reciprocal_approx
 
 @device
 def tile_scales(amax, amax_below):
-    """Scales of two rows of a tile, and what code 1 stands for: ``scale, scale_below, unit, unit_below``.
+    """Scales of two rows of a tile, and their inverses: ``scale, scale_below, unit, unit_below``.
 
-    ``amax``, ``amax_below``: the rows' largest magnitudes in the columns of this thread. A scale is 448 over the row's.
+    ``amax``, ``amax_below``: the rows' largest magnitudes in this thread's columns. A scale is 448 over the row's.
     """
     amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
     return (
@@ -29,7 +29,7 @@ def tile_scales(amax, amax_below):
 
 @cache
 def make_row_codes(num_registers: int) -> Any:
-    """A device function ``(x, scale, scale_below) -> words``: so many registers of float32 as codes, an operand A."""
+    """A device function ``(x, scale, scale_below) -> words``: ``num_registers`` float32 as codes, an operand A."""
     scale_x, pack = scale_rows(num_registers), pack_a_words(num_registers, "e4m3")
 
     @device

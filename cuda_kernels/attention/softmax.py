@@ -1,4 +1,4 @@
-"""The running softmax of a warpgroup's rows: probabilities of a tile of keys as codes, and what they sum to."""
+"""The running softmax of a warpgroup's rows: probabilities of a tile of keys as codes, and their sums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REACH = np.float32(40)
 _ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
 
 START = (_MINUS_INFINITY, _MINUS_INFINITY, _MINUS_INFINITY, _MINUS_INFINITY, _ZERO, _ZERO)
-"""The state of two rows, eight apart, that have seen nothing: their largest scores, units, sums."""
+"""The initial state of two rows, eight apart: largest scores, units, sums."""
 
 
 @device
 def quad_max(x):
-    """The largest of the four lanes that share a row."""
+    """The maximum over the four lanes that share a row."""
     x = float_max(x, from_bits(shuffle_xor(bits(x), 1)))
     return float_max(x, from_bits(shuffle_xor(bits(x), 2)))
 
@@ -37,9 +37,9 @@ def quad_sum(x):
 
 @device
 def next_unit(top, largest, unit):
-    """A row's largest score and unit after a tile, what to add to its scores, and the factor of what was summed so far.
+    """A row's largest score and unit after a tile, the offset of its scores, and the factor of its previous sums.
 
-    ``top``: the tile's largest score. A row that has seen nothing yet has the unit -inf and keeps sums of 0.
+    ``top``: the tile's largest score. A row without visible keys so far has the unit -inf, and its sums stay 0.
     """
     largest = float_max(largest, top)
     new = float_max(top, largest - REACH)
@@ -48,17 +48,17 @@ def next_unit(top, largest, unit):
 
 
 class Softmax(NamedTuple):
-    """Device functions over the scores of a tile: products of codes, which times ``factor`` are logarithms to base 2.
+    """Device functions for the scores of a tile: products of codes that, times ``factor``, are logarithms to base 2.
 
-    Pairs are of the thread's two rows.
+    Pairs are for the thread's two rows.
 
     Attributes:
         rebase: ``(scores, factor, softmax_state) -> softmax_state, offsets, alphas``: rows' largest scores and units
-            with this tile; what to add to its logarithms; factors of the sums so far, the state's own not yet among
-            them.
+            including this tile; offsets of its logarithms; factors of the previous sums, which are not yet applied to
+            the state's own sums.
         probabilities: ``(scores, factor, offsets, alphas, softmax_state) -> words, softmax_state``: the tile's
-            probabilities as E4M3 codes, an operand A; 256 stands for the row's unit. Sums are of this thread's columns,
-            and of probabilities before they are rounded.
+            probabilities as E4M3 codes, an operand A; 256 represents the row's unit. Sums are over this thread's
+            columns, of probabilities before rounding.
     """
 
     rebase: Any
@@ -100,7 +100,7 @@ def make_softmax(num_keys: int) -> Softmax:
 
 @cache
 def make_whole_softmax(num_keys: int) -> Any:
-    """Both of :class:`Softmax` at once: ``(scores, factor, softmax_state) -> words, softmax_state, alphas``."""
+    """Both functions of :class:`Softmax`: ``(scores, factor, softmax_state) -> words, softmax_state, alphas``."""
     rebase, probabilities = make_softmax(num_keys)
 
     @device
@@ -114,9 +114,9 @@ def make_whole_softmax(num_keys: int) -> Any:
 
 @device
 def _row_statistics(largest, unit, total, inside):
-    """Whether a row saw a key, its largest score and its sum of exponentials.
+    """Whether a row attends to any key, its largest score and its sum of exponentials.
 
-    ``total``: of all its columns. ``inside``: whether there is such a row.
+    ``total``: over all its columns. ``inside``: whether the row exists.
     """
     seen = inside and total != _ZERO
     return (
@@ -132,8 +132,8 @@ def store_statistics(softmax_state, m, l, tile, head, rows_q, row_in_tile, lane)
 
     ``softmax_state``: after the last tile of keys. ``m``, ``l``: addresses of float32 ``[H, rows_q]``.
 
-    It returns ``inverse, inverse_below, seen, seen_below``: what the sums of P V are multiplied by, and whether the
-    rows saw a key.
+    It returns ``inverse, inverse_below, seen, seen_below``: the factors of the sums of P V, and whether the rows attend
+    to any key.
     """
     valid = tile[TILE_VALID]
     largest, largest_below, unit, unit_below, total, total_below = softmax_state

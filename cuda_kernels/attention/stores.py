@@ -1,4 +1,4 @@
-"""A warp's rows of a result from registers to global memory, whatever their number and their strides."""
+"""Store a warp's rows of a result from registers to global memory, for any number of rows and any strides."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from cuda_kernels.device.sm90 import syncwarp
 from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store, swizzle_128b
 
 WARP_BYTES = 16 * ROW_BYTES
-"""Shared memory of a warp: 128 bytes of each of its 16 rows."""
+"""Shared memory of a warp: 128 bytes for each of its 16 rows."""
 
 
 @cache
 def make_result_store(channels: int, dtype: DtypeName, first_channel: int = 0, again: bool = False) -> Any:
-    """A device function that stores ``channels`` of a tile's result, from ``first_channel`` on, in ``dtype``.
+    """A device function that stores ``channels`` channels of a tile's result, from ``first_channel`` on, in ``dtype``.
 
-    It is ``(acc, s, t, i, j, shared, out, tile, head, warp, strides)``: an accumulator of a warpgroup, scaled and
-    cleared as ``scale_seen_rows`` does; :data:`WARP_BYTES` for each warp, as :func:`make_row_store` needs them; the
-    address of the result and its strides in elements, from a sequence to the next, a row and a head. ``again``: see
-    there.
+    It is ``(acc, s, t, i, j, shared, out, tile, head, warp, strides)``: a warpgroup's accumulator, scaled and cleared
+    by ``scale_seen_rows``; :data:`WARP_BYTES` per warp, as for :func:`make_row_store`; the address of the result; and
+    its strides in elements, between sequences, rows and heads. ``again``: see :func:`make_row_store`.
     """
     item = 4 if dtype == "float32" else 2
     finish, store_rows = scale_seen_rows(channels // 2), make_row_store(channels, dtype, again)
@@ -63,18 +62,18 @@ def make_gradient_store(channels: int, dtype: DtypeName, first_channel: int = 0,
 
 @cache
 def make_row_store(channels: int, dtype: DtypeName, again: bool) -> Any:
-    """A device function ``(acc, shared, out, stride, rows_left, lane)`` that stores 16 rows of ``channels`` of a warp.
+    """A device function ``(acc, shared, out, stride, rows_left, lane)`` that stores a warp's 16 rows of ``channels``.
 
-    ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` of the warp's own, at a
-    multiple of the swizzle's ``ATOM_BYTES``. ``out``: the address of the first row, a multiple of 16 as is ``stride``,
-    the bytes from one row to the next. The first ``rows_left`` of the rows are stored. ``again``: the warp may still be
-    reading what it stored before through the same shared memory.
+    ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` for this warp, aligned to the
+    swizzle's ``ATOM_BYTES``. ``out``: the address of the first row; ``stride``: bytes between rows; both are multiples
+    of 16. ``rows_left``: the number of rows to store. ``again``: whether the warp may still be reading an earlier
+    result from ``shared``.
     """
     return _store_from(0, channels, dtype, again)
 
 
 def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any:
-    """:func:`make_row_store` of the channels from ``start`` on, 128 bytes of each row at a time."""
+    """:func:`make_row_store` for the channels from ``start`` on, 128 bytes of each row at a time."""
     item = 4 if dtype == "float32" else 2
     columns = min(ROW_BYTES // item, channels - start)
     chunks = columns * item // 16

@@ -1,4 +1,4 @@
-"""Tiles: how a block finds its own, an entry of a table that the host made, and what its rows see of another one."""
+"""Tiles: a block's entry in the table made by the host, and the columns visible to its rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from cuda_kernels.device.sm90 import shfl_sync_0
 
 @device
 def load_tile(table, index):
-    """Entry ``index`` of the table of tiles: twelve int32, of :data:`cuda_kernels.attention.spec.TILE_FIELDS`.
+    """Entry ``index`` of the table of tiles: twelve int32, see :data:`cuda_kernels.attention.spec.TILE_FIELDS`.
 
-    They are the same in all threads, and the compiler is told so: loops over tiles are uniform.
+    They are made uniform for the compiler, so that loops over tiles are uniform.
     """
     address = table + i64(index) * 48
     a, b, c = load_16_if(address, True), load_16_if(address + 16, True), load_16_if(address + 32, True)
@@ -36,14 +36,14 @@ def load_tile(table, index):
 
 @device
 def tile_of(block, table, heads):
-    """A block's tile and its head: of all heads the tiles with most to do come first."""
+    """A block's tile and head; the tiles with the most work come first, for all heads."""
     tile_idx = quotient(block, heads)
     return load_tile(table, tile_idx), i32(block - tile_idx * heads)
 
 
 @device
 def tile_again(table, heads):
-    """A block's tile and its head once more, behind a loop: kept, they would take registers from it."""
+    """A block's tile and head, loaded again after a loop, so that they do not occupy registers in it."""
     return tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
 
 
@@ -55,9 +55,9 @@ def visited_tiles(tile):
 
 @device
 def visible_columns(tile, row_in_tile, col_in_tile, left, right):
-    """What row ``row_in_tile`` sees: the first and the last column, and the last one that there is.
+    """Columns visible to row ``row_in_tile``: the first and the last one, and the last existing one.
 
-    They count from ``col_in_tile``, this thread's first.
+    They are relative to ``col_in_tile``, this thread's first column.
     """
     count, diagonal = tile[TILE_COUNT], tile[TILE_DIAGONAL]
     lowest = i32(i32(diagonal + row_in_tile) - i32(left + col_in_tile))
@@ -67,10 +67,10 @@ def visible_columns(tile, row_in_tile, col_in_tile, left, right):
 
 @cache
 def make_band_mask(num_registers: int) -> Any:
-    """A device function ``(scores, visible, start) -> scores``, -inf where a row does not see a column.
+    """A device function ``(scores, visible, start) -> scores`` that writes -inf to hidden columns.
 
-    ``visible``: :func:`visible_columns` of the first of the thread's two rows. ``start``: the column that the scores
-    begin with.
+    ``visible``: :func:`visible_columns` of the first of the thread's two rows. ``start``: the first column of the
+    scores.
     """
     hide = mask_rows(num_registers)
 

@@ -1,7 +1,7 @@
-"""What the warps of a block do in attention's Hopper kernels, and what such a kernel is declared with.
+"""Roles of a block's warps in attention's Hopper kernels, and the declaration of such kernels.
 
-Of a block's three warpgroups two multiply, and of the third one a thread copies with TMA: the warp specialization of
-FlashAttention-3 (arXiv:2407.08608, section 3.1).
+A block has three warpgroups. Two multiply, and one thread of the third copies with TMA: FlashAttention-3's warp
+specialization (arXiv:2407.08608, section 3.1).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from cuda_kernels.kernel import Kernel
 MULTIPLYING = 256
 """Threads of the two warpgroups that multiply."""
 PRODUCER = 2
-"""The number of the third warpgroup."""
+"""Index of the third warpgroup."""
 _THREADS = 384
 _PRODUCER_REGISTERS = 24
 _REGISTERS = 240
 
 
 def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
-    """A device function ``(smem, maps, table, heads, shape) -> tile, head, wg_idx, warp`` that a kernel begins with.
+    """A device function ``(smem, maps, table, heads, shape) -> tile, head, wg_idx, warp``, called first in a kernel.
 
-    Barriers are made, the tile of the block and its head are found, and each warpgroup takes its registers. One thread
-    of the warpgroup :data:`PRODUCER` copies meanwhile all that the others multiply, and returns when it has.
+    It initializes barriers, loads the block's tile and head, and allocates each warpgroup's registers. One thread of
+    the warpgroup :data:`PRODUCER` copies all operands here, and returns when it is done.
 
     Args:
         init_barriers: a device function of shared memory's address.
@@ -66,7 +66,7 @@ def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
 
 @device
 def accumulator_origin(wg_idx):
-    """Row and column of this thread's first element of its warpgroup's accumulator, of the block's 128 rows.
+    """Row and column, in the block's 128 rows, of this thread's first element of its warpgroup's accumulator.
 
     Its second row is eight below (PTX ISA, "Accumulator D fragment layout for wgmma .m64nNk32").
     """
@@ -76,5 +76,5 @@ def accumulator_origin(wg_idx):
 
 
 def attention_on_hopper(name: str, function: Any, parameters: Mapping[str, Any], offsets: dict[str, int]) -> Kernel:
-    """The declaration of a kernel with such blocks; ``offsets``: its buffers, as :func:`placed` gives them."""
+    """The declaration of a kernel with such blocks; ``offsets``: its buffers, from :func:`placed`."""
     return Kernel(name, function, parameters, _THREADS, shared_bytes=offsets["end"], architectures=("90a",))

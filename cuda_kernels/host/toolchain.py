@@ -14,7 +14,7 @@ TOOLS = (
     "numba-cuda", "numba", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc",
     "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
-"""Packages that a kernel's machine code depends on. libnvvm is in CUDA 12's wheel of nvcc, and has its own in CUDA 13."""
+"""Packages that a kernel's machine code depends on. libnvvm is in CUDA 12's nvcc wheel, and has its own in CUDA 13."""
 
 COMPANIONS = ("numpy", "cuda-bindings", "cuda-pathfinder")
 """Packages whose versions must be compatible with these."""

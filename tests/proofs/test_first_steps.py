@@ -239,7 +239,7 @@ def test_wrong_numbers_stop_a_trainer_before_a_parameter_changes(
 def test_a_product_is_named_with_its_layers(looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scaled_mm_op.implementations, "cpu", lambda *args: reference_gemm(*args).neg_())
     looking()
-    layers = r"such shapes have blocks\.0\.0\.weight, blocks\.0\.2\.weight, blocks\.1\.0\.weight and 3 more"
+    layers = r"parameters of these shapes: blocks\.0\.0\.weight, blocks\.0\.2\.weight, blocks\.1\.0\.weight and 3 more"
     with pytest.raises(WrongNumbers, match=rf"scaled_mm of \[8, 32\] by \[48, 32\] by torch\._scaled_mm.*{layers}"):
         fit(Model(), "rowwise")
 

@@ -1,7 +1,7 @@
-"""D = rowsum(dO ∘ O), and what else the backward pass knows of each query: see :mod:`.statistics`.
+"""D = rowsum(dO ∘ O) and the other statistics of queries for the backward pass: see :mod:`.statistics`.
 
-A block has 128 rows of one head. dO is taken from its codes: dP multiplies them, and only with the same ones do the
-rows of dS sum to 0.
+A block processes 128 rows of one head. dO is decoded from its codes, because dP is computed from them: only with the
+same codes do the rows of dS sum to 0.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _products(total, codes, first, second):
 
 @cache
 def attention_delta_kernel(head_dim: int) -> Kernel:
-    """Statistics of queries of ``head_dim`` channels, but for ``CORRECTED``.
+    """Statistics of queries of ``head_dim`` channels, except ``CORRECTED``.
 
     Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's ``scale_inv``, o in bfloat16, m, l
-    and the statistics (:mod:`.statistics`); the heads and the packed rows of queries; and the strides of o in elements,
-    from a sequence to the next, a row and a head, multiples of 8.
+    and the statistics (:mod:`.statistics`); the number of heads and the packed rows of queries; and the strides of o in
+    elements, between sequences, rows and heads, which are multiples of 8.
     """
     assert head_dim in HEAD_DIMS
     threads_per_row = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # 16 channels each
@@ -58,7 +58,7 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
 
     @device
     def dot(codes_row, values_row, inside, thread_in_row):
-        """The sum of a row's products, in all of its threads; addresses of the row, which counts if ``inside``."""
+        """The sum of a row's products, in all of its threads; 0 unless ``inside``. Arguments: addresses of the row."""
         inside = inside and 16 * thread_in_row < head_dim
         codes = load_16_if(codes_row + 16 * thread_in_row, inside)
         first_half = load_16_if(values_row + 32 * thread_in_row, inside)

@@ -1,24 +1,23 @@
 """dK and dV of FP8 attention on Hopper: rows are keys; a producer warp copies with TMA, two warpgroups multiply.
 
-A block has 128 keys of one head, 64 for each warpgroup, whose codes of K and V stay in shared memory, and walks over
-the queries that see them, of all heads that share them: no block adds to another's results. Codes of Q and dO, both
-transposed too, and their statistics lie in a ring of stages of 128 queries. Of each 64 queries a warpgroup computes
-Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns them into Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q.
-While one warpgroup computes exponentials the other multiplies; nothing orders them.
+A block processes 128 keys of one head, 64 per warpgroup. Their codes of K and V stay in shared memory. It loops over
+the queries that attend to them, in all heads of the group, so that no two blocks add to the same result. Codes of Q and
+dO, both also transposed, and their statistics are in a ring of stages of 128 queries. For each 64 queries a warpgroup
+computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns them into Pᵀ and dSᵀ in registers, and multiplies these, from registers, with
+dO and Q. While one warpgroup computes exponentials the other multiplies; they are not synchronized.
 
-A tile's product of dSᵀ and Q is issued with the next tile's scores, and runs beside the exponentials of that tile. So
-nothing is in flight behind a tile: there the assembler would put a wait after each product (its advice C7513). And so
-transposed Q is read longer than the rest of its stage: it has a ring of its own.
+A tile's product of dSᵀ and Q is issued with the next tile's scores, and overlaps with the exponentials of that tile. So
+no product is in flight at the end of a tile; otherwise the assembler would insert a wait after each product (its advice
+C7513). Therefore transposed Q is read longer than the rest of its stage, and has a ring of its own.
 
-**Scales.** A row of Pᵀ, times dO's scale, has one scale for all tiles, which changes only when the row outgrows it
-(:mod:`.running_scale`), and so has dSᵀ times Q's. So the tensor cores accumulate from tile to tile; adding each tile in
-float32, as :mod:`.dq` does, would cost four instructions for each score, and registers that there are not.
+**Scales.** A row of Pᵀ, times dO's scale, has one scale for all tiles, which changes only when the row exceeds its
+range (:mod:`.running_scale`); so does dSᵀ times Q's scale. Therefore the tensor cores can accumulate over tiles. Adding
+each tile in float32, as in :mod:`.dq`, would cost four instructions per score, and more registers than there are.
 
-**Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437). Modelled as 13 bits
-behind the point, cut off, sums of one sign shrink by up to 1 % in 1024 products and by 12 % in 16,384. So each
-:data:`FLUSH` queries they leave for float32 sums in global memory, which no other thread adds to: results are
-deterministic. Each 1024, since in that time the tensor cores need some 16,000 cycles, and the 128 KB of a block some
-thousand, beside them.
+**Accumulation.** The tensor cores' accumulator keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437). Modelled as 13
+fractional bits, truncated, sums of equal sign shrink by up to 1 % in 1024 products and by 12 % in 16,384. So after each
+:data:`FLUSH` queries they are added to float32 sums in global memory, private to the thread: results are deterministic.
+The interval is 1024 because the tensor cores take some 16,000 cycles for it, and the 128 KB of a block some thousand.
 
 Numerics: the reference's ``_dk_dv``.
 """
@@ -88,11 +87,11 @@ _ONE = np.float32(1)
 
 
 class StageStatistics(NamedTuple):
-    """Device functions over the statistics of 128 queries that lie in a stage of shared memory.
+    """Device functions for the statistics of 128 queries in a stage of shared memory.
 
     Attributes:
         load: ``(smem, tensor, barrier, stage_idx, query, head)``: starts to copy them, from packed row ``query`` on.
-        statistic_address: ``(smem, stage_idx, which, query)``: where one of query number ``query`` of the stage lies.
+        statistic_address: ``(smem, stage_idx, which, query)``: address of a statistic of query ``query`` of the stage.
         scales: ``(smem, stage_idx, query)``: Q's and dO's ``scale_inv``.
     """
 
@@ -103,7 +102,7 @@ class StageStatistics(NamedTuple):
 
 @cache
 def make_stage_statistics(offset: int) -> StageStatistics:
-    """``offset``: of the first stage's in shared memory."""
+    """``offset``: offset of the first stage's statistics in shared memory."""
 
     @device
     def place(stage_idx, which, query):
@@ -128,11 +127,11 @@ def make_stage_statistics(offset: int) -> StageStatistics:
 
 
 class DkvTiles(NamedTuple):
-    """The parts of the kernels for dK and dV that depend on how many channels there are.
+    """The parts of the kernels for dK and dV that depend on the number of channels.
 
     Attributes:
-        offsets: of the block's buffers in shared memory, with ``out`` among them.
-        init_rings: a device function of shared memory's address: the barriers of the rings.
+        offsets: of the block's buffers in shared memory, including ``out``.
+        init_rings: a device function of shared memory's address that initializes the rings' barriers.
         produce: a device function ``(smem, maps, tile, kv_head, shape)`` of the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch) ->
             sums`` of this thread, without the softmax scale. ``key_factor``: K's ``scale_inv`` times c.
@@ -147,11 +146,13 @@ class DkvTiles(NamedTuple):
 
 
 def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: DkvTiles) -> Kernel:
-    """The kernel for dK and dV that works on ``tiles``; :func:`attention_dkv_kernel` says what its parameters are.
+    """The kernel for dK and dV that uses ``tiles``; see :func:`attention_dkv_kernel` for its parameters.
 
     Args:
-        function_name: of the kernel's function, which profilers show.
+        spec: compile-time options.
+        function_name: name of the kernel's function, shown by profilers.
         variant: the kernel's name.
+        tiles: its parts.
     """
     offsets, init_rings, produce, consume, store = tiles
     out_offset, full_kv = offsets["out"], offsets["full_kv"]
@@ -199,14 +200,15 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
 def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     """``dk`` and ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
-    Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed ones of Q and dO, and of the
+    Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed codes of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
-    keys, which sees queries in tiles of 64, of the ``scale_inv`` of K and V, of dk, dv and :func:`scratch_floats` for
-    each block; the heads of keys, how many of queries share one, the packed rows of queries and of keys, the limits of
-    the band that a key sees; the softmax scale times log2(e), which is positive, and the softmax scale; and the strides
-    of dk and dv in elements, from a sequence to the next, a row and a head.
+    keys, with queries in tiles of 64, of the ``scale_inv`` of K and V, of dk, dv and :func:`scratch_floats` per block;
+    the number of heads of keys, of query heads per head of keys, the packed rows of queries and of keys, the limits of
+    the band of queries that attend to a key; the softmax scale times log2(e), which is positive, and the softmax scale;
+    and the strides of dk and dv in elements, between sequences, rows and heads.
 
     Args:
+        spec: compile-time options.
         flush: a multiple of 128; see :data:`FLUSH`.
     """
     assert spec.panels == 1, "sums of 256 channels do not fit into registers"
@@ -273,7 +275,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
 
     @device
     def scratch_of(scratch):
-        """Where this thread's sums leave to. Found when they do: kept, it would take registers from the loop."""
+        """Address of this thread's sums in scratch memory. Computed on use, to save registers in the loop."""
         return scratch + (i64(cuda.blockIdx.x) * block_floats + thread_again()) * 4
 
     @device
@@ -287,12 +289,12 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         p_limits, ds_limits = (START, START), (START, START)
         accumulated, more = i32(0), i32(0)
         stage_idx, phase = i32(0), i32(0)
-        # dK's product with the codes of the last tile's dS waits for the next tile; before the first one they are 0.
+        # dK's product with the codes of the last tile's dS is delayed to the next tile; before the first, they are 0.
         late, late_stage, late_columns = no_codes(), i32(-1), i32(0)
         mbarrier_wait(smem + full_kv, 0)
         for _ in range(group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
-                if accumulated == flush_stages:  # dK without the last tile's product, with which its next sums begin
+                if accumulated == flush_stages:  # dK lacks the last tile's product, which starts its next sums
                     leave(dv, p_limits, scratch_of(scratch))
                     leave(dk, ds_limits, scratch_of(scratch) + dk_scratch)
                     dv, dk = zero_sums(), zero_sums()

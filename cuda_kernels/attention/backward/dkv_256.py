@@ -1,11 +1,11 @@
-"""dK, or dV, of heads with 256 channels on Hopper: rows are keys, as in :mod:`.dkv`, whose scales and flush these are.
+"""dK or dV of heads with 256 channels on Hopper: rows are keys; scales and flushes are those of :mod:`.dkv`.
 
-Sums of 256 channels are 128 registers of a thread: of dK and dV one fits. So each has a launch of its own, which makes
-the probabilities again: 10 products of 64 by 64 by 256 instead of 8, while two warpgroups that share the channels of
-both would make 12, and read twice as much for each.
+Sums of 256 channels take 128 registers per thread, so only one of dK and dV fits. Each has its own launch, which
+recomputes the probabilities: 10 products of 64 by 64 by 256 instead of 8. If two warpgroups shared the channels of
+both, there would be 12, with twice the reads for each.
 
-A block has 128 keys, 64 for each warpgroup. The codes of 128 queries are 32 KB for each copy; Q, for dK dO, and a
-transposed one take turns in a ring of :data:`WIDE_STAGES`, each filled as soon as it is empty.
+A block processes 128 keys, 64 per warpgroup. The codes of 128 queries take 32 KB per copy. Q, for dK also dO, and a
+transposed copy share the stages of a ring of :data:`WIDE_STAGES`, each refilled as soon as it is empty.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ _ONE = np.float32(1)
 
 @cache
 def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], flush: int = FLUSH) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
+    """``dk`` or ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
-    Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written; and what dV does not depend
-    on is not read for it.
+    Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written, and for dV only what it
+    depends on is read.
 
     Args:
+        spec: compile-time options.
+        result: which of them.
         flush: a multiple of 128; see :data:`FLUSH`.
     """
     assert spec.head_dim == 256
@@ -92,7 +94,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
 
     @device
     def scratch_of(scratch):
-        """Where this thread's sums leave to. Found when they do: kept, it would take registers from the loop."""
+        """Address of this thread's sums in scratch memory. Computed on use, to save registers in the loop."""
         return scratch + (i64(shfl_sync_0(cuda.blockIdx.x)) * block_floats + sums_floats + cuda.threadIdx.x) * 4
 
     @device

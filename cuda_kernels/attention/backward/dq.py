@@ -1,13 +1,13 @@
 """dQ of FP8 attention on Hopper: rows are queries; a producer warp copies with TMA, two warpgroups multiply.
 
-A block has 128 queries of one head, 64 for each warpgroup, whose codes of Q and dO stay in shared memory, and walks
-over the keys that they see, 128 at a time: K, V and transposed K lie in a ring of stages. Of each tile a warpgroup
-computes S = Q Kᵀ and dP = dO Vᵀ, turns them into dS in registers, scales each row of it by 448 over its largest
-magnitude, and multiplies it, from registers, with K. That product is added in float32 together with the scale, so that
-the tensor cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
+A block processes 128 queries of one head, 64 per warpgroup. Their codes of Q and dO stay in shared memory. It loops
+over the keys they attend to, 128 at a time: K, V and transposed K are in a ring of stages. For each tile a warpgroup
+computes S = Q Kᵀ and dP = dO Vᵀ, turns them into dS in registers, scales each row of dS by 448 over its largest
+magnitude, and multiplies it, from registers, with K. The product is scaled and added in float32, so that the tensor
+cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
 
-While one warpgroup computes exponentials the other multiplies; nothing orders them. The rows of dS are summed up, too:
-with exact numbers that is 0, and :mod:`.dkv` corrects D by it. Numerics: the reference's ``_dq``.
+While one warpgroup computes exponentials the other multiplies; they are not synchronized. The rows of dS are also
+summed. With exact arithmetic these sums are 0; :mod:`.dkv` corrects D by them. Numerics: the reference's ``_dq``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ZERO = np.float32(0)
 def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
-    Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed ones of K; the addresses of the
-    table of tiles, of the ``scale_inv`` of K and V, of the statistics (:mod:`.statistics`) and of dq; the heads, how
-    many of them share one of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale
-    times log2(e), which is positive, and the softmax scale; and the strides of dq in elements, from a sequence to the
-    next, a row and a head.
+    Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed codes of K; the addresses of
+    the table of tiles, of the ``scale_inv`` of K and V, of the statistics (:mod:`.statistics`) and of dq; the number of
+    heads, the number of query heads per head of K and V, the packed rows of queries and of keys, the band's limits; the
+    softmax scale times log2(e), which is positive, and the softmax scale; and the strides of dq in elements, between
+    sequences, rows and heads.
     """
     wide = spec.panels > 1
     tiles = make_wide_tiles(spec) if wide else make_tiles(spec)

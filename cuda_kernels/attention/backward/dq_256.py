@@ -1,10 +1,12 @@
-"""What the block for dQ does with the keys: of 256 channels, a tile of 128 keys in parts.
+"""How the block for dQ processes the keys with 256 channels: a tile of 128 keys in parts.
 
-A thread's sums are 128 registers, and scores and their gradients of 128 keys would be as many: so they are made for 64,
-32 and 32 keys, and rounded when the largest gradient of all is known. The product with K adds 64 channels at a time.
-K, V and transposed K of a tile are 96 KB, of which two do not fit beside Q and dO: they take turns in a ring of
-:data:`WIDE_STAGES`, each filled as soon as it is empty. Each half of a stage has a barrier of its own: a wait between
-two products with transposed K keeps the assembler from starting one before the sums of the others are added.
+A thread's sums take 128 registers, and scores and their gradients of 128 keys would take as many. They are therefore
+computed for 64, 32 and 32 keys, and rounded when the largest gradient of all is known. The product with K adds 64
+channels at a time. K, V and transposed K of a tile take 96 KB, and two tiles do not fit besides Q and dO. They share
+the stages of a ring of :data:`WIDE_STAGES`, each refilled as soon as it is empty. Each half of a stage has its own
+barrier: the wait between two products with transposed K prevents the assembler from starting one before the previous
+    sums are
+added.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from cuda_kernels.device.swizzle import ROW_BYTES, advance_descriptor, smem_desc
 
 _ZERO = np.float32(0)
 _NEXT_CHANNELS = 64 * ROW_BYTES
-"""Bytes from 64 channels of transposed K to the next."""
+"""Bytes from 64 channels of transposed K to the next 64."""
 
 
 class _Part(NamedTuple):
-    """Device functions on some keys of a tile: dS, its rows' largest magnitudes and sums, and its codes."""
+    """Device functions for some keys of a tile: dS, its rows' largest magnitudes and sums, and its codes."""
 
     gradients: Any
     amax: Any
@@ -64,7 +66,7 @@ def _part(spec: AttentionSpec, num_keys: int) -> _Part:
 
     @device
     def gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden):
-        """dS of keys whose codes lie at ``k`` and ``v``; ``start``: the first one's column, if any is ``hidden``."""
+        """dS of the keys with codes at ``k`` and ``v``; ``start``: the first one's column, used if ``hidden``."""
         _, _, total, total_below, delta, delta_below = row_terms
         desc_q = smem_descriptor(found_again(own))
         desc_do = advance_descriptor(desc_q, WIDE_TILE)
@@ -98,7 +100,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
 
     @device
     def open_stage(smem, stage_idx, phase):
-        """Its memory and the barriers of its halves, once it is empty."""
+        """Address of a stage and the barriers of its halves, once it is empty."""
         barrier = smem + full + 16 * stage_idx
         fill_stage(barrier, smem + empty + 8 * stage_idx, phase, TILE)
         mbarrier_arrive_expect_tx(barrier + 8, TILE)

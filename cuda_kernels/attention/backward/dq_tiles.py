@@ -1,6 +1,6 @@
-"""What dQ's block does with the keys: of 64, 96 or 128 channels, a tile of 128 keys at a time.
+"""How the block for dQ processes the keys with 64, 96 or 128 channels: a tile of 128 keys at a time.
 
-K, V and transposed K of a tile are a stage of the ring, filled and emptied together.
+K, V and transposed K of a tile are one stage of the ring, filled and released together.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _ZERO = np.float32(0)
 
 
 class DqTiles(NamedTuple):
-    """The parts of the kernel for dQ that depend on how many channels there are.
+    """The parts of the kernel for dQ that depend on the number of channels.
 
     Attributes:
-        offsets: of the block's buffers in shared memory, with ``out`` among them.
+        offsets: of the block's buffers in shared memory, including ``out``.
         stages: of the ring.
-        init_ring: a device function of shared memory's address: the barriers of the ring.
+        init_ring: a device function of shared memory's address that initializes the ring's barriers.
         load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` of the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right)
-            -> dq, rest, rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns
-            of both rows. ``row_terms``: Q's ``scale_inv`` times c, dO's, and of both rows the total and D;
+            -> dq, rest, rest_below``: this thread's dQ, without the softmax scale, and the sums of dS of both rows in
+            its columns. ``row_terms``: Q's ``scale_inv`` times c, dO's, and for both rows the total and D;
             ``key_block``: the sequence's first block of scales.
-        store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, of what ``consume`` gives.
+        store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, for the result of ``consume``.
     """
 
     offsets: dict[str, int]
@@ -106,7 +106,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
             key_scale_inv, value_scale_inv = next_key_scale_inv, next_value_scale_inv
-            # Coherent loads, which stay in front of the barriers: those of the next tile, a whole tile ahead.
+            # Coherent loads, which are not moved across barriers: scales of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
             next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
             mbarrier_wait(smem + full + 8 * stage_idx, phase)

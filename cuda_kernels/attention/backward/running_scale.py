@@ -1,7 +1,7 @@
-"""The scale of a row that many tiles share: 448 over a limit that doubles when a tile's largest magnitude outgrows it.
+"""A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
 
 The limit starts as the largest magnitude of the first tile in which the row is not 0. Sums in units of the scale are
-rescaled when it changes, by powers of two, and so exactly. As the reference's ``round_rows_running``.
+rescaled when it changes, by powers of two and so exactly. As the reference's ``round_rows_running``.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _TWO_TO_127 = np.uint32(0x7F000000)
 
 @device
 def outgrown(amax, limit):
-    """Whether the limit has to change; NaN outgrows everything."""
+    """Whether the limit has to change; NaN exceeds every limit."""
     return not amax <= limit
 
 
 @device
 def refitted(amax, limit):
-    """A limit that ``amax`` does not outgrow, and what sums in units of the old one are multiplied by."""
+    """A limit that ``amax`` does not exceed, and the factor of sums in units of the old one."""
     if not outgrown(amax, limit):
         return limit, _ONE
     ratio = amax * reciprocal_approx(limit)
     power = (bits(ratio) + _MANTISSA) & INFINITY_BITS  # rounded up
     grown = limit * from_bits(power)
-    # Anew where there is nothing to double, or no power of two that does: NaN, inf, a ratio beyond float32.
+    # Restart if doubling is impossible: the limit is not set, or a value is NaN, inf or out of float32's range.
     if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
         return amax, _ONE
     return grown, from_bits(_TWO_TO_127 - power)
 
 
 class RunningRows(NamedTuple):
-    """Device functions over two rows of a thread, whose scales all tiles share, and the sums in units of them.
+    """Device functions for a thread's two rows, whose scales all tiles share, and for sums in units of these.
 
-    ``limits``: of both rows' scales. ``sums``: what the tensor cores accumulate.
+    ``limits``: of both rows' scales. ``sums``: accumulated by the tensor cores.
 
     Attributes:
         rounded: ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows,
-            times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. Where
-            a row outgrows its scale, ``sums`` and ``limits`` change.
-        leave: ``(sums, limits, scratch)``: adds the sums, in float32, to this thread's in global memory.
+            times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a
+            row exceeds its limit, ``sums`` and ``limits`` change.
+        leave: ``(sums, limits, scratch)``: adds the sums, in float32, to this thread's sums in global memory.
         finished: ``(sums, limits) -> sums`` in float32.
-        come_back: ``(sums, scratch) -> sums``: adds what has left.
+        come_back: ``(sums, scratch) -> sums``: adds the sums in global memory.
     """
 
     rounded: Any
@@ -69,7 +69,7 @@ class RunningRows(NamedTuple):
 
 @cache
 def make_running_rows(scores_count: int, sums_count: int, threads: int) -> RunningRows:
-    """For tiles and sums of so many registers, in the memory of so many threads."""
+    """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads."""
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
 

@@ -1,8 +1,8 @@
-"""What the backward pass knows of each query beside its codes: float32 ``[H, 5, R]``.
+"""Statistics of queries in the backward pass, besides their codes: float32 ``[H, 5, R]``.
 
-``attention_delta`` writes all of it but :data:`CORRECTED`, ``attention_dq`` that one, and ``attention_dkv`` copies the
-last four, next to each other, with a tile of queries: the scales, too, though they are one number for 128 rows, since a
-copy of them costs less than a load that every tile would wait for.
+``attention_delta`` writes all except :data:`CORRECTED`, which ``attention_dq`` writes. ``attention_dkv`` copies the
+last four, which are adjacent, with a tile of queries. This includes the scales, although 128 rows have equal ones:
+copying them is cheaper than a load that every tile would wait for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DELTA = 0
 CORRECTED = 1
 """``D`` plus the sum of the row of dS."""
 TOTAL = 2
-"""``m + log2(l)``: ``2 ** (score - total)`` is a probability; inf where there is none."""
+"""``m + log2(l)``: ``2 ** (score - total)`` is a probability; inf in rows without keys."""
 GRADIENT_SCALE_INV = 3
 """dO's ``scale_inv``."""
 QUERY_SCALE_INV = 4
@@ -26,7 +26,7 @@ QUERY_SCALE_INV = 4
 LARGEST_CODE = FP8_MAX["e4m3"]
 CODE_UNIT = np.float32(1) / LARGEST_CODE
 NO_AMAX = np.float32(2.0**-119)
-"""A smaller amax counts as this: 448 over it is float32's largest power of two but for the mantissa of 448."""
+"""Lower bound of amaxes: 448 over it is float32's largest power of two times the mantissa of 448."""
 
 SMALLEST = np.finfo(np.float32).tiny
-"""A factor of scores is not smaller: at 0, what is hidden would be -inf 0, NaN."""
+"""Lower bound of the factor of scores: with 0, masked scores would be -inf * 0, NaN."""

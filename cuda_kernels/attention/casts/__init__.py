@@ -1,1 +1,1 @@
-"""Attention's operands: means over sequences, E4M3 codes by head and 128 rows, row copies and transposed ones."""
+"""Casts of attention's operands: means over sequences, E4M3 codes by head and 128 rows, row and transposed copies."""

@@ -1,8 +1,8 @@
-"""The cast of attention's operands: E4M3, one scale for each head and 128 rows, row by row and transposed, in one read.
+"""The cast of attention's operands: E4M3, one scale per head and 128 rows, row and transposed copies, from one read.
 
-The numerics are those of the reference's ``cast``: a value that is not finite becomes NaN and takes
-no part in a scale; a mean over the sequence may be subtracted first. A block of threads holds 128 rows of a head in
-registers: a thread has four channels of 16 rows, which turn into four columns of 16 codes inside it.
+The numerics are those of the reference's ``cast``: non-finite values become NaN and are ignored in scales; a mean over
+the sequence may be subtracted first. A block holds 128 rows of a head in registers. A thread has four channels of 16
+rows, which it transposes to four columns of 16 codes by itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LARGEST = np.uint32(0x7F7FFFFF)
 
 
 def _block_max(warps: int) -> Any:
-    """A device function ``(value, shared, thread)``: the largest of all threads' ``value``; ``shared``: 64 bytes."""
+    """A device function ``(value, shared, thread)``: the maximum of all threads' ``value``; ``shared``: 64 bytes."""
 
     @device
     def block_max(value, shared, thread):
@@ -64,7 +64,7 @@ def _block_max(warps: int) -> Any:
 
 @device
 def _finite_magnitude(value, raw):
-    """The bits of ``|value|``, 0 where it was made of what is not finite; infinite differences count as the largest."""
+    """The bits of ``|value|``, or 0 if ``raw`` is not finite; an infinite difference counts as the largest number."""
     found = magnitude(value)
     found = found if found < INFINITY_BITS else _LARGEST
     return found if magnitude(raw) < INFINITY_BITS else u32(0)
@@ -72,7 +72,7 @@ def _finite_magnitude(value, raw):
 
 @device
 def _same_again(mean, lane):
-    """``mean``, unknown to the compiler: differences are made again where they would fill registers meanwhile."""
+    """``mean``, opaque to the compiler, so that differences are recomputed rather than kept in registers."""
     return (
         from_bits(shuffle(bits(mean[0]), lane)),
         from_bits(shuffle(bits(mean[1]), lane)),
@@ -89,7 +89,7 @@ def _finite_or_nan(value, raw):
 def _decoder(spec: HeadsSpec, centered: bool) -> Any:
     """A device function ``(registers, step, mean, rows_left) -> four float32`` of row ``step``.
 
-    If ``centered`` their channels' ``mean`` is subtracted from the first ``rows_left`` rows.
+    If ``centered``, their channels' ``mean`` is subtracted in the first ``rows_left`` rows, and the others are 0.
     """
     registers_of_quad = quad_registers(spec.dtype)
     decode_quad = quad_decoder(spec.dtype)
@@ -114,11 +114,11 @@ def _decoder(spec: HeadsSpec, centered: bool) -> Any:
 
 @cache
 def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, centered: bool) -> Kernel:
-    """Codes of a tensor of heads in packed rows, with one scale for each head and 128 rows; see :mod:`.spec`.
+    """Codes of a tensor of heads in packed rows, with one scale per head and 128 rows; see :mod:`.spec`.
 
     Parameters are the addresses of x, of the table of its rows, of the means (float32 ``[H, sequences, D]``), of the
-    row copy, the transposed copy and ``scale_inv``; the heads, the packed rows, the sequences; and x's strides in
-    elements, from a sequence to the next, a row and a head.
+    row copy, the transposed copy and ``scale_inv``; the number of heads, of packed rows and of sequences; and x's
+    strides in elements, between sequences, rows and heads.
     """
     head_dim, warps = spec.head_dim, spec.threads // 32
     read, decode, decode_raw = make_heads_reader(spec), _decoder(spec, centered), _decoder(spec, False)

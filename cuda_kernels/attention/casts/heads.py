@@ -1,4 +1,4 @@
-"""Tensors of heads, which casts and means read: a thread has four channels of 16 rows, a block 128 rows of a head."""
+"""Read tensors of heads, for casts and means: a thread reads four channels of 16 rows, a block 128 rows of a head."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
 
 GROUP = 16
-"""Rows of a thread."""
+"""Rows per thread."""
 
 
 @dataclass(frozen=True)
 class HeadsSpec(HeadSize):
-    """A tensor of heads that is read by strides; the channels of a head lie side by side.
+    """A strided tensor of heads; the channels of a head are contiguous.
 
     Attributes:
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        vector: 4 where the address and all strides are multiples of four elements, else 1.
+        vector: 4 if the address and all strides are multiples of four elements, else 1.
     """
 
     dtype: DtypeName
@@ -29,12 +29,12 @@ class HeadsSpec(HeadSize):
 
     @property
     def quads(self) -> int:
-        """Threads that share a row."""
+        """Number of threads that share a row."""
         return self.head_dim // 4
 
     @property
     def threads(self) -> int:
-        """Of a block with 128 rows."""
+        """Threads of a block of 128 rows."""
         return self.quads * (ROWS // GROUP)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class HeadsSpec(HeadSize):
 def make_heads_loader(spec: HeadsSpec) -> Any:
     """A device function ``(x, stride, rows_left, registers)`` that loads a thread's four channels of 16 rows.
 
-    ``x``: the address of the first. ``stride``: the bytes from a row to the next. Rows from ``rows_left`` on are 0.
+    ``x``: the address of the first element. ``stride``: bytes between rows. Rows from ``rows_left`` on are 0.
     """
     registers_of_quad = quad_registers(spec.dtype)
     load_quad = quad_loader(spec.dtype, spec.vector == 4)
@@ -66,8 +66,8 @@ def make_heads_loader(spec: HeadsSpec) -> Any:
 def make_heads_reader(spec: HeadsSpec) -> Any:
     """A device function ``(x, table, heads, stride_b, stride_l, stride_h, registers)`` that loads a block's 128 rows.
 
-    It returns the head, the sequence, the first packed row and how many of a thread's own 16 rows there are; its group
-    of rows, and its quad of channels. Strides are in elements, from a sequence to the next, a row and a head.
+    It returns the head, the sequence, the first packed row, how many of the thread's 16 rows exist, its group of rows
+    and its quad of channels. Strides are in elements, between sequences, rows and heads.
     """
     item = ITEM_BYTES[spec.dtype]
     quads = spec.quads

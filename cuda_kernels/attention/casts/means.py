@@ -1,4 +1,4 @@
-"""Means of heads over their sequences, in a fixed order of additions: of blocks of 128 rows, then of the blocks."""
+"""Means of heads over their sequences, in a fixed order of additions: over blocks of 128 rows, then over blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _finite(value):
 def _make_group_sum(quads: int) -> Any:
     """A device function ``(a, b, c, d, shared, group, quad)``: four sums over the block's groups of threads, in order.
 
-    Those of the first group get it; ``shared``: 16 bytes for each thread.
+    The first group gets the results; ``shared``: 16 bytes per thread.
     """
 
     @device
@@ -59,10 +59,10 @@ def _make_group_sum(quads: int) -> Any:
 
 @cache
 def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
-    """Sums over 128 rows of a tensor of heads, of what is finite: float32 ``[H, R / 128, D]``.
+    """Sums of a tensor of heads over 128 rows, of finite values: float32 ``[H, R / 128, D]``.
 
-    Parameters are the addresses of x, of the table of its rows and of the sums; the heads, the packed rows; and x's
-    strides in elements, from a sequence to the next, a row and a head.
+    Parameters are the addresses of x, of the table of its rows and of the sums; the number of heads and of packed rows;
+    and x's strides in elements, between sequences, rows and heads.
     """
     head_dim, quads = spec.head_dim, spec.quads
     registers_of_quad = quad_registers(spec.dtype)
@@ -84,7 +84,7 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
         registers = cuda.local.array(num_registers, u32)
         head, _, packed_row, _, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
         a, b, c, d = add_up(registers, False)
-        # A sum that is not finite shows in the sum of all: only then is each value looked at.
+        # A non-finite value makes the sum non-finite; only then is each value checked.
         if magnitude((a - a) + (b - b) + (c - c) + (d - d)) != u32(0):
             a, b, c, d = add_up(registers, True)
         a, b, c, d = group_sum(a, b, c, d, dynamic_shared(), group, quad)
@@ -108,10 +108,10 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
 
 @cache
 def mean_heads_kernel(head_dim: int) -> Kernel:
-    """Means over sequences, float32 ``[H, sequences, D]``, of sums over 128 rows each; 0 where one is not finite.
+    """Means over sequences, float32 ``[H, sequences, D]``, from sums over 128 rows each; non-finite means become 0.
 
     Parameters are the addresses of the sums, of the table of sequences (int32 ``[sequences, 2]``: the first block of
-    128 rows, the number of rows) and of the means; the heads, the packed rows and the sequences.
+    128 rows, the number of rows) and of the means; the number of heads, of packed rows and of sequences.
     """
     quads = head_dim // 4
     threads = quads * _GROUPS

@@ -1,4 +1,4 @@
-"""The transposed copy of a tensor of heads: stored by casts, or made again of the row copy's codes."""
+"""The transposed copy of a tensor of heads: stored by casts, or made from the codes of the row copy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from cuda_kernels.kernel import Kernel, typed
 def make_column_store(threads: int) -> Any:
     """A device function ``(packed, shared, group, quad, thread, out, stride)`` that stores 128 rows' codes by channel.
 
-    ``packed``: a thread's four channels of 16 rows, a register for each row. ``shared``: 128 bytes for each channel.
-    ``group``, ``quad``: which 16 rows and which four channels. ``out``: the address of the block's first row in the
-    first channel; ``stride``: of a channel. Each 16 rows are put into :data:`ORDER_A`. ``shared`` has a swizzle of its
-    own, which nothing else reads.
+    ``packed``: a thread's four channels of 16 rows, one register per row. ``shared``: 128 bytes per channel. ``group``,
+    ``quad``: which 16 rows and which four channels. ``out``: the address of the block's first row in the first channel;
+    ``stride``: between channels. Each group of 16 rows is stored in :data:`ORDER_A`. ``shared`` has its own swizzle,
+    private to this function.
     """
     column_step = threads // 8
     order = ORDER_A
@@ -38,7 +38,7 @@ def make_column_store(threads: int) -> Any:
         for place in range(GROUP):
             ordered[place] = packed[order[place]]
         transpose_quads(ordered)
-        for step in range(4):  # the 16-byte chunks of a column are swizzled against bank conflicts
+        for step in range(4):  # the 16-byte chunks of a column are swizzled to avoid bank conflicts
             at = shared + (4 * quad + step) * ROWS + ((group ^ (quad & 7)) << 4)
             shared_store_16(at, ordered[4 * step], ordered[4 * step + 1], ordered[4 * step + 2], ordered[4 * step + 3])
         cuda.syncthreads()
@@ -55,7 +55,7 @@ def make_column_store(threads: int) -> Any:
 def transpose_heads_kernel(head_dim: int) -> Kernel:
     """The transposed copy of codes in packed rows (:mod:`cuda_kernels.attention.spec`): ``[H, R, D]`` to ``[H, D, R]``.
 
-    Parameters are the addresses of both, the heads and the packed rows. A block of threads has 128 rows of a head.
+    Parameters are the addresses of both, the number of heads and of packed rows. A block has 128 rows of a head.
     """
     assert head_dim in HEAD_DIMS
     quads = head_dim // 4

@@ -1,1 +1,1 @@
-"""Launches of the attention kernels: what torch and the driver need to start them."""
+"""Host code of the attention kernels: tables, tensor maps and launches."""

@@ -1,4 +1,4 @@
-"""The kernels of attention's backward pass bound to the layout of a batch, in the order in which they run."""
+"""Kernels of attention's backward pass bound to a batch's layout, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BackwardTables(NamedTuple):
     """The tiles of a batch.
 
     Attributes:
-        queries: tiles of queries with the keys that they see, 128 in a tile of both.
-        keys: tiles of 128 keys with the queries that see them, in tiles of 64.
+        queries: tiles of 128 queries with the tiles of 128 keys they attend to.
+        keys: tiles of 128 keys with the tiles of 64 queries that attend to them.
     """
 
     queries: Tensor
@@ -37,7 +37,7 @@ class BackwardTables(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the backward pass multiplies: ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy."""
+    """The operands of the backward pass: ``do``, ``q`` and ``k`` have both copies, ``v`` has a row copy."""
 
     do: PackedCodes
     q: PackedCodes
@@ -46,15 +46,17 @@ class Operands(NamedTuple):
 
 
 class BackwardLaunch:
-    """The backward pass for one layout of a batch.
+    """The backward pass for a batch's layout.
 
     Args:
-        query_strides: of o and dq; multiples of 8, and the addresses of 16 bytes.
-        key_strides: the same of dk and dv.
+        problem: what both passes have in common.
+        query_strides: strides of o and dq; multiples of 8, with addresses that are multiples of 16 bytes.
+        key_strides: the same for dk and dv.
+        device: where to launch.
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
 
     Raises:
-        ValueError: an argument is none that the kernels take.
+        ValueError: an argument is not supported by the kernels.
         KernelError: a kernel cannot be compiled or loaded.
     """
 
@@ -69,7 +71,7 @@ class BackwardLaunch:
         spec, heads, group = problem.spec, problem.heads, problem.group
         for strides in (query_strides, key_strides):
             if any(stride % 8 for stride in strides):
-                raise ValueError(f"strides={strides}: rows of o and of gradients begin at multiples of 8 elements")
+                raise ValueError(f"strides={strides}: rows of o and of gradients must start at multiples of 8 elements")
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
         seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
@@ -111,8 +113,7 @@ class BackwardLaunch:
     ) -> None:
         """Write the gradients dq, dk and dv.
 
-        ``o`` is in bfloat16; ``m`` and ``l`` are as the forward pass left them, float32 ``[H, R]`` of packed rows of
-        queries.
+        ``o`` is in bfloat16; ``m`` and ``l`` come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
         """
         dq, dk, dv = gradients
         statistics = self.run_delta(tables, operands, o, m, l)
@@ -120,7 +121,7 @@ class BackwardLaunch:
         self.run_dkv(tables, operands, statistics, dk, dv)
 
     def run_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-        """What the others know of each query: float32 ``[H, 5, R]``; ``backward/statistics.py`` names its rows."""
+        """The statistics of queries for the other kernels: float32 ``[H, 5, R]``; see ``backward/statistics.py``."""
         assert o.dtype == torch.bfloat16
         do, q, _, _ = operands
         heads, rows = self._problem.heads[0], self._problem.queries.total

@@ -14,10 +14,10 @@ from cuda_kernels.attention.spec import ROW_FIELDS, SEQUENCE_FIELDS, TILE_FIELDS
 
 
 class BatchTables(NamedTuple):
-    """What attention's kernels read of the lengths in a batch.
+    """The tables that attention's kernels read about a batch's lengths.
 
     Attributes:
-        queries, keys: for the casts of both.
+        queries, keys: for their casts.
         tiles: for the kernels that multiply.
     """
 
@@ -27,18 +27,18 @@ class BatchTables(NamedTuple):
 
     @classmethod
     def of(cls, queries: PackedRows, keys: PackedRows, visible: Visible, mean_rows: int | None) -> BatchTables:
-        """Those of a batch under a mask; ``mean_rows``: see :meth:`CastTables.of`, of keys."""
+        """The tables of a batch under a mask; ``mean_rows``: of keys, see :meth:`CastTables.of`."""
         tiles = BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
         return cls(CastTables(cast_table(queries)), CastTables.of(keys, mean_rows), tiles)
 
     def joined(self) -> Tensor:
-        """One after the other: int32, in the order of :meth:`split`, and as many as :func:`joined_numel`."""
+        """The tables concatenated: int32, in the order of :meth:`split`, with :func:`joined_numel` elements."""
         tables = *self.tiles, self.queries.blocks, *self.keys
         return torch.cat([table.flatten() for table in tables if table is not None])
 
     @classmethod
     def split(cls, joined: Tensor, queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> BatchTables:
-        """The way back, as views."""
+        """The inverse of :meth:`joined`, as views."""
         shapes = _shapes(queries, keys, mean_rows)
         parts = joined.split([rows * fields for rows, fields in shapes])
         of_queries, of_keys, queries_cast, *keys_cast = (part.view(shape) for part, shape in zip(parts, shapes))
@@ -46,12 +46,12 @@ class BatchTables(NamedTuple):
 
 
 def joined_numel(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> int:
-    """Elements of :meth:`BatchTables.joined`."""
+    """Number of elements of :meth:`BatchTables.joined`."""
     return sum(rows * fields for rows, fields in _shapes(queries, keys, mean_rows))
 
 
 def _shapes(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> list[tuple[int, int]]:
-    """Of the tables in their order. Entries of 16 bytes and more come first, where kernels load so many at once."""
+    """Shapes of the tables in order. Entries of 16 bytes and more come first, because kernels load them at once."""
     fields, of_tile, of_sequence = len(ROW_FIELDS), len(TILE_FIELDS), len(SEQUENCE_FIELDS)
     summed = keys.blocks if mean_rows is None else keys.sequences
     return [

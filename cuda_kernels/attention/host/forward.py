@@ -1,4 +1,4 @@
-"""Attention's kernels bound to the layout of a batch: grid, tables, tensor maps and parameters of each launch."""
+"""Attention's kernels bound to a batch's layout: grid, tables, tensor maps and parameters of each launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.tensor_maps import Box
 
 Strides = tuple[int, int, int]
-"""In elements: from a sequence to the next (0 where they lie one after the other), from a row, from a head."""
+"""In elements: between sequences (0 if they are concatenated), rows and heads."""
 
 
 def stride_parameters(strides: Strides) -> dict[str, int]:
@@ -52,7 +52,7 @@ class PackedCodes(NamedTuple):
 
 
 class CastTables(NamedTuple):
-    """Where the sequences of a batch lie, as casts read it.
+    """Locations of the sequences of a batch, for casts.
 
     Attributes:
         blocks: :func:`~cuda_kernels.attention.host.tiles.cast_table`.
@@ -65,50 +65,50 @@ class CastTables(NamedTuple):
 
     @classmethod
     def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
-        """Those of a cast that is centered by the mean of each sequence's first ``mean_rows``, or of all."""
+        """The tables of a cast that is centered by the mean of each sequence's first ``mean_rows`` rows, or of all."""
         blocks = cast_table(packed)
         return cls(blocks, *mean_tables(packed, blocks, mean_rows))
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees: see :func:`cuda_kernels.attention.host.tiles.tile_table`."""
+    """The keys that a query attends to: see :func:`cuda_kernels.attention.host.tiles.tile_table`."""
 
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
 
     def transposed(self) -> Visible:
-        """Which queries see a key."""
+        """The queries that attend to a key."""
         return Visible(self.right, self.left, self.bottom_right)
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """Tiles of 128 queries with the tiles of 128 keys that they see."""
+        """Tiles of 128 queries with the tiles of 128 keys they attend to."""
         return tile_table(queries, keys, *self)
 
     def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
-        """Tiles of 128 keys with the queries that see them, in tiles of 64."""
+        """Tiles of 128 keys with the tiles of 64 queries that attend to them."""
         return tile_table(keys, queries, *self.transposed(), QUERIES)
 
     def limits(self) -> dict[str, int]:
-        """As kernels take them, by the names of their parameters."""
+        """The limits as kernel parameters, by name."""
         left, right = limits(self.left, self.right)
         return {"left": left, "right": right}
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What both passes of one call have in common; lengths of sequences come with each launch.
+    """What both passes of a call have in common; sequences' lengths are passed to each launch.
 
     Attributes:
-        spec: head_dim, and the dtype of what a pass writes.
-        heads: of queries, and of keys and values; the first is a multiple of the second.
+        spec: head_dim, and the dtype of a pass's results.
+        heads: number of query heads, and of heads of keys and values, which divides it.
         queries, keys: the packed rows of the batch.
         visible: the mask.
         softmax_scale: greater than 0.
-        longest_query: rows that no sequence of queries has more of; None is ``queries.length_or_total``.
+        longest_query: upper bound of the query sequences' lengths; None is ``queries.length_or_total``.
 
     Raises:
-        ValueError: ``softmax_scale`` is none that kernels take, or heads cannot be shared evenly.
+        ValueError: ``softmax_scale`` is not supported, or heads cannot be shared evenly.
     """
 
     spec: AttentionSpec
@@ -131,27 +131,29 @@ class AttentionProblem:
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of keys and values."""
+        """Number of query heads per head of keys and values."""
         return self.heads[0] // self.heads[1]
 
     def sizes(self, heads: int) -> dict[str, int]:
-        """Of a kernel with a block for each tile and each of so many ``heads``, by the names of its parameters."""
+        """Sizes for a kernel with a block per tile and per each of ``heads``, by the names of its parameters."""
         return {"heads": heads, "group": self.group, "rows_q": self.queries.total, "rows_k": self.keys.total}
 
     @property
     def scale_of_exponent(self) -> float:
-        """What scores are multiplied with to be exponents of 2."""
+        """The factor that turns scores into exponents of 2."""
         return self.softmax_scale * math.log2(math.e)
 
     def require_strides(self, *strides: Strides) -> None:
-        """Raises:
-        ValueError: rows of a tensor in the spec's dtype do not begin at multiples of 16 bytes.
+        """Check alignment.
+
+        Raises:
+            ValueError: rows of a tensor in the spec's dtype are not aligned to 16 bytes.
         """
         item = 4 if self.spec.out_dtype == "float32" else 2
         for strides_of_tensor in strides:
             if any(stride * item % 16 for stride in strides_of_tensor):
                 raise ValueError(
-                    f"strides={strides_of_tensor} of {self.spec.out_dtype}: rows begin at multiples of 16 bytes"
+                    f"strides={strides_of_tensor} of {self.spec.out_dtype}: rows must start at multiples of 16 bytes"
                 )
 
     def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
@@ -160,17 +162,18 @@ class AttentionProblem:
 
 
 class CastLaunch:
-    """The cast of a tensor of heads, for one layout of a batch.
+    """The cast of a tensor of heads, for a batch's layout.
 
     Args:
-        head_dim: channels of a head, side by side.
-        dtype: of the tensor, by its name.
-        heads: of the tensor.
+        head_dim: channels of a head, which are contiguous.
+        dtype: the tensor's dtype by name.
+        heads: number of heads.
         space: the rows of the batch.
-        strides: of the tensor.
-        copies: whether there is a row copy, and a transposed one.
-        mean_blocks: entries of :attr:`CastTables.summed`, if each channel's mean of them is subtracted first; else 0.
+        strides: the tensor's strides.
+        copies: whether to make a row copy, and a transposed one.
+        mean_blocks: number of entries of :attr:`CastTables.summed` if means are subtracted; else 0.
         aligned: whether the tensor's address is a multiple of four elements.
+        device: where to launch.
 
     Raises:
         KernelError: a kernel cannot be compiled or loaded.
@@ -203,7 +206,7 @@ class CastLaunch:
             self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
 
     def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
-        """The codes of ``x``; what no copy was asked for is None."""
+        """The codes of ``x``; copies that were not requested are None."""
         shape = self._heads, self._space.total, self._head_dim
         data, data_t = (
             torch.empty(size, dtype=torch.uint8, device=self._device) if wanted else None
@@ -238,7 +241,7 @@ class CastLaunch:
 
 
 class TransposeLaunch:
-    """The transposed copy of codes ``[H, R, D]``, made of their row copy.
+    """The transposed copy of codes ``[H, R, D]``, from their row copy.
 
     Raises:
         KernelError: the kernel cannot be compiled or loaded.
@@ -259,13 +262,15 @@ class TransposeLaunch:
 
 
 class ForwardLaunch:
-    """The forward pass for one layout of a batch.
+    """The forward pass for a batch's layout.
 
     Args:
+        problem: what both passes have in common.
         strides: of the result; multiples of 16 bytes, as is the result's address.
+        device: where to launch.
 
     Raises:
-        ValueError: ``strides`` are none that the kernel takes.
+        ValueError: ``strides`` are not supported.
         KernelError: the kernel cannot be compiled or loaded.
     """
 
@@ -294,7 +299,7 @@ class ForwardLaunch:
     ) -> None:
         """Write ``out``, and the statistics ``m`` and ``l``, float32 ``[H, R]`` of packed rows of queries.
 
-        ``tiles`` are :meth:`AttentionProblem.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed
+        ``tiles``: :meth:`AttentionProblem.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed
         one.
         """
         assert q.data is not None

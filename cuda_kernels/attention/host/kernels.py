@@ -1,4 +1,4 @@
-"""Which of attention's kernels a device gets, and how they take their operands."""
+"""Which of attention's kernels a device uses, and how they take operands."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from cuda_kernels.kernel import Kernel
 
 
 def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
-    """The forward pass, some channels in a launch; all variants take the same parameters.
+    """Kernels of the forward pass, one per launch and range of channels; all variants have the same parameters.
 
-    Operands are as :func:`operand_on` says. Where there is no kernel for the device, loading it fails with a
+    Operands are passed as by :func:`operand_on`. If the device is not supported, loading fails with a
     :class:`~cuda_kernels.kernel.KernelError`.
     """
     if not _multiplies_in_warps(device):
@@ -37,16 +37,16 @@ def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
 
 
 def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
-    """dQ, as :func:`forward_kernels` is the forward pass."""
+    """The kernel for dQ; see :func:`forward_kernels`."""
     if not _multiplies_in_warps(device):
         return attention_dq_kernel(spec)
     return mma_attention_dq_kernel(spec) if spec.panels == 1 else make_wide_dq(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
-    """dK and dV, as :func:`forward_kernels` is the forward pass; one makes both where their sums fit into registers.
+    """Kernels for dK and dV; one computes both if their sums fit into registers. See :func:`forward_kernels`.
 
-    ``flush`` is for kernels that use scratch.
+    ``flush`` is for kernels that use scratch memory.
     """
     if _multiplies_in_warps(device):
         if spec.panels == 1:
@@ -58,17 +58,17 @@ def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[K
 
 
 def blocks_of_tile(spec: AttentionSpec, device: torch.device) -> int:
-    """Blocks that share a tile of a head in the backward pass, each with some channels of the result."""
+    """Number of blocks that share a tile of a head in the backward pass, each for some channels of the result."""
     return -(-spec.head_dim // mma.CHANNELS) if _multiplies_in_warps(device) else 1
 
 
 def uses_scratch(device: torch.device) -> bool:
-    """Whether sums for dK and dV leave registers on the way; where they do not, scratch may be absent."""
+    """Whether the kernels for dK and dV flush sums from registers; if not, scratch memory may be absent."""
     return not _multiplies_in_warps(device)
 
 
 def operand_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:
-    """Operand to launch argument: Hopper's kernels take tensor maps of ``box``, the others addresses."""
+    """From an operand to a launch argument: Hopper's kernels take tensor maps of ``box``, the others addresses."""
     return address_on(device) if _multiplies_in_warps(device) else map_on(device, box)
 
 

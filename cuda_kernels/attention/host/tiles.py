@@ -1,8 +1,7 @@
-"""Which tiles attention's blocks visit: tables made of lengths and a band, for any layout of a batch.
+"""Tables of the tiles that attention's blocks process, from lengths and a band, for any layout of a batch.
 
-:mod:`cuda_kernels.attention.spec` says what packed rows are, and names the fields of the tables. Sizes of all tables
-follow from shapes, an entry for each 128 packed rows, and values are made where the lengths are: no device is waited
-for.
+See :mod:`cuda_kernels.attention.spec` for packed rows and the fields of the tables. The sizes of all tables follow from
+shapes, an entry per 128 packed rows. Values are computed on the device of the lengths, without synchronization.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from cuda_kernels.device.sizes import ceil_div
 
 
 class RowSpace(NamedTuple):
-    """What the shapes of a batch say of its packed rows, whatever the lengths of its sequences.
+    """The packed rows of a batch as far as shapes determine them, without the sequences' lengths.
 
     Attributes:
-        sequences: of the batch.
-        length_or_total: rows of each of them, in a padded batch; of the tensor, where they lie one after the other.
-        ragged: they do.
+        sequences: number of sequences in the batch.
+        length_or_total: rows of each sequence in a padded batch; rows of the tensor if sequences are concatenated.
+        ragged: whether sequences are concatenated.
     """
 
     sequences: int
@@ -31,7 +30,7 @@ class RowSpace(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of 128 packed rows; of ragged sequences as many as any choice of lengths needs."""
+        """Blocks of 128 packed rows; for ragged sequences enough for any lengths."""
         return (
             self.length_or_total // ROWS + self.sequences
             if self.ragged
@@ -40,22 +39,21 @@ class RowSpace(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Packed rows."""
+        """Number of packed rows."""
         return self.blocks * ROWS
 
 
 class PackedRows(NamedTuple):
-    """The sequences of a batch: where their rows are in a tensor and in packed rows. int64, on one device.
+    """The sequences of a batch: their rows in a tensor and in packed rows; int64 on one device.
 
     Attributes:
-        space: what shapes say of them.
+        space: the packed rows.
         lengths: rows of each sequence ``[B]``.
-        held: rows of the tensor that are kept for it ``[B]``: its own, and padding.
-        first_row: the first of them ``[B]``, counted from the sequence's beginning in a padded batch, from the tensor's
-            where sequences lie one after the other.
-        starts: its first packed row ``[B]``, a multiple of 128.
-        sequence: of each block of 128 packed rows the sequence, ``[R / 128]``.
-        row: and the block's first row there; from ``held`` on the block is nobody's.
+        held: rows of the tensor for each sequence ``[B]``, including padding.
+        first_row: the first of them ``[B]``: 0 in a padded batch, the tensor's row if sequences are concatenated.
+        starts: first packed row of each sequence ``[B]``, a multiple of 128.
+        sequence: the sequence of each block of 128 packed rows, ``[R / 128]``.
+        row: the block's first row in its sequence; if it is at least ``held``, the block is unused.
     """
 
     space: RowSpace
@@ -68,15 +66,15 @@ class PackedRows(NamedTuple):
 
 
 def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device) -> PackedRows:
-    """The rows of a batch, on the device of ``cu_seqlens`` if they are given.
+    """The rows of a batch, on the device of ``cu_seqlens`` if it is given.
 
-    Of a padded batch, ``[B, H, L, D]`` in any order of strides, each sequence has ``space.length_or_total`` rows, of
-    which as many count as ``cu_seqlens [B + 1]`` differ. Of ``[T, H, D]`` sequence ``b`` has the rows from
-    ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, and its packed rows begin with block ``cu_seqlens[b] // 128 + b``; rows
-    behind the last one are padding of it. Blocks between two sequences, at most one each, are nobody's.
+    In a padded batch, ``[B, H, L, D]`` with any order of strides, each sequence has ``space.length_or_total`` rows; its
+    length is the difference in ``cu_seqlens [B + 1]``. In ``[T, H, D]``, sequence ``b`` has the rows from
+    ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, and its packed rows start at block ``cu_seqlens[b] // 128 + b``; rows
+    after the last sequence are its padding. Blocks between two sequences, at most one each, are unused.
 
-    Starts that do not rise from 0 to at most the tensor's rows are taken for such ones that do: nothing outside the
-    tensor is touched.
+    Invalid starts, which do not rise from 0 to at most the tensor's rows, are clamped, so that no memory outside the
+    tensor is accessed.
     """
     device = device if cu_seqlens is None else cu_seqlens.device
     index = torch.arange(space.sequences, device=device)
@@ -97,21 +95,23 @@ def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device
 
 
 def cast_table(packed: PackedRows) -> Tensor:
-    """Blocks of rows to be cast: int32 ``[R / 128, 4]``, of ``ROW_FIELDS``."""
+    """Blocks of rows to cast: int32 ``[R / 128, 4]``, see ``ROW_FIELDS``."""
     valid = (packed.lengths[packed.sequence] - packed.row).clamp(0, ROWS)
     source_row = packed.first_row[packed.sequence] + packed.row
     return _table(ROW_FIELDS, sequence=packed.sequence, source_row=source_row, valid=valid, row=_block_rows(packed))
 
 
 def mean_tables(packed: PackedRows, blocks: Tensor, mean_rows: int | None) -> tuple[Tensor, Tensor]:
-    """What is summed for the mean of each sequence's first ``mean_rows``, at most 128; None is of all its rows.
+    """Tables for the mean of each sequence's first ``mean_rows`` rows, at most 128; None averages all rows.
 
     Args:
+        packed: the rows of the batch.
         blocks: :func:`cast_table` of ``packed``.
+        mean_rows: see above.
 
     Returns:
-        Blocks of rows, as ``blocks`` has them: int32 ``[R / 128, 4]`` or ``[B, 4]``; each sequence's first block of
-        128 packed rows and the number of rows that are summed: int32 ``[B, 2]``.
+        Blocks of rows, like ``blocks``: int32 ``[R / 128, 4]`` or ``[B, 4]``; and each sequence's first block of 128
+        packed rows with the number of rows to average: int32 ``[B, 2]``.
     """
     starts = packed.starts // ROWS
     if mean_rows is None:
@@ -131,14 +131,18 @@ def tile_table(
     bottom_right: bool,
     tile_size: int = ROWS,
 ) -> Tensor:
-    """Tiles of 128 rows of queries with the tiles of keys that they see: int32 ``[R / 128, 12]``, of ``TILE_FIELDS``.
+    """Tiles of 128 rows of queries with the tiles of keys they attend to: int32 ``[R / 128, 12]``, see ``TILE_FIELDS``.
 
-    Those with most to do come first. Query i sees the keys ``i + shift - left`` to ``i + shift + right``, all of them
-    on a side without a limit; ``shift`` is 0, or with ``bottom_right`` what keys are more than queries. For keys and
-    the queries that see them exchange ``packed`` with ``others`` and ``left`` with ``right``.
+    Those with the most work come first. Query i attends to keys ``i + shift - left`` to ``i + shift + right``, without
+    a limit to all on that side. ``shift`` is 0, or with ``bottom_right`` the number of keys minus the number of
+    queries. For keys and the queries that attend to them, exchange ``packed`` and ``others``, and ``left`` and
+    ``right``.
 
     Args:
-        tile_size: rows of a tile of the others.
+        packed: rows of the queries.
+        others: rows of the keys.
+        left, right, bottom_right: the band.
+        tile_size: rows of a tile of ``others``.
     """
     sequence, start = packed.sequence, packed.row
     count, length = others.lengths[sequence], packed.lengths[sequence]
@@ -150,7 +154,7 @@ def tile_table(
     some = (valid > 0) & (first_seen <= last_seen)
     first_tile = torch.where(some, first_seen // tile_size, 0)
     last_tile = torch.where(some, last_seen // tile_size + 1, 0)
-    # What all of the tile's rows see lies between what its last one sees first and its first one sees last.
+    # All rows see the range from the first key seen by the tile's last row to the last key seen by its first row.
     from_all = (diagonal + valid - 1 - low).clamp(min=0)
     to_all = torch.minimum(diagonal + high, count - 1) + 1
     whole_first = torch.minimum((from_all + tile_size - 1) // tile_size, last_tile)
@@ -174,9 +178,9 @@ def tile_table(
 
 
 def most_seen(others: RowSpace, left: int | None, right: int | None, longest: int | None = None) -> int:
-    """Rows in the blocks of 128 others that some row of a tile may see; the most that shapes and a band allow.
+    """Upper bound, from shapes and a band, of the rows in the blocks of 128 others that a tile's rows attend to.
 
-    ``longest``: no sequence of the others has more rows.
+    ``longest``: upper bound of the others' lengths.
     """
     blocks = ceil_div(others.length_or_total if longest is None else min(longest, others.length_or_total), ROWS)
     if left is not None and right is not None:
@@ -186,7 +190,7 @@ def most_seen(others: RowSpace, left: int | None, right: int | None, longest: in
 
 
 def limits(left: int | None, right: int | None) -> tuple[int, int]:
-    """A band's limits as kernels take them."""
+    """A band's limits as kernel parameters."""
     low, high = (NO_LIMIT if limit is None else min(limit, NO_LIMIT) for limit in (left, right))
     return low, high
 
@@ -197,6 +201,6 @@ def _block_rows(packed: PackedRows) -> Tensor:
 
 
 def _table(fields: tuple[str, ...], **columns: Tensor) -> Tensor:
-    """int32 ``[entries, fields]``; the columns' names are ``fields``, which kernels find by their places."""
+    """int32 ``[entries, fields]``; the columns' names are ``fields``, which kernels access by position."""
     assert tuple(columns) == fields
     return torch.stack(tuple(columns.values()), 1).to(torch.int32)

@@ -1,1 +1,1 @@
-"""Attention on GPUs without wgmma, Ada and Blackwell for workstations: warps run mma.sync on what cp.async copied."""
+"""Attention on GPUs without wgmma (Ada, workstation Blackwell): operands copied by cp.async, multiplied by mma.sync."""

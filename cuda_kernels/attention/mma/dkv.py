@@ -1,16 +1,18 @@
-"""dK and dV of FP8 attention without wgmma: rows are keys; eight warps, each with 16 of them, share tiles of queries.
+"""dK and dV of FP8 attention without wgmma: rows are keys; eight warps, with 16 keys each, share tiles of queries.
 
-A block has 128 keys of one head, whose codes of K and V stay in shared memory, and walks over the queries that see
-them, 64 at a time, of all heads that share them: no block adds to another's results. Codes of Q and dO, both transposed
-too, and their statistics lie in a ring of two stages: one tile is copied while the other is multiplied. A line of a
-transposed copy has both stages' queries, 64 bytes each. Of each tile a warp computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, turns
-them into codes of Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q; but for those that are
-all 0, as behind the border of a mask, and meet no NaN. Of 128 channels a thread has registers for one sum: dV and dK
-have a launch each, which makes the probabilities again, five products of a tile instead of four.
+A block processes 128 keys of one head. Their codes of K and V stay in shared memory. It loops over the queries that
+attend to them, 64 at a time, in all heads of the group, so that no two blocks add to the same result. Codes of Q and
+dO, both also transposed, and their statistics are in a ring of two stages: one tile is copied while the other is
+multiplied. A line of a transposed copy has both stages' queries, 64 bytes each. For each tile a warp computes Sᵀ = K Qᵀ
+and dPᵀ = V dOᵀ, turns them into codes of Pᵀ and dSᵀ in registers, and multiplies these, from registers, with dO and Q.
+Products of codes that are all 0, as in fully masked tiles, and meet no NaN are skipped. With 128 channels a thread has
+registers for one sum: dV and dK have a launch each, which recomputes the probabilities, five products per tile instead
+of four.
 
-A row of Pᵀ, times dO's scale, and one of dSᵀ, times Q's, have scales that change only when the row outgrows them
-(:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's products are added in float32 together with these:
-the tensor cores are slow enough here for the additions to cost no time of theirs. Numerics: the reference's ``_dk_dv``.
+A row of Pᵀ times dO's scale, and a row of dSᵀ times Q's scale, have scales that change only when the row exceeds its
+range (:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's products are scaled and added in float32. The
+tensor cores of these GPUs are slow enough for the additions to take no extra time. Numerics: the reference's
+``_dk_dv``.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
 QUERIES = 64
-"""Of a tile."""
+"""Queries of a tile."""
 _AT_ONCE = 16
 """Queries whose dP is in registers at a time."""
 _STAGE = QUERIES * LINE
@@ -75,17 +77,17 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 Result = Literal["dv", "dk", "both"]
 RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk")}
-"""What the launches for dK and dV make, by channels of a head."""
+"""Results of the launches for dK and dV, by channels of a head."""
 
 
 @cache
 def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
-    """Device functions over the statistics of a tile of queries that lie in a stage, ``offset`` bytes on in the first.
+    """Device functions for the statistics of a tile of queries in a stage; the first stage's are at ``offset``.
 
     The first, ``(smem, stage, statistics, head, rows_q, query)``, starts to copy them, from packed row ``query`` on.
-    The second, ``(smem, stage, which, query)``, is the address of one of query number ``query`` of the tile. The third,
-    ``(smem, stage)``, is D of two of the tile's queries added up; the lanes have all. It is NaN for a query whose dO
-    has NaN.
+    The second, ``(smem, stage, which, query)``, is the address of a statistic of query ``query`` of the tile. The
+    third, ``(smem, stage)``, is the sum of D of two of the tile's queries; the lanes together cover all. It is NaN for
+    a query whose dO has NaN.
     """
 
     @device
@@ -114,10 +116,10 @@ def make_query_statistics(offset: int) -> tuple[Any, Any, Any]:
 
 @cache
 def make_rounded(num_registers: int) -> Any:
-    """A device function ``(x, factor, amax, amax_below, limits) -> words, limits``: an operand A of so many registers.
+    """A device function ``(x, factor, amax, amax_below, limits) -> words, limits`` for ``num_registers`` registers.
 
-    ``words``: codes of the rows of ``x`` times ``factor`` in units of their scales. ``amax``, ``amax_below``: the rows'
-    largest magnitudes before ``factor``, of this thread's columns. ``limits``: the scales'.
+    ``words``: codes of the rows of ``x`` times ``factor`` in units of their scales, an operand A. ``amax``,
+    ``amax_below``: the rows' largest magnitudes before ``factor``, in this thread's columns. ``limits``: the scales'.
     """
     codes_of = make_row_codes(num_registers)
 
@@ -136,8 +138,8 @@ def make_rounded(num_registers: int) -> Any:
 def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Kernel:
     """``dk`` and ``dv`` of the reference's ``backward``, or one of them, in ``spec.out_dtype``.
 
-    Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses in place of
-    tensor maps, and ``scratch`` is not needed. What ``result`` does not depend on is not read.
+    Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses instead of
+    tensor maps; ``scratch`` is not used. Operands that ``result`` does not depend on are not read.
     """
     assert spec.panels == 1, "there are no registers for sums of more channels"
     with_dv, with_dk = result != "dk", result != "dv"
@@ -155,7 +157,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
 
     @device
     def copy_tile(smem, stage, addresses, rows_q, head, query):
-        """``query``: the tile's first one among the packed rows."""
+        """``query``: the tile's first packed row."""
         q, do, q_t, do_t, statistics = addresses
         in_q, in_qt = (i64(head) * rows_q + query) * head_dim, i64(head) * head_dim * rows_q + query
         copy_queries(smem + q_offset + stage * _STAGE, q + in_q, i64(head_dim))
@@ -183,7 +185,7 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
         for head in range(first_head, end):
             for i in range(first_tile, last_tile):
                 cp_async_wait(0)
-                cuda.syncthreads()  # the tile is there, and all are done with the one before it
+                cuda.syncthreads()  # the tile has arrived, and all threads are done with the previous one
                 if i + 1 < last_tile:
                     copy_tile(smem, stage ^ 1, addresses, rows_q, head, queries + (i + 1) * QUERIES)
                 elif head + 1 < end:
@@ -200,8 +202,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
                 if with_dv:
                     amax, amax_below = max_of(p)
                     words, p_limits = rounded(p, gradient_scale_inv, amax, amax_below, p_limits)
-                    d = two_of_d(smem, stage)  # 0 times NaN is no 0
-                    # A border for the assembler, too, which would start what follows early and run out of registers.
+                    d = two_of_d(smem, stage)  # 0 * NaN is not 0
+                    # The branch also keeps the assembler from starting later work early and running out of registers.
                     if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
                         unit, unit_below = p_limits[0] * CODE_UNIT, p_limits[1] * CODE_UNIT
                         dv = add_product(dv, words, along_row(in_b + dot_offset, half), unit, unit_below)
@@ -222,14 +224,17 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
 
 
 def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int) -> Kernel:
-    """The kernel for dK and dV, or one of them, that goes over the queries as ``attend`` does.
+    """The kernel for dK and dV, or one of them, that loops over the queries by ``attend``.
 
     Args:
+        spec: compile-time options.
+        result: which of them.
         attend: a device function ``(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv,
-            left, right) -> dv, dk`` of this thread, the latter without the softmax scale; what ``result`` does not ask
-            for is not used. K, and behind it V, have begun to be copied to ``smem``. ``addresses``: of Q, dO, both
-            transposed, from the block's first channel on, and the statistics. ``key_factor``: K's ``scale_inv`` times
-            c.
+            left, right) -> dv, dk`` of this thread, the latter without the softmax scale; those not in ``result`` are
+            not used. When it is called, copies of K, and after it V, to ``smem`` have been started. ``addresses``: of
+            Q, dO, both transposed, from the block's first channel on, and the statistics. ``key_factor``: K's
+            ``scale_inv`` times c.
+        shared_bytes: of a block.
     """
     with_dv, with_dk, head_dim, v_offset = result != "dk", result != "dv", spec.head_dim, spec.panels * TILE
     copy_keys, part_of, store = make_row_copy(ROWS, head_dim), make_part_of(head_dim), make_gradient_store(spec)
@@ -252,7 +257,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,
             load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block), left, right,
         )  # fmt: skip
-        # Found again: kept, they would take registers from the loop.
+        # Loaded again, so that they do not occupy registers in the loop.
         tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
         strides = stride_b, stride_l, stride_h
         if with_dv:
@@ -273,9 +278,8 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> Any:
     """A device function ``(p, v_address, do_address, factor, delta) -> ds`` of a warp's rows.
 
-    It is for the queries from ``start`` on.
-    The addresses of V, but for ``v_offset``, and dO are ldmatrix's; their product times ``factor`` is dP.
-    ``delta``: the address of D of the thread's first column.
+    It computes the queries from ``start`` on. The addresses of V, without ``v_offset``, and dO are those for ldmatrix;
+    their product times ``factor`` is dP. ``delta``: the address of D of the thread's first column.
     """
     product, num_registers = (
         make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0)),

@@ -1,11 +1,11 @@
-"""dK, or dV, without wgmma of heads with 256 channels, 128 channels of the result in a block: rows are keys.
+"""dK or dV without wgmma for heads with 256 channels, 128 channels of the result per block: rows are keys.
 
-A thread has registers for one sum of 128 channels beside scores of a tile, as in :mod:`.dkv`: dV and dK have a launch
-each, and each half of a result is another block's, which makes the probabilities again: 16 products of 128 channels for
-a tile instead of eight.
+A thread has registers for one sum of 128 channels besides the scores of a tile, as in :mod:`.dkv`. dV and dK have a
+launch each, and each half of a result has its own block, which recomputes the probabilities: 16 products of 128
+channels per tile instead of eight.
 
-Codes of K and, for dK, of V are 32 KB each of the 99 that a block may have. Q of 64 queries, for dK dO, and 128
-channels of a transposed one take turns in a ring of two stages; one is copied while the other is multiplied.
+Codes of K and, for dK, of V take 32 KB each of a block's 99 KB. Q of 64 queries, for dK also dO, and 128 channels of a
+transposed copy share a ring of two stages; one is copied while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _ZERO = np.float32(0)
 
 @cache
 def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
-    """``dk``, or ``dv``, of the reference's ``backward``, in ``spec.out_dtype``.
+    """``dk`` or ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dkv.mma_attention_dkv_kernel`; a tile of a head has two
-    blocks, one behind the other.
+    consecutive blocks.
     """
     is_dk, head_dim, panels = result == "dk", spec.head_dim, spec.panels
     v_offset = panels * TILE
@@ -69,7 +69,7 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
 
     @device
     def copy_q(smem, stage, addresses, rows_q, head, query):
-        """``query``: the tile's first one among the packed rows. All are done with the last tile's statistics."""
+        """``query``: the tile's first packed row. All threads must be done with the last tile's statistics."""
         copy_queries(stage, addresses[0] + (i64(head) * rows_q + query) * head_dim, i64(head_dim))
         copy_statistics(smem, 0, addresses[4], head, rows_q, query)
 
@@ -91,7 +91,7 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 transposed = here if is_dk else there
                 of_channels = i64(head) * head_dim * rows_q + query
                 cp_async_wait(0)
-                cuda.syncthreads()  # Q is there, and all are done with the tile before it
+                cuda.syncthreads()  # Q has arrived, and all threads are done with the previous tile
                 if is_dk:
                     row_address = addresses[1] + (i64(head) * rows_q + query) * head_dim
                     copy_queries(smem + ring + there, row_address, i64(head_dim))
@@ -108,7 +108,7 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 its_factor = gradient_scale_inv
                 if is_dk:
                     cp_async_wait(0)
-                    cuda.syncthreads()  # dO is there, and all are done with Q
+                    cuda.syncthreads()  # dO has arrived, and all threads are done with Q
                     copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
                     cp_async_commit()
                     corrected = statistic(smem, 0, CORRECTED, own_column)
@@ -118,14 +118,14 @@ def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
                 words, limits = rounded(p_or_ds, its_factor, amax, amax_below, limits)
                 d = _ZERO if is_dk else two_of_d(smem, 0)
                 cp_async_wait(0)
-                cuda.syncthreads()  # the transposed one is there, and all are done with the other stage
+                cuda.syncthreads()  # the transposed copy has arrived, and all threads are done with the other stage
                 free = smem + ring + (transposed ^ _STAGE)
                 if i + 1 < last_tile:
                     copy_q(smem, free, addresses, rows_q, head, query + QUERIES)
                 elif head + 1 < end:
                     copy_q(smem, free, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
                 cp_async_commit()
-                # Codes that are all 0, as behind the border of a mask, add nothing unless they meet NaN.
+                # Codes that are all 0, as in fully masked tiles, can be skipped unless they meet NaN.
                 if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
                     unit, unit_below = limits[0] * CODE_UNIT, limits[1] * CODE_UNIT
                     sums = add_product(sums, words, in_b + transposed, unit, unit_below)

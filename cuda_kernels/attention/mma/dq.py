@@ -1,13 +1,12 @@
-"""dQ of FP8 attention without wgmma: rows are queries; eight warps, each with 16 of them, share tiles of keys.
+"""dQ of FP8 attention without wgmma: rows are queries; eight warps, with 16 queries each, share tiles of keys.
 
-A block has 128 queries of one head, whose codes of Q and dO stay in shared memory, and walks over the keys that they
-see, 128 at a time: there is room for one tile of K, V and transposed K. The last is copied while scores are computed,
-the next two while dS is multiplied. Scores and dP are computed some keys at a time, so that dS alone is in registers
-for all of them; each of its rows is scaled by 448 over its largest magnitude and is, from registers, the left operand
-of the product with K, which is added in float32 together with the scale.
+A block processes 128 queries of one head. Their codes of Q and dO stay in shared memory. It loops over the keys they
+attend to, 128 at a time, with space for one tile of K, V and transposed K. The last is copied while scores are
+computed, the next tile's K and V while dS is multiplied. Scores and dP are computed for some keys at a time, so that
+only dS is in registers for all of them. Each row of dS is scaled by 448 over its largest magnitude, and is, from
+registers, the left operand of the product with K, which is scaled and added in float32.
 
-The rows of dS are summed up, too; :mod:`cuda_kernels.attention.backward.dq` says why. Numerics: the reference's
-``_dq``.
+The rows of dS are also summed; see :mod:`cuda_kernels.attention.backward.dq`. Numerics: the reference's ``_dq``.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ KEYS = 32
 def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
-    Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses in place of
+    Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses instead of
     tensor maps.
     """
     assert spec.panels == 1, "there are no registers for sums of more channels"
@@ -93,10 +92,10 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             cp_async_commit()
         for j in range(first_tile, last_tile):
             cp_async_wait(0)
-            cuda.syncthreads()  # K and V are there, and the product with the last transposed K is done
+            cuda.syncthreads()  # K and V have arrived, and the product with the last transposed K is done
             copy_columns(smem + kt_offset, k_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
-            # Loaded here, they are there when the products are.
+            # Loaded here, they arrive during the products.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
             masked = j < whole_first or j >= whole_last
             ds = gradients_of(
@@ -107,7 +106,7 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
-            cuda.syncthreads()  # transposed K is there, and all are done with K and V
+            cuda.syncthreads()  # transposed K has arrived, and all threads are done with K and V
             if j + 1 < last_tile:
                 copy_keys(smem, k, v, j + 1)
             cp_async_commit()
@@ -118,14 +117,17 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
 
 def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
-    """The kernel for dQ that goes over the keys as ``attend`` does.
+    """The kernel for dQ that loops over the keys by ``attend``.
 
     Args:
+        spec: compile-time options.
         attend: a device function ``(smem, tile, operands, row_terms, scale_invs, left, right) -> dq, rest,
-            rest_below``: dQ of this thread, without the softmax scale, and the sums of dS in its columns of both rows.
+            rest_below``: this thread's dQ, without the softmax scale, and the sums of dS of both rows in its columns.
             ``operands``: addresses of the tile's first codes of Q and dO, of the sequence's of K, V and transposed K,
             from the block's first channel on, and the last one's stride. ``row_terms``: Q's ``scale_inv`` times c,
-            dO's, and of both rows the total and D. ``scale_invs``: addresses of those of K and V, the sequence's first.
+            dO's, and for both rows the total and D. ``scale_invs``: addresses of those of K and V, from the sequence's
+            first on.
+        shared_bytes: of a block.
     """
     head_dim, part_of, store = spec.head_dim, make_part_of(spec.head_dim), make_gradient_store(spec)
 
@@ -154,7 +156,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
             row_terms, (scale_inv_k + block, scale_inv_v + block), left, right,
         )  # fmt: skip
-        # Found again: kept, they would take registers from the loop.
+        # Loaded again, so that they do not occupy registers in the loop.
         tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
@@ -174,10 +176,10 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
 @cache
 def make_rounded(num_registers: int) -> Any:
-    """A device function ``(ds, rest, rest_below) -> words, unit, unit_below, rest, rest_below`` of so many registers.
+    """A device function ``(ds, rest, rest_below) -> words, unit, unit_below, rest, rest_below``.
 
-    ``words``: codes of dS, an operand A; ``unit``, ``unit_below``: what code 1 of both rows stands for; ``rest``,
-    ``rest_below``: sums of the rows in this thread's columns, to which these are added.
+    ``ds``: ``num_registers`` registers; ``words``: its codes, an operand A; ``unit``, ``unit_below``: the value of code
+    1 in both rows; ``rest``, ``rest_below``: sums of the rows in this thread's columns, to which these are added.
     """
     amax_of, sum_of = rows_amax(num_registers), rows_sum(num_registers)
     codes_of = make_row_codes(num_registers)
@@ -214,9 +216,9 @@ def _make_gradients(k_steps: int, start: int = 0) -> Any:
 def make_gradients_of(product: Any, start: int) -> Any:
     """A device function ``(addresses, scale_invs, row_terms, masked, visible, first_key) -> ds`` of a warp's rows.
 
-    Of :data:`KEYS` keys, from number ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, which
-    ``product`` multiplies. ``scale_invs``: of Q times c, of K, dO and V. ``row_terms``: of both rows the total and D.
-    ``masked``: whether ``visible`` matters. ``first_key``: the tile's.
+    It computes :data:`KEYS` keys, from key ``start`` of the tile on. ``addresses``: of Q, dO, K and V for ldmatrix, the
+    arguments of ``product``. ``scale_invs``: of Q times c, of K, dO and V. ``row_terms``: for both rows the total and
+    D. ``masked``: whether ``visible`` is used. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
     hide, exp2, gradients_of = (

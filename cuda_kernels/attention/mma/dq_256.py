@@ -1,10 +1,10 @@
-"""dQ without wgmma of heads with 256 channels, 128 channels of the result in a block.
+"""dQ without wgmma for heads with 256 channels, 128 channels of the result per block.
 
-A thread has registers for sums of 128 channels beside dS of a tile: each half of the result is another block's, which
-makes dS again, ten products of 128 channels for a tile instead of six.
+A thread has registers for sums of 128 channels besides dS of a tile. Each half of the result has its own block, which
+recomputes dS: ten products of 128 channels per tile instead of six.
 
-Codes of Q and dO are 64 KB of the 99 that a block may have. The keys of a tile go through a ring of two stages: K and V
-of 32 keys four times, then 128 channels of transposed K for all of them; one is copied while the other is multiplied.
+Codes of Q and dO take 64 KB of a block's 99 KB. The keys of a tile pass through a ring of two stages: K and V of 32
+keys four times, then 128 channels of transposed K for all of them; one stage is copied while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.mma.dq.mma_attention_dq_kernel`; a tile of a head has two
-    blocks, one behind the other.
+    consecutive blocks.
     """
     head_dim, panels = spec.head_dim, spec.panels
     do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
@@ -48,14 +48,14 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
 
     @device
     def copy_keys(stage, operands, tile_key, key):
-        """Keys from number ``key`` of the tile on; ``tile_key``: its first."""
+        """Copy keys from key ``key`` of the tile on; ``tile_key``: its first."""
         _, _, k, v, _, _ = operands
         offset = (i64(tile_key) + key) * head_dim
         copy_some(stage, k + offset, i64(head_dim))
         copy_some(stage + v_offset, v + offset, i64(head_dim))
 
     def make_gradients(start: int) -> Any:
-        """As ``make_gradients_of``, of all keys from ``start`` on; what comes next is copied meanwhile."""
+        """``make_gradients_of`` for all keys from ``start`` on; meanwhile the next operands are copied."""
         gradients_of = make_gradients_of(product, start)
         is_last = start + KEYS == ROWS
 
@@ -64,7 +64,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             ring_smem, in_b = ring_of
             there = here ^ _STAGE
             cp_async_wait(0)
-            cuda.syncthreads()  # these keys are there, and all are done with what came before them
+            cuda.syncthreads()  # these keys have arrived, and all threads are done with the previous operands
             if is_last:
                 copy_columns(ring_smem + there, operands[4] + i64(first_key), operands[5])
             else:
@@ -104,7 +104,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             copy_keys(smem + ring, operands, first_tile * ROWS, 0)
         cp_async_commit()
         for j in range(first_tile, last_tile):
-            # Loaded here, they are there when the products are.
+            # Loaded here, they arrive during the products.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
             masked = j < whole_first or j >= whole_last
             ds = gradients_of(
@@ -114,7 +114,7 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
             )  # fmt: skip
             words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
             cp_async_wait(0)
-            cuda.syncthreads()  # transposed K is there, and all are done with the last keys
+            cuda.syncthreads()  # transposed K has arrived, and all threads are done with the last keys
             shared, in_b = ring_of
             if j + 1 < last_tile:
                 copy_keys(shared + (stage ^ _STAGE), operands, j * ROWS, ROWS)

@@ -1,12 +1,13 @@
-"""FP8 attention's forward pass without wgmma: eight warps, each with 16 queries, share tiles of keys.
+"""FP8 attention's forward pass without wgmma: eight warps, with 16 queries each, share tiles of keys.
 
-A block has 128 queries of one head and walks over the keys that they see, 128 at a time. Codes of K and transposed V
-lie in a ring of stages in shared memory: the next tile is copied while one is multiplied. A warp turns its scores into
-codes of P in registers, which are then the left operand of P V: the order of keys in transposed copies, made for
-wgmma's registers, serves mma's, which lie alike.
+A block processes 128 queries of one head, and loops over the keys they attend to, 128 at a time. Codes of K and
+transposed V are in a ring of stages in shared memory: the next tile is copied while one is multiplied. A warp turns its
+scores into codes of P in registers, which are directly the left operand of P V: the order of keys in transposed copies,
+chosen for wgmma's registers, also fits mma's, which have the same layout.
 
-Each tile's product with V is a sum of its own, added in float32: the tensor cores' accumulator of FP8 products is short
-here as well (22 bits in all, SageAttention2, arXiv:2411.10958, section 3.3). Numerics: the reference's ``forward``.
+Each tile's product with V is a separate sum, added in float32, because the tensor cores' accumulator of FP8 products is
+short here as well (22 bits in all, SageAttention2, arXiv:2411.10958, section 3.3). Numerics: the reference's
+``forward``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ STAGES = {64: 3, 96: 2, 128: 2}
 def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) -> Kernel:
     """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
-    Parameters are those of :func:`cuda_kernels.attention.forward.attention_forward_kernel`, with addresses in place of
+    Parameters are those of :func:`cuda_kernels.attention.forward.attention_forward_kernel`, with addresses instead of
     tensor maps.
 
     Args:
-        first_channel: of ``o``'s :data:`CHANNELS` that a launch makes, at most.
+        spec: compile-time options.
+        first_channel: the first of at most :data:`CHANNELS` channels of ``o`` that a launch computes.
     """
     if spec.panels > 1:
         name = f"mma_attention_forward({spec}, {first_channel=})"
@@ -90,12 +92,12 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
         stage, free_stage = first_stage, i32(first_stage + prefetch * stage_bytes)
         for j in range(first_tile, last_tile):
             cp_async_wait(pending)
-            cuda.syncthreads()  # the tile is there, and the one before it has been multiplied by all
+            cuda.syncthreads()  # the tile has arrived, and all threads have multiplied the previous one
             if j + prefetch < last_tile:
                 copy_keys(free_stage, k, j + prefetch)
                 copy_values(free_stage + TILE, v_t + i64(j + prefetch) * ROWS, rows_k)
             cp_async_commit()
-            # Loaded here, they are there when the products are.
+            # Loaded here, they arrive during the products.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, i32(key_block + j))
             scores = scores_of(in_a, stage + in_b)
             if j < whole_first or j >= whole_last:
@@ -112,13 +114,17 @@ def mma_attention_forward_kernel(spec: AttentionSpec, first_channel: int = 0) ->
 
 
 def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int, first_channel: int = 0) -> Kernel:
-    """The forward pass that goes over the keys as ``attend`` does.
+    """The forward pass that loops over the keys by ``attend``.
 
     Args:
+        spec: compile-time options.
+        name: the kernel's name.
         attend: a device function ``(smem, tile, q, k, v_t, rows_k, query_factor, scale_invs, key_block, left, right) ->
             acc_o, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
             ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
-            ``scale_inv`` times c. ``key_block``: the sequence's first among the ``scale_invs`` of K and V.
+            ``scale_inv`` times c. ``key_block``: the sequence's first block of the ``scale_invs`` of K and V.
+        shared_bytes: of a block.
+        first_channel: see :func:`mma_attention_forward_kernel`.
     """
     head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2
     finish = scale_seen_rows(channels // 2)

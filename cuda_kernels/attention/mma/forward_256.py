@@ -1,10 +1,10 @@
-"""The forward pass without wgmma over the keys of heads with 256 channels, for 128 channels of the result.
+"""The forward pass without wgmma over the keys, for heads with 256 channels and 128 channels of the result.
 
-A thread has registers for sums of 128 channels beside scores of a tile: each half of the result has a launch of its
-own, which makes the scores again, three products of a tile instead of two.
+A thread has registers for sums of 128 channels besides the scores of a tile. Each half of the result has its own
+launch, which recomputes the scores: three products per tile instead of two.
 
-Codes of Q and of a tile of K are 32 KB each, those of a half of transposed V 16 of the 99 KB that a block may have. So
-V is copied while scores are computed, and the next tile's K while P is multiplied.
+Codes of Q and of a tile of K take 32 KB each, and those of a half of transposed V 16 KB, of a block's 99 KB. So V is
+copied while scores are computed, and the next tile's K while P is multiplied.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 
 
 def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]:
-    """``attend`` of :mod:`cuda_kernels.attention.mma.forward`, and the bytes of its shared memory.
+    """``attend`` of :mod:`cuda_kernels.attention.mma.forward`, and the size of its shared memory in bytes.
 
     Args:
+        spec: compile-time options.
         first_channel: of the half of V.
     """
     head_dim, panels = spec.head_dim, spec.panels
@@ -52,10 +53,10 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
         cp_async_commit()
         for j in range(first_tile, last_tile):
             cp_async_wait(0)
-            cuda.syncthreads()  # K is there, and the product with the last V is done
+            cuda.syncthreads()  # K has arrived, and the product with the last V is done
             copy_values(smem + v_offset, v_t + i64(j) * ROWS, rows_k)
             cp_async_commit()
-            # Loaded here, they are there when the products are.
+            # Loaded here, they arrive during the products.
             key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, i32(key_block + j))
             scores = scores_of(in_a, in_b + k_offset)
             if j < whole_first or j >= whole_last:
@@ -64,7 +65,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
                 scores, float_max(query_factor * key_scale_inv, SMALLEST), softmax_state
             )
             cp_async_wait(0)
-            cuda.syncthreads()  # V is there, and all are done with K
+            cuda.syncthreads()  # V has arrived, and all threads are done with K
             if j + 1 < last_tile:
                 copy_rows(smem + k_offset, k + i64(j + 1) * (ROWS * head_dim), i64(head_dim))
             cp_async_commit()

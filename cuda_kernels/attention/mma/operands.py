@@ -1,4 +1,4 @@
-"""Operands of a warp's products, copied with cp.async to shared memory; and what kernels with them are built for.
+"""Operands of a warp's products, copied with cp.async to shared memory, and the declaration of such kernels.
 
 Shared memory has lines of 128 bytes, swizzled (:func:`~cuda_kernels.device.swizzle.swizzle_128b`).
 """
@@ -16,22 +16,23 @@ from cuda_kernels.device.swizzle import ROW_BYTES, swizzle_128b
 from cuda_kernels.kernel import Kernel
 
 THREADS = 256
-"""Of a block: eight warps, which all copy and all multiply, 16 rows of the result each."""
+"""Threads of a block: eight warps, which all copy and multiply, 16 rows of the result each."""
 LINE = ROW_BYTES
 """Bytes of a row in shared memory."""
 TILE = ROWS * LINE
 """Bytes of 128 rows of codes."""
 ARCHITECTURES = ("89", "120")
 CHANNELS = 128
-"""Of a result that a thread has registers for, beside scores of a tile, at most."""
+"""Maximum channels of a result for which a thread has registers, besides the scores of a tile."""
 
 
 @cache
 def make_copy(rows: int, row_bytes: int) -> Any:
-    """A device function ``(shared, address, stride)``: the block's threads start to copy ``rows`` rows.
+    """A device function ``(shared, address, stride)`` by which the block's threads start to copy ``rows`` rows.
 
     Args:
-        row_bytes: of a row; a multiple of 16, at most 128. The rest of a line is left as it is.
+        rows: number of rows.
+        row_bytes: bytes per row, a multiple of 16, at most 128. The rest of a line is not written.
     """
     copy_from_chunk = _make_copy(rows, row_bytes)
 
@@ -58,7 +59,7 @@ def make_half_copy(rows: int) -> Any:
 def make_row_copy(rows: int, head_dim: int) -> Any:
     """A device function ``(shared, address, stride)`` that starts to copy ``rows`` rows of codes.
 
-    Of more than 128 channels, panels of 128 lie one behind the other in shared memory.
+    With more than 128 channels, panels of 128 are stored one after another in shared memory.
     """
     if head_dim <= LINE:
         return make_copy(rows, head_dim)
@@ -73,10 +74,10 @@ def make_row_copy(rows: int, head_dim: int) -> Any:
 
 
 def _make_copy(rows: int, row_bytes: int) -> Any:
-    """A device function ``(shared, first_chunk, address, stride)``; a row fills its line from that chunk on."""
+    """A device function ``(shared, first_chunk, address, stride)``; a row is copied to its line from that chunk on."""
     chunks = row_bytes // 16
     lanes = 4
-    while lanes < chunks or rows % (THREADS // lanes):  # of a row; rows at once are a multiple of 8
+    while lanes < chunks or rows % (THREADS // lanes):  # lanes per row; rows at once are a multiple of 8
         lanes *= 2
     rows_at_once = THREADS // lanes
     shift = lanes.bit_length() - 1

@@ -1,4 +1,4 @@
-"""A warp's products of E4M3 codes: read from swizzled shared memory by ldmatrix, multiplied by mma."""
+"""A warp's products of E4M3 codes: loaded from swizzled shared memory by ldmatrix, multiplied by mma."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuda_kernels.device.language import device
 from cuda_kernels.device.swizzle import along_row
 
 STEP = 32
-"""Bytes of a row that one mma multiplies."""
+"""Bytes of a row multiplied by one mma."""
 _COLUMNS = 32
 """Columns of a product that are computed at a time, so that few words of B are in registers."""
 
@@ -21,9 +21,9 @@ class _Step(NamedTuple):
     """One mma of a chain.
 
     Attributes:
-        words: a device function: A, in registers or its address, to this step's words.
+        words: a device function from A, in registers or its address, to this step's words.
         k_byte: the first byte of a row that it multiplies.
-        panel: bytes from B's first panel to this step's.
+        panel: byte offset of this step's panel of B.
     """
 
     words: Any
@@ -39,14 +39,16 @@ def make_product(
     """A device function ``(a_address, b_address) -> acc``: a warp's product ``A [16, K] Bᵀ [K, columns]``.
 
     A and B are E4M3 codes. The addresses in shared memory are ``ldmatrix_a`` and ``ldmatrix_b`` from the operands'
-    first rows.
-    ``K``: 32 ``k_steps`` channels of each of ``panels`` panels, one behind the other.
+    first rows. ``K``: 32 ``k_steps`` channels of each of ``panels`` consecutive panels.
 
     Args:
-        start: the row of B that makes the first column; a multiple of 8.
-        panel_rows: of a panel of B; one of A has 128.
-        behind: bytes from the addresses of A and B to the operands. Added here, they are left for the instruction, and
-            operands of several products share their addresses.
+        columns: of the product.
+        k_steps: see above.
+        start: the row of B for the first column; a multiple of 8.
+        panels: see above.
+        panel_rows: rows of a panel of B; a panel of A has 128.
+        behind: byte offsets from the addresses of A and B to the operands. Added here, they become part of the
+            instruction, and operands of several products share their addresses.
     """
     width = min(columns, _COLUMNS)
     load_a = ldmatrix_x4(1, 16 * LINE)
@@ -73,10 +75,10 @@ def make_product(
 
 @cache
 def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
-    """A device function ``(sums, words, b_address, s, t) -> sums``: a product, its rows scaled, is added.
+    """A device function ``(sums, words, b_address, s, t) -> sums`` that adds a product with scaled rows.
 
-    Sums are float32. ``words``: A in registers, four for each step. ``b_address``: as :func:`make_product`'s. ``s``,
-    ``t``: the scales of the thread's first row and of the row eight below. Some columns at a time, from ``start`` on,
+    Sums are float32. ``words``: A in registers, four per step. ``b_address``: see :func:`make_product`. ``s``, ``t``:
+    the scales of the thread's first row and of the row eight below. Columns are processed in parts, from ``start`` on,
     so that few of them are in registers twice.
     """
     steps = tuple(_Step(slice_words(4 * k_steps, 4 * step, 4), STEP * step) for step in range(k_steps))
@@ -99,13 +101,13 @@ def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
 
 
 def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
-    """A device function ``(a, b_address) -> acc`` of these steps; ``a`` is what their ``words`` take A's words from."""
+    """A device function ``(a, b_address) -> acc`` of these steps; ``a`` is the argument of their ``words``."""
     multiply, load_b, zero_acc = (
         mma(1, columns // 8, "e4m3", "e4m3"),
         ldmatrix_x4(columns // 16, 16 * LINE),
         zeros(columns // 2),
     )
-    # The step along the row comes first, so that a sum with a constant is left for the instruction.
+    # The step along the row is applied first, so that adding a constant becomes part of the instruction.
     (words, k_byte, panel), *others = steps
     offset = start * LINE + panel
 

@@ -1,4 +1,4 @@
-"""A warp's rows of a gradient: which they are, and their way from registers to global memory."""
+"""A warp's rows of a gradient: their position, and their store from registers to global memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def own_place():
 
 @cache
 def make_part_of(head_dim: int) -> Any:
-    """A device function ``(block, table, heads) -> tile, head, first_channel``: what a block makes of a gradient.
+    """A device function ``(block, table, heads) -> tile, head, first_channel``: a block's part of a gradient.
 
-    Neighbours share a tile where a head has more channels than a block makes, and most of what they read is in the
-    cache for the second.
+    If a head has more channels than a block computes, consecutive blocks share a tile, so that the second one finds
+    most of its operands in the cache.
     """
     shift = (head_dim // CHANNELS).bit_length() - 1 if head_dim > CHANNELS else 0
 
@@ -38,10 +38,10 @@ def make_part_of(head_dim: int) -> Any:
 
 @cache
 def make_gradient_store(spec: AttentionSpec) -> Any:
-    """A device function ``(acc, factor, out, tile, head, first_channel, strides)``: a warp's sums, in ``out_dtype``.
+    """A device function ``(acc, factor, out, tile, head, first_channel, strides)`` that stores a warp's sums.
 
-    Rows beyond the sequence are 0. ``out``: the address of the result; ``strides``: its strides in elements, from a
-    sequence to the next, a row and a head.
+    Rows beyond the sequence are 0. ``out``: the address of the result in ``out_dtype``; ``strides``: its strides in
+    elements, between sequences, rows and heads.
     """
     channels, item = min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2
     num_registers = channels // 2
