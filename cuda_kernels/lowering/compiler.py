@@ -9,7 +9,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -32,9 +32,14 @@ from cuda_kernels.references import references
 try:
     from cuda_kernels.lowering.inlining import fast_inlining
 except ImportError as error:
-    from contextlib import nullcontext as fast_inlining  # type: ignore[assignment]
-
+    fast_inlining = nullcontext  # type: ignore[assignment]
     warnings.warn(f"kernels compile up to five times slower: {error}", stacklevel=1)
+
+try:
+    from cuda_kernels.lowering.repeats import fewer_repeats
+except ImportError as error:
+    fewer_repeats = nullcontext  # type: ignore[assignment]
+    warnings.warn(f"kernels compile up to two times slower: {error}", stacklevel=1)
 
 if not hasattr(np, "row_stack"):  # gone with NumPy 2.5; numba-cuda 0.30.4 asks for it before it compiles anything
     np.row_stack = np.vstack
@@ -231,7 +236,7 @@ def _noting_what_nvvm_gets() -> Iterator[list[tuple[list[str], dict[str, Any]]]]
 
 def _compiled(kernel: Kernel, arch: str, launch_bounds: tuple[int, int]) -> bytes:
     assert isinstance(kernel.function, FunctionType)
-    with fast_inlining(), _without_garbage_collection():
+    with fast_inlining(), fewer_repeats(), _without_garbage_collection():
         code, _ = cuda.compile(
             _function_in_numba(kernel.function),
             types.void(*(type_of(kind) for kind in kernel.parameters.values())),

@@ -1,4 +1,5 @@
-"""What makes compilation fast and changes no code: the inliner, no garbage collection, what architectures share."""
+"""What makes compilation fast and changes no code: the inliner, nothing computed twice, no garbage collection, what
+architectures share."""
 
 from __future__ import annotations
 
@@ -56,9 +57,32 @@ def test_the_code_is_numbas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(interpreted.values()) == {1}
     interpreted.clear()
     assert inline_closurecall.InlineWorker is numbas
-    monkeypatch.setattr(compiler, "fast_inlining", nullcontext)
+    for shortcut in ("fast_inlining", "fewer_repeats"):
+        monkeypatch.setattr(compiler, shortcut, nullcontext)
     assert ptx_of(KERNELS[name]) == fast
     assert max(interpreted.values()) > 1, "Numba's own looks at functions again"
+
+
+@needs_compilers
+def test_a_call_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a function and types of arguments, in one compilation."""
+    from cuda_kernels.lowering import compiler, repeats
+
+    numbas, run = repeats._NUMBAS_CALL_TYPE, repeats._NUMBAS_RUN
+    resolved: Counter[Any] = Counter()
+
+    def counted(self: Any, context: Any, args: Any, kws: Any) -> Any:
+        resolved[self, context, tuple(args), tuple(kws.items())] += 1
+        return numbas(self, context, args, kws)
+
+    monkeypatch.setattr(repeats, "_NUMBAS_CALL_TYPE", counted)
+    monkeypatch.setattr(repeats._Callable, "get_call_type", counted)
+    compiler.ltoir(KERNELS["amax"], "90a")
+    assert set(resolved.values()) == {1}
+    compiler._last.clear()
+    compiler.ltoir(KERNELS["amax"], "90a")
+    assert max(resolved.values()) == 2, "nothing is kept for the next compilation"
+    assert (repeats._Callable.get_call_type, repeats._Processor.run) == (counted, run), "Numba's own are back"
 
 
 @needs_compilers
@@ -127,15 +151,19 @@ def test_architectures_share_what_numba_makes(
 def test_another_numba_is_told() -> None:
     program = """if 1:
         import warnings
-        from numba.cuda.core import inline_closurecall
+        from numba.cuda.core import inline_closurecall, postproc
         inline_closurecall.InlineWorker.inline_ir = lambda self, something_else: None
+        def run(self, something_else): pass
+        postproc.PostProcessor.run = run
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             from cuda_kernels.lowering import compiler
         print(*(warning.message for warning in told))
         from contextlib import nullcontext
         assert compiler.fast_inlining is nullcontext
+        assert compiler.fewer_repeats is nullcontext
     """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert "up to five times slower: Numba-CUDA's InlineWorker.inline_ir is another" in told.stdout
+    assert "up to two times slower: Numba-CUDA's run is another" in told.stdout
