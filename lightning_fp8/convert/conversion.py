@@ -26,8 +26,16 @@ from lightning_fp8.arguments import require_module
 from lightning_fp8.attention.models import attach
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.attention.plan import PlannedAttention, place_in, plan_attention, reached_places
-from lightning_fp8.convert.blocks import find_blocks, find_heads, find_positions, is_linear, matrices_of
-from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, skipped_by
+from lightning_fp8.convert.blocks import (
+    features_of,
+    find_blocks,
+    find_heads,
+    find_positions,
+    is_linear,
+    linear_names,
+    matrices_of,
+)
+from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
@@ -70,6 +78,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     )
     output_heads = find_heads(model)
     places = find_positions(model)
+    linears = {*linear_names(model)}
     names = _all_names(model)
     decisions = []
     for raw_name, module in model.named_modules():
@@ -82,6 +91,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 reason_ineligible(module, policy.replace_layers)
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(places.get(name), policy, head)
+                or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), linears))
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -211,7 +221,8 @@ def convert_module(
     A *layer* is an element of a ``ModuleList`` or ``Sequential`` of same-class blocks, of which an encoder and a
     decoder have one each; where there is none, it is a Linear in registration order. An output head (tied to an
     embedding, named by the model's ``get_output_embeddings()``, or the last Linear after the blocks) stays in BF16
-    unless it is made as ``lightning_fp8.Linear``.
+    unless it is made as ``lightning_fp8.Linear``, and so do adapters (LoRA) and layers with at most 64 features on one
+    side and more than 8 times as many on the other, for which FP8 is slower.
 
     Args:
         model: any module; its parameters stay the same objects and its ``state_dict`` keeps its keys.

@@ -1,8 +1,8 @@
 """Errors of the plugins' arguments in YAML, in a few lines, for every program that reads it with jsonargparse.
 
-A parser tries each type that an argument may have, and reports them all: a wrong name of a recipe in a LightningCLI is
-half a screen of usage and a screen of types. It has no hook for the message of a class, so its methods are wrapped; what
-quotes no plugin of ours passes unchanged.
+A parser tries each type that an argument may have, and reports them all: for a wrong name of a recipe, a LightningCLI
+prints a screen of usage and a screen of types. jsonargparse has no hook for the messages of a class, so two methods of
+its parsers are wrapped. Errors that concern none of the plugins pass unchanged.
 """
 
 from __future__ import annotations

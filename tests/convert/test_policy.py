@@ -120,6 +120,47 @@ def test_tied_linear_stays_in_bf16_wherever_it_is() -> None:
     assert fp8_names(model, first_last_layers_bf16=False) == ["3"]
 
 
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "narrow"),
+    [
+        (8, 4096, True),
+        (4096, 64, True),  # the largest rank
+        (65, 4096, False),
+        (64, 768, True),
+        (1024, 16384, False),  # keys and values of Llama 3.1 405B
+        (128, 16, False),  # a small model's MLP: 8 times its width
+        (129, 16, True),
+        (16, 16, False),
+    ],
+)
+def test_layers_that_are_narrow_beside_their_length_stay_in_bf16(
+    out_features: int, in_features: int, narrow: bool
+) -> None:
+    with torch.device("meta"):
+        layer, ours = nn.Linear(in_features, out_features), lightning_fp8.Linear(in_features, out_features)
+    model = nn.Module()
+    model.fc, model.asked_for = layer, ours
+    found = reasons(model, first_last_layers_bf16=False)
+    small, large = sorted((in_features, out_features))
+    said = f"narrow: to cast {large} features takes longer than FP8 saves in a product with {small}"
+    assert found == {"fc": said if narrow else "eligible", "asked_for": "eligible"}
+    assert fp8_names(model, first_last_layers_bf16=False) == ["asked_for"] if narrow else ["fc", "asked_for"]
+
+
+def test_adapters_stay_in_bf16_at_any_rank() -> None:
+    """As peft wraps layers; what a model calls ``base_layer`` without wrapping it makes no adapter of others."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(3))
+    for block in model.blocks:
+        block.q_proj = nn.Module()
+        block.q_proj.base_layer = nn.Linear(16, 16)
+        block.q_proj.lora_A = nn.ModuleDict({"default": nn.Linear(16, 12, bias=False)})
+        block.q_proj.lora_B = nn.ModuleDict({"default": nn.Linear(12, 16, bias=False)})
+        block.fc = nn.Linear(16, 16)
+    assert fp8_names(model) == ["blocks.1.q_proj.base_layer", "blocks.1.fc"]
+    assert reasons(model)["blocks.1.q_proj.lora_B.default"] == "an adapter of blocks.1.q_proj"
+
+
 def test_head_made_of_our_linear_runs_in_fp8() -> None:
     model = LanguageModel()
     model.head = lightning_fp8.Linear(16, 40, bias=False)

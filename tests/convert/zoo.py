@@ -290,8 +290,7 @@ ZOO: dict[str, Animal] = {
             state_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         ),
         tokens("input_ids", "labels"),
-        "backbone.layers.1.mixer.{in,x,dt,out}_proj",
-        idle="backbone.layers.1.mixer.dt_proj",  # whose weight is read
+        "backbone.layers.1.mixer.{in,x,out}_proj",
         other="backbone.layers.{0,1,2}.mixer.A_log",
     ),
     "timm_vit": Animal(
@@ -306,7 +305,7 @@ ZOO: dict[str, Animal] = {
             window_size=4, drop_path_rate=0.0,
         ),
         pixels(),
-        "layers.{1,2}.downsample.reduction layers.1.blocks.{0,1}.{attn.{cpb_mlp.{0,2},qkv,proj},mlp.{fc1,fc2}}",
+        "layers.{1,2}.downsample.reduction layers.1.blocks.{0,1}.{attn.{qkv,proj},mlp.{fc1,fc2}}",
         idle="layers.1.blocks.{0,1}.attn.qkv",  # with a bias that it builds
         other="patch_embed.proj",
         needs="timm",
@@ -336,7 +335,7 @@ ZOO: dict[str, Animal] = {
     "peft_lora": Animal(
         Lora(),
         tokens("input_ids", "labels"),
-        "base_model.model.model.layers.1.{self_attn.{{q,v}_proj.{base_layer,lora_{A,B}.default},{k,o}_proj},"
+        "base_model.model.model.layers.1.{self_attn.{{q,v}_proj.base_layer,{k,o}_proj},"
         "mlp.{gate,up,down}_proj}",
         needs="peft",
     ),
