@@ -361,6 +361,7 @@ class AmaxHistory:
         """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
         # The keys of amax and num_observed are those of files that were saved before these had their names.
         return {
+            "version": STATE_VERSION,
             "names": list(self.names),
             "scale": self.scale.clone(),
             "amax_history": self.amax_history.clone(),
@@ -414,6 +415,10 @@ class AmaxHistory:
 
 # --- Saved states -----------------------------------------------------------------------------------------------------
 
+STATE_VERSION = 1
+"""The version of saved FP8 states. Those that lack the entry, as of Transformer Engine's files, are of version 1. A new
+version is one that this code would read wrongly; entries that it may ignore need none."""
+
 
 def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
     """The names, scales, amax history and update count of a saved state.
@@ -425,6 +430,14 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         is_path = isinstance(state, (str, os.PathLike))
         way_out = "read the file first: torch.load(path)" if is_path else "save it with fp8_state_dict(model)"
         raise ValueError(f"FP8 state must be a dictionary, not {type(state).__name__}; {way_out}")
+    version = state.get("version", STATE_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"FP8 state's 'version' must be a positive integer, not {reprlib.repr(version)}")
+    if version > STATE_VERSION:
+        raise ValueError(
+            f"FP8 state's 'version' is {version}, and this lightning_fp8 reads versions up to {STATE_VERSION}: "
+            "a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8"
+        )
     missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
     if missing:
         inside = "".join(f"[{key!r}]" for key in ("FP8Precision", "model") if key in state)

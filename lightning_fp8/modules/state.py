@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.delayed.history import (
+    STATE_VERSION,
     AmaxHistory,
     Span,
     saved_span,
@@ -42,10 +43,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     """Scales and amax histories of the FP8 layers of ``model``.
 
     Returns:
-        ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history`` (float32
-        ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update), ``counts``
-        (float32 ``[n]``, in how many updates a tensor had an amax that counts), ``updates`` and ``steps``, and as known
-        ``fp8_format`` and ``margin``, for which the scales were made. Loads with ``torch.load(weights_only=True)``.
+        ``version`` (1), ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history``
+        (float32 ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update),
+        ``counts`` (float32 ``[n]``, in how many updates a tensor had an amax that counts), ``updates`` and ``steps``,
+        and as known ``fp8_format`` and ``margin``, for which the scales were made. Loads with
+        ``torch.load(weights_only=True)``.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -73,6 +75,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     length = max((len(window) for window in windows), default=0)
     padded = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
     return {
+        "version": STATE_VERSION,
         "names": names,
         "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
         "amax_history": torch.stack(padded, 1) if padded else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),

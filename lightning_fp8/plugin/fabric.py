@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -129,6 +130,22 @@ class FP8FabricPrecision(FabricPrecision):
         self._stepped_in_backward: set[AmaxHistory] = set()
         self._reported: set[tuple[str, str]] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
+
+    def __repr__(self) -> str:
+        """The recipe, and the arguments that are not their defaults; ``attention`` is the recipe's ``fp8_dpa``."""
+        arguments = {
+            "weights_dtype": self.weights_dtype,
+            "compute_dtype": None if self.compute_dtype == self.weights_dtype else self.compute_dtype,
+            "cache_fp8_weights": self.kept_weights.chosen,
+            **dataclasses.asdict(self.policy),
+        }
+        defaults = {name: parameter.default for name, parameter in signature(FP8FabricPrecision).parameters.items()}
+        recipe = _changed(dataclasses.asdict(self.recipe), dataclasses.asdict(type(self.recipe)()))
+        return _call(self, {"recipe": _call(self.recipe, recipe), **_changed(arguments, defaults)})
+
+    def __str__(self) -> str:
+        """What Lightning's Trainer prints of a plugin that it does not take."""
+        return f"{self!r}, which is for Fabric (the Trainer takes FP8Precision)"
 
     def __getstate__(self) -> dict[str, Any]:
         """What strategies that start processes send to them: no weak references, no hooks that watch a first step."""
@@ -392,6 +409,15 @@ class FP8FabricPrecision(FabricPrecision):
 def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], history: AmaxHistory, model: nn.Module) -> None:
     if (living := plugin()) is not None:
         living.report_gathers(model, history)
+
+
+def _call(made: Any, arguments: Mapping[str, str]) -> str:
+    return f"{type(made).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
+
+
+def _changed(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the ``arguments`` that are not ``defaults``."""
+    return {name: repr(value) for name, value in arguments.items() if value != defaults[name]}
 
 
 def pieces_of(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,6 +26,8 @@ from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.proofs import first_steps
+
+_NOT_FOR_FABRIC = "FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead"
 
 
 # Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
@@ -54,6 +56,10 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
                 "parallelize_module, or a loop of your own with a data-parallel group"
             )
         return super().convert_module(module)
+
+    @override
+    def __str__(self) -> str:
+        return repr(self)
 
     def _report_glob(self, wrong: str) -> None:
         raise MisconfigurationException(wrong)
@@ -131,9 +137,14 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         return self._evaluating()
 
     @override
+    def convert_output(self, data: Any) -> NoReturn:
+        """Called by Fabric's wrappers of models, and never by the Trainer."""
+        raise MisconfigurationException(_NOT_FOR_FABRIC)
+
+    @override
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if not isinstance(module, LightningModule) or module._trainer is None:
-            raise MisconfigurationException("FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead")
+            raise MisconfigurationException(_NOT_FOR_FABRIC)
         return super().pre_backward(tensor, module)
 
     @override

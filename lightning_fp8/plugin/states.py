@@ -28,13 +28,20 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, saved_with: Any = None) -> None:
-    """Give a history the scales and amaxes of ``state``, for ``recipe``, and say which slots it does not hold.
+    """Give a history the scales and amaxes of ``state``, for ``recipe``; report how many, and which it does not hold.
 
     Args:
         saved_with: the fields of the recipe that ``state`` was saved with, if they are known.
     """
     new_slots = history.load_state_dict(state_for(recipe, state, saved_with))
-    if new_slots and isinstance(recipe, DelayedScaling):
+    if not isinstance(recipe, DelayedScaling):
+        return
+    if restored := len(history.names) - len(new_slots):
+        rank_zero_info(
+            f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored, "
+            f"after {history.updates} updates"
+        )
+    if new_slots:
         is_foreign = state["names"] and len(new_slots) == len(history.names)
         (rank_zero_warn if is_foreign else rank_zero_info)(
             f"FP8 state: {len(new_slots)} tensors are not in the checkpoint and start empty: {new_slots}"

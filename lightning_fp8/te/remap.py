@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.delayed.history import STATE_VERSION
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.transformer import MultiheadAttention
@@ -360,6 +361,7 @@ def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | 
     for index, tensor_state in enumerate(named_states.values()):
         amax_history[length - len(tensor_state.amax_history) :, index] = tensor_state.amax_history
     return {
+        "version": STATE_VERSION,
         "names": list(named_states),
         "scale": torch.tensor(
             [tensor_state.scale for tensor_state in named_states.values()], dtype=torch.float32, device="cpu"

@@ -68,20 +68,50 @@ def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
 
 
 def test_trainers_plugin_in_fabric() -> None:
+    """The first forward says so, and for a model that is called past Fabric its backward."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss = wrapped(torch.randn(8, 16)).sum()
-    with pytest.raises(MisconfigurationException, match="is for the Trainer; give Fabric FP8FabricPrecision"):
-        fabric.backward(loss)
+    message = "is for the Trainer; give Fabric FP8FabricPrecision"
+    with pytest.raises(MisconfigurationException, match=message):
+        wrapped(torch.randn(8, 16))
+    with pytest.raises(MisconfigurationException, match=message):
+        fabric.backward(model(torch.randn(8, 16).bfloat16()).sum())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before))
 
 
 def test_fabrics_plugin_in_the_trainer_is_lightnings_own_error() -> None:
-    with pytest.raises(MisconfigurationException, match="FP8FabricPrecision"):
+    message = r"FP8FabricPrecision\(recipe=DelayedScaling\(\)\), which is for Fabric \(the Trainer takes FP8Precision\)"
+    with pytest.raises(MisconfigurationException, match=message):
         trainer(FP8FabricPrecision())
+
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "recipe=DelayedScaling()": {},
+    "recipe=Float8CurrentScaling()": {"recipe": "tensorwise"},
+    "recipe=DelayedScaling(fp8_dpa=True, margin=2)": {"recipe": {"name": "delayed", "margin": 2}, "attention": True},
+    "recipe=DelayedScaling(fp8_format=Format.E4M3), weights_dtype=torch.float32, num_layers_at_end_in_bf16=3": {
+        "recipe": {"fp8": "e4m3"},
+        "weights_dtype": torch.float32,
+        "num_layers_at_end_in_bf16": 3,
+    },
+    "recipe=DelayedScaling(), weights_dtype=torch.float32, compute_dtype=torch.bfloat16, cache_fp8_weights=False, "
+    "skip=('*.router',)": {
+        "weights_dtype": "float32",
+        "compute_dtype": "bf16",
+        "cache_fp8_weights": False,
+        "skip": ["*.router"],
+    },
+}
+
+
+@pytest.mark.parametrize("cls", [FP8Precision, FP8FabricPrecision])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_plugin_is_written_as_it_is_made(cls: type[FP8FabricPrecision], written: str) -> None:
+    text = repr(cls(**WRITTEN[written]))
+    assert text == f"{cls.__name__}({written})"
+    names = {name: getattr(lightning_fp8, name) for name in lightning_fp8.__all__}
+    assert repr(eval(text, {"torch": torch, **names})) == text
 
 
 def test_the_callback_of_an_earlier_trainer_does_not_count() -> None:

@@ -20,6 +20,7 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_fp8_state_dict,
 )
+from lightning_fp8.plugin import states
 from lightning_fp8.recipes import RECIPES
 from tests.small import Regression, equal_weights, fp8_trainer, mlp, quiet_trainer, regression_data
 
@@ -41,6 +42,18 @@ def test_resume_is_bit_for_bit(recipe: str, ours: bool, tmp_path: Path) -> None:
     assert trainer.precision_plugin.summary.num_fp8 == 2
     assert half.losses + resumed.losses == straight.losses
     assert equal_weights(resumed, straight)
+
+
+@pytest.mark.parametrize(("recipe", "lines"), [("delayed", 1), ("tensorwise", 0)])
+def test_a_resumed_run_says_how_many_scales_came_back(
+    recipe: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = train(2, recipe)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    said: list[str] = []
+    monkeypatch.setattr(states, "rank_zero_info", said.append)
+    train(3, recipe, ckpt_path=tmp_path / "half.ckpt")
+    assert said == lines * ["FP8 state: the scales of 6 of 6 tensors are restored, after 8 updates"]
 
 
 def test_without_the_fp8_state_the_resumed_run_differs(tmp_path: Path) -> None:

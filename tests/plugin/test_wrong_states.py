@@ -50,6 +50,7 @@ WRONG: dict[str, list[Any]] = {
     "scale": wrong_tensors(6),
     "amax_history": wrong_tensors(4, 6),
     "updates": [True, 1.0],
+    "version": [True, 0, 1.0],
 }
 
 
@@ -58,6 +59,7 @@ def test_a_wrong_entry_is_refused_and_nothing_changes(key: str) -> None:
     net = trained()
     before = fp8_state_dict(net)
     counts = [value for value in HOSTILE if key == "updates" and type(value) is int and value >= 0]
+    counts += [value for value in HOSTILE if key == "version" and type(value) is int and value == 1]
     for value in [*WRONG[key], *HOSTILE]:
         if any(value is each for each in counts):
             continue
@@ -66,6 +68,20 @@ def test_a_wrong_entry_is_refused_and_nothing_changes(key: str) -> None:
         after = fp8_state_dict(net)
         assert after["names"] == before["names"]
         assert all(torch.equal(after[name], before[name]) for name in ("scale", "amax_history"))
+
+
+def test_states_say_their_version_and_newer_ones_are_refused() -> None:
+    net = trained()
+    state = fp8_state_dict(net)
+    plugin = FP8FabricPrecision()
+    plugin.convert_module(net)
+    assert state["version"] == plugin.state_dict()["model"]["version"] == 1
+    load_fp8_state_dict(net, {key: value for key, value in state.items() if key != "version"})  # of before it had one
+    assert torch.equal(fp8_state_dict(net)["scale"], state["scale"])
+    for load in (lambda newer: load_fp8_state_dict(net, newer), lambda newer: plugin.load_state_dict({"model": newer})):
+        with pytest.raises(ValueError, match="'version' is 2, and this lightning_fp8 reads versions up to 1"):
+            load({"version": 2, "tensors": {}})
+    assert torch.equal(fp8_state_dict(net)["scale"], state["scale"])
 
 
 def test_a_state_that_requires_gradients_gives_none_to_the_scales() -> None:
