@@ -20,6 +20,7 @@ COMMANDS = {
     "kernels": "lightning_fp8.cli.kernels",
     "checkpoint": "lightning_fp8.cli.checkpoint",
     "plan": "lightning_fp8.cli.plan",
+    "config": "lightning_fp8.cli.config",
 }
 """The module of each command of our own; its ``main`` takes the arguments."""
 
@@ -30,6 +31,7 @@ HELP = """usage: lightning-fp8 COMMAND ...
 
   fit, validate, test, predict
                 a LightningModule with FP8 recipes, from YAML: lightning-fp8 fit --config my.yaml
+  config        print YAML for a recipe, to start from: lightning-fp8 config delayed > my.yaml
   doctor        what runs on this machine, what does not, and what to install
   bench         time the matrix products of a model's layers on this card, and keep the fastest
   kernels       compile a model's kernels where no card is, to be carried to one

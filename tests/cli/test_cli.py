@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_fp8
 from lightning_fp8.cli.main import COMMANDS, main
@@ -114,6 +117,23 @@ def test_a_wrong_field_is_refused_with_the_valid_ones(
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"{RECIPES[name].__name__} has no field '{field}'" in last_line
     assert all(valid.name in last_line for valid in dataclasses.fields(RECIPES[name]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_printed_configuration_is_the_plugin_at_its_defaults(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a command line of the user, and in a folder that is none of ours."""
+    monkeypatch.chdir(tmp_path)
+    main(["config", name])
+    text = capsys.readouterr().out
+    (tmp_path / "my.yaml").write_text(text)
+    (given,) = yaml.safe_load(text)["trainer"]["plugins"]
+    assert set(given["init_args"]) == set(inspect.signature(lightning_fp8.FP8Precision).parameters)
+    assert set(given["init_args"]["recipe"]) == {field.name for field in dataclasses.fields(RECIPES[name])}
+    cli = LightningCLI(BoringModel, args=["--config", "my.yaml", "--trainer.logger=false"], run=False)
+    assert repr(cli.trainer.precision_plugin) == repr(lightning_fp8.FP8Precision(name))
+    assert any(isinstance(callback, lightning_fp8.FP8Callback) for callback in cli.trainer.callbacks)
 
 
 def test_fit_trains_from_yaml(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""``lightning-fp8 config RECIPE``: YAML for a LightningCLI, with every argument of the plugin and field of the recipe.
+
+lightning-fp8 config delayed > my.yaml
+lightning-fp8 fit --config my.yaml --model my_module.MyModel --data my_module.MyData
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import torch
+
+from lightning_fp8.formats import Format
+from lightning_fp8.recipes import RECIPES
+
+
+def configuration(name: str) -> str:
+    """YAML with the plugin, at its defaults, for the recipe ``name``, and the callback."""
+    from lightning_fp8.plugin.precision import FP8Precision  # imports Lightning, which takes seconds
+
+    recipe = RECIPES[name]()
+    arguments = {
+        **{argument: parameter.default for argument, parameter in signature(FP8Precision).parameters.items()},
+        "recipe": {"name": name, **{f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name != "name"}},
+    }
+    return "\n".join(
+        (
+            f"# {type(recipe).__name__}: {(type(recipe).__doc__ or '').strip().splitlines()[0]}",
+            "# Use: lightning-fp8 fit --config FILE --model my_module.MyModel --data my_module.MyData,",
+            "# or with a LightningCLI of your own. What is left out has the value that stands here.",
+            "trainer:",
+            "  plugins:",
+            "    - class_path: lightning_fp8.FP8Precision",
+            "      init_args:",
+            *_lines(arguments, indent=8),
+            "  callbacks:",
+            "    - class_path: lightning_fp8.FP8Callback",
+            "",
+        )
+    )
+
+
+def _lines(values: Mapping[str, Any], indent: int) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{' ' * indent}{name}:"
+            yield from _lines(value, indent + 2)
+        else:
+            yield f"{' ' * indent}{name}: {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Format):
+        return value.name
+    return str(value) if isinstance(value, (str, torch.dtype)) else json.dumps(value)
+
+
+def main(argv: Sequence[str]) -> None:
+    """``lightning-fp8 config``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-fp8 config", description="Print YAML for lightning-fp8 fit, or for a LightningCLI of your own."
+    )
+    parser.add_argument("recipe", choices=list(RECIPES))
+    print(configuration(parser.parse_args(argv).recipe), end="")
