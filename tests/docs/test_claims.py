@@ -7,6 +7,10 @@ import json
 import re
 from statistics import mean
 
+import pytest
+
+import lightning_fp8
+from lightning_fp8.recipes import RECIPES
 from tests.docs.pages import ROOT
 
 
@@ -44,3 +48,18 @@ def test_messages_that_are_explained_are_said_by_the_package() -> None:
     assert len(quoted) > 20
     said = "\n".join(texts())
     assert not [quote for quote in quoted if quote not in said]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_exported_and_documented(name: str) -> None:
+    cls = RECIPES[name].__name__
+    assert getattr(lightning_fp8, cls) is RECIPES[name]
+    assert cls in lightning_fp8.__all__
+    for page in ("README.md", "docs/recipes.md"):
+        assert f"| `{name}` | `{cls}` |" in (ROOT / page).read_text(), page
+    assert f"lightning_fp8.{cls}\n" in (ROOT / "docs/api.md").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in lightning_fp8.__all__ if name != "__version__"])
+def test_every_public_name_is_in_the_api(name: str) -> None:
+    assert f"lightning_fp8.{name}\n" in (ROOT / "docs/api.md").read_text()
