@@ -1,6 +1,7 @@
-"""Transformer Engine's arguments of recipes as data: their names here, and what to do instead of the others.
+"""Transformer Engine's and Megatron-LM's arguments of recipes as data: names here, and what to do instead of others.
 
-:func:`translated` applies the tables. A recipe's own fields are in its class (:mod:`lightning_fp8.recipes`).
+:func:`translated` and :func:`without_defaults` apply the tables. A recipe's own fields are in its class, in
+:mod:`lightning_fp8.recipes`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,33 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
     },
 }
 """By recipe, those of its arguments in Transformer Engine that are no fields here."""
+
+_OF_LAYERS = "it is an argument of FP8Precision and convert_module"
+MEGATRON_KEYS = {
+    "fp8_wgrad": _AtDefault(True, "all three products of an FP8 layer run in FP8; leave it out"),
+    "fp8_param": _AtDefault(False, "construct or convert the model inside of fp8_model_init()"),
+    "fp8_output_proj": _AtDefault(False, "make the output head as lightning_fp8.Linear"),
+    "fp8_quantizer_factory": _AtDefault(None, "a recipe sets the cast of each tensor; leave it out"),
+    "tp_only_amax_red": _AtDefault(False, "pass the tensor-parallel ranks as fp8_group of fp8_autocast"),
+    "first_last_layers_bf16": _AtDefault(False, _OF_LAYERS),
+    "num_layers_at_start_in_bf16": _AtDefault(1, _OF_LAYERS),
+    "num_layers_at_end_in_bf16": _AtDefault(1, _OF_LAYERS),
+}
+"""Megatron-LM's keys that are taken at its defaults alone."""
+
+
+def without_defaults(megatron_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's keys without those of :data:`MEGATRON_KEYS`, which are at their defaults.
+
+    Raises:
+        NotImplementedError: one of them is not.
+    """
+    for key, (default, instead) in MEGATRON_KEYS.items():
+        if key in megatron_config and not _is_default(plain(megatron_config[key]), default):
+            raise NotImplementedError(
+                f"{key}={megatron_config[key]!r} is not supported as a part of a recipe: {instead}"
+            )
+    return {key: value for key, value in megatron_config.items() if key not in MEGATRON_KEYS}
 
 
 def translated(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
-from lightning_fp8.recipe_arguments import translated
+from lightning_fp8.recipe_arguments import translated, without_defaults
 from lightning_fp8.scaled import Cast, Layout, Role
 from lightning_fp8.scaling import FLOAT32_MAX, AmaxAlgorithm
 
@@ -345,6 +345,7 @@ def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
 
 
 def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
+    megatron_config = without_defaults(megatron_config)
     for key in megatron_config:
         if key not in (*_MEGATRON_KEYS, "fp8_format"):
             raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from lightning.fabric.plugins.precision.transformer_engine import TransformerEnginePrecision
 from torch import Tensor, nn
 
 import lightning_fp8
@@ -548,3 +551,139 @@ def test_a_layer_computes_what_torchaos_does(name: str, dtype: torch.dtype, torc
     relative = {"rowwise": 0.0, "tensorwise": 1e-6 if dtype == torch.float32 else 2**-7}[name]
     for found, expected in zip(*results):
         torch.testing.assert_close(found, expected, rtol=relative, atol=relative * expected.abs().max().item())
+
+
+# --- The tables of docs/migration.md ----------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs/migration.md"
+
+
+@cache
+def _rows(heading: str) -> list[tuple[list[str], str]]:
+    """Of the tables under ``heading``, each row's pieces of code on the left, and its right side."""
+    (section,) = re.findall(rf"^#+ {re.escape(heading)}$(.*?)(?=^#|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    cells = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
+    return [(_code(left), right) for left, right in cells if "`" in left]
+
+
+def _code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+NAMES = {
+    "Names of transformer_engine.pytorch": ["pytorch"],
+    "Modules of transformer_engine.pytorch without a name here": ["pytorch"],
+    "Names of transformer_engine.pytorch.fp8 and quantization": ["pytorch.fp8", "pytorch.quantization"],
+    "Names of transformer_engine.pytorch.distributed and export": ["pytorch.distributed", "pytorch.export"],
+    "Names of transformer_engine.common.recipe": ["common.recipe"],
+    "Names of torchao.float8": ["float8"],
+}
+"""By heading, the modules that the names of its table are imported from, one of which has or answers each."""
+
+
+@pytest.mark.parametrize(
+    ("heading", "name", "right"),
+    [(heading, name, right) for heading in NAMES for names, right in _rows(heading) for name in names],
+    ids=str,
+)
+def test_a_name_of_the_page_is_importable_or_raises_the_sentence(heading: str, name: str, right: str) -> None:
+    package = "torchao" if heading.endswith("float8") else "transformer_engine"
+    homes = [importlib.import_module(f"lightning_fp8.{package}.{module}") for module in NAMES[heading]]
+    if right.startswith("the same"):
+        assert any(hasattr(home, name) for home in homes)
+        return
+    if name in answers.MODULES and "pytorch" in NAMES[heading]:
+        with pytest.raises(ImportError, match=rf"^Anything is not supported: {re.escape(right)}$"):
+            _imported(f"{homes[0].__name__}.{name}", "Anything")
+        return
+    said = set()
+    for home in homes:
+        with pytest.raises(ImportError) as error:
+            _imported(home.__name__, name)
+        said.add(str(error.value))
+    assert f"{name} is not supported: {right}" in said
+
+
+def test_the_page_has_every_name() -> None:
+    on_page = {heading: {name for names, _ in _rows(heading) for name in names} for heading in NAMES}
+    known = on_page["Names of transformer_engine.pytorch"]
+    known |= on_page["Modules of transformer_engine.pytorch without a name here"]
+    assert known == {*TE_PYTORCH, *answers.MODULES}
+    assert on_page["Names of transformer_engine.common.recipe"] == {*TE_RECIPE}
+    assert on_page["Names of torchao.float8"] == {*ao.__all__, *ao.ANSWERS}
+
+
+EXPRESSIONS = {
+    "Arguments of recipes": vars(te_recipe),
+    "Configurations": vars(ao) | {"torch": torch},
+}
+"""By heading, the names that the expressions of its table are evaluated with."""
+
+
+@pytest.mark.parametrize(
+    ("heading", "expression", "right"),
+    [(heading, each, right) for heading in EXPRESSIONS for lefts, right in _rows(heading) for each in lefts],
+    ids=str,
+)
+def test_an_expression_of_the_page_is_the_recipe_or_raises_the_sentence(
+    heading: str, expression: str, right: str
+) -> None:
+    names = EXPRESSIONS[heading]
+    if right.startswith("`"):
+        made = eval(expression, {**names})
+        found = made.recipe() if isinstance(made, ao.Float8LinearConfig) else made
+        assert found == eval(_code(right)[0], {**vars(te_recipe), **_ours()})
+        return
+    with pytest.raises((NotImplementedError, ValueError), match=re.escape(right)):
+        eval(expression, {**names})
+
+
+def _ours() -> dict[str, Any]:
+    return {name: getattr(lightning_fp8, name) for name in lightning_fp8.__all__}
+
+
+@pytest.mark.parametrize(
+    ("key", "right"), [(key, right) for keys, right in _rows("Megatron-LM") for key in keys], ids=str
+)
+def test_a_key_of_megatron_is_the_recipe_or_raises_the_sentence(key: str, right: str) -> None:
+    config = {"fp8_recipe": "delayed", **eval(f"dict({key})")}
+    if right.startswith("`"):
+        assert lightning_fp8.make_recipe(config) == eval(_code(right)[0], _ours())
+        return
+    with pytest.raises((NotImplementedError, ValueError), match=re.escape(right)):
+        lightning_fp8.make_recipe(config)
+
+
+def test_megatrons_other_keys_are_taken_at_its_defaults() -> None:
+    config = {
+        "fp8": "hybrid", "fp8_wgrad": True, "fp8_param": False, "fp8_output_proj": False, "tp_only_amax_red": False,
+        "fp8_quantizer_factory": None, "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    }  # fmt: skip
+    assert lightning_fp8.make_recipe(config) == lightning_fp8.DelayedScaling()
+
+
+def test_lightnings_own_plugin_has_the_arguments_of_the_page() -> None:
+    rows = [(*left, *_code(right)) for left, right in _rows("Lightning's TransformerEnginePrecision")[:4]]
+    theirs = inspect.signature(TransformerEnginePrecision.__init__).parameters.keys() - {"self"}
+    assert {left for left, _ in rows} == theirs
+    assert {right for _, right in rows} <= inspect.signature(lightning_fp8.FP8Precision).parameters.keys()
+
+
+def test_names_of_ours_on_the_page_exist() -> None:
+    """Each call on the right of the tables of free text, and its keyword arguments."""
+    headings = ("What code reads and sets", "In the Trainer", "MS-AMP", "Lightning's TransformerEnginePrecision")
+    calls = [
+        call
+        for heading in headings
+        for _, right in _rows(heading)
+        for code in _code(right)
+        for call in re.findall(r"\b([\w.]*[a-z_A-Z])\(((?:[^()]|\([^()]*\))*)\)", code)
+    ]
+    assert len(calls) > 8
+    known = {**_ours(), "isinstance": isinstance}
+    for name, arguments in calls:
+        found = known[name] if name in known else _resolved(name)
+        for keyword in re.findall(r"(?:^|[ ,(])(\w+)=(?!=)", arguments):
+            parameters = inspect.signature(found).parameters
+            assert keyword in parameters or "changes" in parameters, (name, keyword)

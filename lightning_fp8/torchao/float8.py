@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 ANSWERS = {
-    "FP8Granularity": "it is for inference; a recipe says how tensors are scaled in training",
-    "Float8MMConfig": "it is for inference; a recipe says how tensors are scaled in training",
+    "FP8Granularity": "it is for inference; a recipe sets how tensors are scaled in training",
+    "Float8MMConfig": "it is for inference; a recipe sets how tensors are scaled in training",
     "Float8TrainingTensor": "layers cast their tensors themselves; weights in FP8 are made by fp8_model_init",
     "GemmInputRole": "layers cast their tensors themselves; leave it out",
     "LinearMMConfig": "layers choose how they multiply; leave it out",

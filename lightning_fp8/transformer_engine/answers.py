@@ -8,20 +8,20 @@ from __future__ import annotations
 
 _FOUR_BITS = "no recipe casts to four bits; the nearest is MXFP8BlockScaling"
 _QUANTIZERS = (
-    "a recipe says how each tensor is cast, and layers cast it themselves; torch.ops.lightning_fp8.quantize casts one"
+    "a recipe sets the cast of each tensor, and layers cast it; torch.ops.lightning_fp8.quantize casts a tensor"
 )
 _WEIGHTS = "weights in FP8 are made by fp8_model_init, and are tensors of lightning_fp8.fp8_tensor"
-_EXPERTS = "products of experts run one by one; write the experts as a ModuleList of Linear"
+_EXPERTS = "write the experts as a ModuleList of Linear, whose products run one after the other"
 _OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu around the forward"
 _GLU = "gate and up are the halves of fc1's rows; torch.chunk and torch.cat give them"
 _OPTIMIZERS = "use torch.optim.AdamW(fused=True); for weights in FP8 lightning_fp8.with_master_weights(optimizer)"
 _OPERATIONS = "use LayerNormLinear and LayerNormMLP, which fuse a norm and an activation with their casts"
 _STATE = (
-    "no state is global: a region's recipe is the one that fp8_autocast was given, and scales are in "
+    "there is no global state: the recipe is an argument of fp8_autocast, and scales are in "
     "lightning_fp8.fp8_state_dict(model)"
 )
-_ADAPTERS = "it belongs to Transformer Engine's own kernels; leave it out"
+_INTERNAL = "it is internal to Transformer Engine; leave it out"
 
 RECIPE = {
     "CustomRecipe": _QUANTIZERS,
@@ -33,7 +33,7 @@ RECIPE = {
 STATE = {
     **RECIPE,
     **dict.fromkeys(("FP8GlobalStateManager", "FP8GlobalState", "RecipeState"), _STATE),
-    "check_recipe_support": "every recipe runs everywhere; is_fp8_available() says whether on FP8 tensor cores",
+    "check_recipe_support": "every recipe is supported everywhere; is_fp8_available() is about FP8 tensor cores",
     "get_fp8_torch_dtype": "recipe.cast(role).float8.dtype is the dtype of a tensor's role",
     "get_fp8_max": "recipe.fp8_format.value.max_fwd and max_bwd are the largest values",
     "get_align_size_for_quantization": "sizes need no alignment; leave the padding out",
@@ -90,13 +90,13 @@ MODULES = {
     "cross_entropy": PYTORCH["parallel_cross_entropy"],
     "float8_tensor": _WEIGHTS,
     "graph": PYTORCH["make_graphed_callables"],
-    "jit": _ADAPTERS,
+    "jit": _INTERNAL,
     "ops": _OPERATIONS,
     "optimizers": _OPTIMIZERS,
     "permutation": PYTORCH["moe_permute"],
     "router": "use torch.topk and torch.softmax",
     "tensor": _WEIGHTS,
-    "utils": _ADAPTERS,
+    "utils": _INTERNAL,
 }
 """The modules of ``pytorch`` of which no name exists here."""
 
@@ -114,7 +114,7 @@ MODULE = {
 
 DISTRIBUTED = {
     "CudaRNGStatesTracker": PYTORCH["CudaRNGStatesTracker"],
-    "activation_recompute_forward": "checkpoint() says it to the layers inside; leave it out",
+    "activation_recompute_forward": "checkpoint() needs no context around it; leave it out",
     "gather_split_1d_tensor": "checkpoint(distribute_saved_activations=True) distributes and gathers; leave it out",
 }
 """Of ``pytorch.distributed``."""
