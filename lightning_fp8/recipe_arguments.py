@@ -101,9 +101,7 @@ def without_defaults(megatron_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     for key, (default, instead) in MEGATRON_KEYS.items():
         if key in megatron_config and not _is_default(plain(megatron_config[key]), default):
-            raise NotImplementedError(
-                f"{key}={megatron_config[key]!r} is not supported as a part of a recipe: {instead}"
-            )
+            raise NotImplementedError(f"{key}={megatron_config[key]!r} is not supported by a recipe: {instead}")
     return {key: value for key, value in megatron_config.items() if key not in MEGATRON_KEYS}
 
 

@@ -46,7 +46,7 @@ def extend_parsers() -> None:
     def instantiate_classes(self: ArgumentParser, cfg: Any, **kwargs: Any) -> Any:
         try:
             return instantiate(self, cfg, **kwargs)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, NotImplementedError):
             said = complaints(plugins_in(cfg if isinstance(cfg, dict) else cfg.as_dict()))
             if said and self.exit_on_error:
                 self.exit(2, f"error: {said}\n")
@@ -104,7 +104,7 @@ def _complaint(cls: type[FP8FabricPrecision], arguments: Mapping[str, Any]) -> s
                 return f"{cls.__name__} has no argument {name!r}; its arguments are {', '.join(parameters)}"
     try:
         cls(**{name: _read(name, value) for name, value in arguments.items()})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         return f"{cls.__name__}: {error}"
     return ""
 

@@ -48,6 +48,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a negative count": ({"num_layers_at_start_in_bf16": -1}, "num_layers_at_start_in_bf16=-1 must be an integer"),
     "an argument": ({"margin": 1}, "FP8Precision has no argument 'margin'; its arguments are recipe, weights_dtype"),
     "a recipe's name": ({"recipe": "fp8"}, "recipe 'fp8' is unknown; use one of 'delayed'"),
+    "a recipe's argument in Transformer Engine": (
+        {"recipe": {"name": "blockwise", "x_block_scaling_dim": 2}},
+        "x_block_scaling_dim=2 is not supported by Float8BlockScaling: blocks are 1 × 128",
+    ),
     "no recipe": ({"recipe": None}, "recipe=None is neither a recipe, a name"),
     "a recipe's field": (
         {"recipe": {"name": "delayed", "history_len": 16}},

@@ -88,7 +88,7 @@ def test_megatrons_keys(keys: dict[str, Any], recipe: Any) -> None:
         ({"fp8_format": "E3M4"}, ValueError, "'E3M4'.*'E4M3', 'E5M2', 'HYBRID'"),
         ({"fp8_format": "E5M2"}, ValueError, "E5M2.*HYBRID, E4M3"),
         ({"fp8": "e5m2"}, ValueError, "'e5m2'.*'hybrid', 'e4m3'"),
-        ({"fp8": "hybrid", "fp8_wgrad": False}, ValueError, "'fp8_wgrad'.*'fp8_margin'"),
+        ({"fp8": "hybrid", "fp8_wgrads": False}, ValueError, "'fp8_wgrads'.*'fp8_margin'"),
         ({"margin": -1}, ValueError, "margin=-1.*at least 0"),
         ({"margin": 0.5}, TypeError, "margin=0.5.*integer"),
         ({"amax_history_len": 0}, ValueError, "amax_history_len=0.*at least 1"),
