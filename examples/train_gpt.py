@@ -8,8 +8,9 @@
     STEPS=20 python examples/train_gpt.py                 # a look at it, as --steps 20
     lightning-fp8 fit --config configs/delayed.yaml       # from YAML: 256 wide, 6 blocks, 300 steps
 
-The first takes half a minute of two cores. The model is a small Llama: RMSNorm, rotary embeddings, causal attention, SwiGLU. Nothing in it knows about FP8; with
-``--modules`` its blocks are ``lightning_fp8.TransformerLayer``s, the same but for the norms' epsilon.
+The first takes half a minute of processor time. The model is a small Llama: RMSNorm, rotary embeddings, causal
+attention, SwiGLU. Nothing in it knows about FP8; with ``--modules`` its blocks are
+``lightning_fp8.TransformerLayer``s, the same but for the norms' epsilon.
 """
 
 from __future__ import annotations
