@@ -29,7 +29,7 @@ for _function, _parameters in (
 
 
 def _run(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
-    """As Numba's, without the variables that are live at the entry of each block; other lifetimes are computed lazily."""
+    """As Numba's, without the variables that are live at the entry of each block; others are computed lazily."""
     function = self.func_ir
     if function.is_generator:
         _NUMBAS_RUN(self, emit_dels, extend_lifetimes)
