@@ -103,7 +103,8 @@ TE_ELSEWHERE = {
     "fp8": "FP8GlobalStateManager RecipeState fp8_autocast fp8_model_init DelayedScaling Recipe get_fp8_max",
     "quantization": "FP8GlobalStateManager autocast get_align_size_for_quantization check_recipe_support",
     "module": "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding initialize_ub",
-    "attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding",
+    "attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding apply_rotary_pos_emb",
+    "attention.rope": "apply_rotary_pos_emb RotaryPositionEmbedding",
     "distributed": "checkpoint CudaRNGStatesTracker activation_recompute_forward gather_split_1d_tensor",
     "export": "onnx_export te_translation_table",
     "transformer": "TransformerLayer",
@@ -216,6 +217,19 @@ def test_a_training_step_under_transformer_engines_names() -> None:
     assert not torch.equal(layer.fc1_weight, before)
     assert layer.history is not None
     assert bool((layer.history.scale > 0).all())
+
+
+def test_rotary_embeddings_by_transformer_engines_arguments() -> None:
+    """A turn by an angle is a product of complex numbers."""
+    t, freqs = torch.randn(5, 2, 3, 8), te.RotaryPositionEmbedding(8)(9)
+    angles = freqs[2:7, 0, 0, :4].double()
+    turned = torch.complex(t[..., :4], t[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    y = te.attention.apply_rotary_pos_emb(t, freqs, "sbhd", start_positions=torch.tensor([2, 2]), fused=True)
+    torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], -1).float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"cp_size=2 is not supported.*get_batch_on_this_cp_rank\(freqs"):
+        te.attention.apply_rotary_pos_emb(t, freqs, cp_size=2)
+    with pytest.raises(ValueError, match="tensor_format='bhsd' is unknown; use one of 'sbhd'"):
+        te.attention.apply_rotary_pos_emb(t, freqs, "bhsd")
 
 
 @pytest.mark.parametrize(
@@ -575,6 +589,7 @@ NAMES = {
     "Modules of transformer_engine.pytorch without a name here": ["pytorch"],
     "Names of transformer_engine.pytorch.fp8 and quantization": ["pytorch.fp8", "pytorch.quantization"],
     "Names of transformer_engine.pytorch.distributed and export": ["pytorch.distributed", "pytorch.export"],
+    "Names of transformer_engine.pytorch.attention": ["pytorch.attention"],
     "Names of transformer_engine.common.recipe": ["common.recipe"],
     "Names of torchao.float8": ["float8"],
 }
