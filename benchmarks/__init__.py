@@ -1,7 +1,7 @@
-"""Numbers of lightning_fp8: ``python -m benchmarks`` makes them, ``docs/benchmarks.md`` says how and what they mean."""
+"""Benchmarks of lightning_fp8: run by ``python -m benchmarks``, described in ``docs/benchmarks.md``."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("LIGHTNING_FP8_PROVE", "0")  # what is measured is compared here, too
+os.environ.setdefault("LIGHTNING_FP8_PROVE", "0")  # benchmarks compare results themselves

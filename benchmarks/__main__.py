@@ -1,17 +1,17 @@
-"""Check and time what can run here, and show what was measured.
+"""Check and time what this machine supports, and show results.
 
     python -m benchmarks --json out.json                     # every suite that this machine can run
     python -m benchmarks --only host,training --json out.json
-    python -m benchmarks emulation --json out.json           # that suite alone: what FP8 costs on the CPU
-    python -m benchmarks --only products --libraries         # none of our kernels
-    python -m benchmarks --dry-run --json out.json           # every line on the CPU, numbers without meaning
+    python -m benchmarks emulation --json out.json           # that suite only: the cost of FP8 on the CPU
+    python -m benchmarks --only products --libraries         # without our kernels
+    python -m benchmarks --dry-run --json out.json           # runs all code on the CPU; the numbers are meaningless
     python -m benchmarks table out.json --readme README.md
     python -m benchmarks plot out.json
-    python -m benchmarks choose out.json                     # ship the fastest plans of its card
+    python -m benchmarks choose out.json                     # ship the fastest plans for its GPU
 
-The first half hour on a card: ``python -m benchmarks.first_run --out DIR``.
+The first half hour on a GPU: ``python -m benchmarks.first_run --out DIR``.
 
-Exits with 1 where a result was not the reference's or a suite broke off; the JSON is written all the same.
+The exit status is 1 if a result differed from the reference or a suite failed; the JSON is written in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",
     "first run": "benchmarks.first_run",
 }
-"""Modules that write files of another form, by the first words of the files' ``what``."""
+"""Modules that write other formats, by the start of the files' ``what``."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Any]:
     for what, module in OTHER_COMMANDS.items():
         if document.get("what", "").startswith(what):
             raise SystemExit(
-                f"{path} was written by python -m {module}; this takes what python -m benchmarks --json wrote"
+                f"{path} was written by python -m {module}; this command reads files of python -m benchmarks --json"
             )
     if "suites" not in document:
         raise SystemExit(f"{path} was not written by this version of python -m benchmarks")
@@ -137,19 +137,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write the results to this file, after each of them")
     parser.add_argument("--only", type=_suites, metavar="SUITE,...", help=f"of {', '.join(SUITES)}; default: all")
     parser.add_argument("--dry-run", action="store_true", help="walk every line on the CPU with tiny tensors")
-    parser.add_argument("--libraries", action="store_true", help="of products and attention only libraries'")
+    parser.add_argument("--libraries", action="store_true", help="time only libraries' products and attention")
     commands = parser.add_subparsers(dest="command", title="measure one thing, or show results instead")
     emulation = commands.add_parser("emulation", help="time training steps of FP8 on the CPU beside BF16's")
     emulation.add_argument("--json", type=Path, default=argparse.SUPPRESS, help="write the results to this file")
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path)
     table.add_argument("--readme", type=Path, help="write the casts' table between this file's markers instead")
-    choose = commands.add_parser("choose", help="write the products' fastest plans where the package looks for them")
+    choose = commands.add_parser("choose", help="write the products' fastest plans to the package's folder")
     choose.add_argument("results", type=Path)
     choose.add_argument("--out", type=Path, help="another file")
-    built = commands.add_parser("kernels", help="compile what is started on a card where there is none, to be carried")
-    built.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the card: sm_90a is Hopper's")
-    built.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; what is there stays")
+    built = commands.add_parser("kernels", help="compile the kernels that run on a GPU on a machine without one")
+    built.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the GPU: sm_90a is Hopper's")
+    built.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; keeps existing files")
     plot = commands.add_parser("plot", help="draw the casts' share of copy bandwidth")
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, default=Path("docs/benchmarks_casts.png"))

@@ -1,18 +1,18 @@
-"""What FP8 costs attention: errors of the output and the gradients against float64, beside those of the inputs alone.
+"""The error of FP8 attention: output and gradients against float64, compared with that of rounding the inputs only.
 
-    python -m benchmarks.attention_numerics --json out.json             # trains a small GPT for its rows: ten minutes
-    python -m benchmarks.attention_numerics --data gauss,sink           # drawn tensors only: a minute
-    python -m benchmarks.attention_numerics --masks causal,full         # without a mask, too
-    python -m benchmarks.attention_numerics --data "late keys,value offset"     # what it is known to be bad at
-    python -m benchmarks.attention_numerics --trained layers.pt         # keep what the training left, and reuse it
+    python -m benchmarks.attention_numerics --json out.json             # includes training a small GPT: ten minutes
+    python -m benchmarks.attention_numerics --data gauss,sink           # synthetic tensors only: a minute
+    python -m benchmarks.attention_numerics --masks causal,full         # also without a mask
+    python -m benchmarks.attention_numerics --data "late keys,value offset"     # known limits
+    python -m benchmarks.attention_numerics --trained layers.pt         # save the training's tensors and reuse them
 
 CPU only. An error is ``|x - exact| / |exact|`` (Frobenius) of a head, root mean square over heads and layers, in
-percent. ``inputs alone`` is exact attention of the rounded inputs: what no scheme that casts them can avoid. Exits with
-1 where FP8's error is above 1.35 times that (1.7 with the sink; the known limits have none). Of ``late keys`` only the
-rows and keys before them are measured under a causal mask.
+percent. ``inputs alone`` is exact attention of the rounded inputs, a lower bound for every scheme that casts them. The
+exit status is 1 if FP8's error exceeds 1.35 times that (1.7 with the sink; the known limits have no bound). For ``late
+keys`` under a causal mask, only the rows and keys before the late ones are measured.
 
-What else is measured is what could have been: keys without a mean, without that of all of them (of the first 128 where
-later ones are hidden is the default), and O kept for the backward pass in E4M3, scaled by head and 128 rows as Q is.
+Alternatives are measured too: keys with their mean, keys without the mean of all of them (the default with a causal
+mask is the mean of the first 128), and O saved for the backward pass in E4M3, scaled by head and 128 rows like Q.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Outcome = tuple[Tensor, ...]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
-    """Attention and its gradients in float64, head by head: a long one's scores fill a gigabyte."""
+    """Attention and its gradients in float64, head by head: the scores of a long sequence take a gigabyte."""
     by_head = zip(*(x.double().flatten(0, 1) for x in (q, k, v, do)))
     heads = [_exact_head(*head, mask=mask) for head in by_head]
     return tuple(torch.stack(tensors).view(q.shape) for tensors in zip(*heads))
@@ -66,7 +66,7 @@ def _exact_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, mask: str) -> Ou
 
 
 def by_default(k: Tensor, mask: str) -> Codes:
-    """Keys as ``DotProductAttention`` casts them."""
+    """Cast keys as ``DotProductAttention`` does."""
     return cast(k, centered=True, mean_rows=rows_of_mean(MASKS[mask]))
 
 
@@ -97,7 +97,7 @@ def fp8(
 
 
 def bf16(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
-    """torch's own flash attention."""
+    """torch's flash attention."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal")
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
@@ -121,7 +121,7 @@ def errors(
     mask: str,
     rows: slice = ALL_ROWS,
 ) -> list[float]:
-    """Relative errors of :data:`NAMES` in ``rows``, which are keys in dK and dV."""
+    """Relative errors of :data:`NAMES` in ``rows``; for dK and dV, rows are keys."""
     outcomes = (zip(scheme(*layer, mask), truth) for layer, truth in zip(layers, truths))
     squares = [
         torch.stack([_error_of_heads(x[:, :, rows], y[:, :, rows]).square() for x, y in outcome])
@@ -136,7 +136,7 @@ def _error_of_heads(x: Tensor, truth: Tensor) -> Tensor:
 
 
 def measure(name: str, layers: list[Inputs], mask: str = "causal") -> dict[str, Any]:
-    """One set of data under a mask with every scheme, and FP8's error over that of its inputs."""
+    """Errors of every scheme for one data set and mask, and the ratio of FP8's error to that of its inputs."""
     truths = [exact(*layer, mask) for layer in layers]
     rows = slice(-LATE) if (name, mask) == ("late keys", "causal") else ALL_ROWS
     found = {scheme: errors(function, layers, truths, mask, rows) for scheme, function in SCHEMES.items()}
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", default=",".join(known), help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--masks", default="causal", help=f"of {', '.join(MASKS)}; default: causal")
     parser.add_argument("--steps", type=int, default=500, help="of the GPT's training; default: 500")
-    parser.add_argument("--trained", type=Path, help="file for the GPT's tensors: read if it is there, else written")
+    parser.add_argument("--trained", type=Path, help="file for the GPT's tensors: read if it exists, else written")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(arguments)
     names = args.data.split(",")

@@ -1,7 +1,7 @@
-"""What ``python -m benchmarks`` and ``tests/gpu`` start on a card, compiled where there is none.
+"""The kernels that ``python -m benchmarks`` and ``tests/gpu`` launch on a GPU, compiled on a machine without one.
 
 python -m benchmarks kernels --arch 90a --out kernels     # here, on all processors
-LIGHTNING_FP8_KERNELS=kernels python -m benchmarks        # on the card's machine, which compiles nothing then
+LIGHTNING_FP8_KERNELS=kernels python -m benchmarks        # on the GPU's machine, which then compiles nothing
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_fp8.recipes import RECIPES, make_recipe
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """All of them and the doctor's, those of ``tests/gpu`` where the tests lie beside the benchmarks."""
+    """All of these kernels and the doctor's; those of ``tests/gpu`` if the tests are present."""
     rooms = _casts(), _products(arch), _attention(), _hardware(), _layers(arch), _tests(), doctors_kernels()
     found = {kernel.name: kernel for kernel in chain(*rooms)}
     return [kernel for kernel in found.values() if arch in kernel.architectures]
 
 
 def write(arch: str, folder: Path) -> int:
-    """Compile them into ``folder``; returns the exit status, 1 where one failed, which is printed."""
+    """Compile the kernels into ``folder``, printing failures; returns the exit status, 1 if one failed."""
     failed = build(kernels, (arch,), arch, folder)
     for name, error in failed.items():
         print(f"not built: {name}: {error}")
@@ -46,7 +46,7 @@ def write(arch: str, folder: Path) -> int:
 def _casts() -> Iterator[Kernel]:
     with noted() as found:
         for rows, columns in casts.FULL.casts:
-            # Variants differ in how rows end, not in how many there are.
+            # Variants depend on how rows end, not on the number of rows.
             x = torch.randn(128 + rows % 128, columns).bfloat16()
             for operation in (
                 *chain.from_iterable(map(operations.casts, (E4M3.dtype, E5M2.dtype))),
@@ -68,7 +68,7 @@ def _products(arch: str) -> Iterator[Kernel]:
 def _attention() -> Iterator[Kernel]:
     with noted() as found:
         for head_dim in {problem.head_dim for problem in attention.FULL}:
-            # Variants differ in the head's width, not in lengths, heads or masks.
+            # Variants depend on the number of channels, not on lengths, heads or masks.
             problem = attention_problems.Problem(1, 128, 2, head_dim)
             with suppress(NoKernel):
                 Launches(problem, attention_problems.inputs(problem, torch.device("cpu")))
@@ -76,7 +76,7 @@ def _attention() -> Iterator[Kernel]:
 
 
 def _hardware() -> Iterator[Kernel]:
-    """But for the one without turns, which is compiled where it is timed: a kernel of ours in other words."""
+    """Except the forward kernel without turns, which is compiled when it is timed."""
     yield from (attention_dkv_kernel(AttentionSpec(128, "bfloat16"), flush) for flush in hardware.FLUSHES)
     with noted() as found:
         for _ in hardware.run(Plan(torch.device("cpu"), dry=True)):
@@ -98,6 +98,6 @@ def _tests() -> Iterator[Kernel]:
         return
     with noted() as found:
         for case in run_case.CASES.values():
-            with suppress(AssertionError):  # nothing runs
+            with suppress(AssertionError):  # kernels are not executed
                 case.run("cpu")
     yield from found.values()

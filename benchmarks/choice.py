@@ -1,4 +1,4 @@
-"""The fastest kernel or library of each product that a run timed: what is shipped for its card."""
+"""The fastest kernel or library for each product of a run, to be shipped for its GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuda_kernels.host.gemm_measurements import document as measurements
 
 
 def winners(document: dict[str, Any]) -> list[Measurement]:
-    """Of those that were right, the choice of least median time for each product and size; in the run's order."""
+    """The correct choice with the least median time for each product and size, in the run's order."""
     fastest: dict[tuple[str, tuple[int, int, int]], tuple[float, Measurement]] = {}
     for result in document["suites"].get("products", ()):
         if result.get("choice") and result["correct"] and result["milliseconds"]:
@@ -23,14 +23,14 @@ def winners(document: dict[str, Any]) -> list[Measurement]:
 
 
 def ship(document: dict[str, Any], out: Path | None = None) -> Path:
-    """Write the winners where the package looks for them, or to ``out``.
+    """Write the winners to the package's file for the GPU, or to ``out``.
 
     Raises:
-        ValueError: the run had no card, or timed no product.
+        ValueError: the run had no GPU, or timed no product.
     """
     card, found = (document["machine"]["card"] or {}).get("name"), winners(document)
     if not card or not found:
-        raise ValueError("the results hold no product that was timed on a card; run --only products on one")
+        raise ValueError("the results contain no product that was timed on a GPU; run --only products on one")
     path = out or shipped_file(card)
     write(measurements(card, found), path)
     return path

@@ -1,13 +1,13 @@
-"""The first half hour on a card, in one command: what works, what hangs, how fast it is; and what to do next.
+"""The first half hour on a GPU, in one command: what works, what hangs, how fast it is, and what to do next.
 
-    python -m benchmarks.first_run --out first_run                     # all; again, and it goes on where it stopped
+    python -m benchmarks.first_run --out first_run                     # everything; repeat to continue after a stop
     python -m benchmarks.first_run --out first_run --seconds 540       # as much as fits into nine minutes
     python -m benchmarks.first_run --out first_run --stages kernels --again
     python -m benchmarks.first_run --out first_run --dry-run           # on the CPU: emulated kernels, tiny tensors
 
-Every step is a process of its own under a time limit: one that hangs is ended, noted and, where it started a kernel,
-tried once more with barriers that trap instead of waiting for ever. After each step ``first_run.json`` and
-``report.md`` are replaced as wholes. Nothing that a step needs is imported here: what fails to import fails there.
+Every step is a process with a time limit. A step that hangs is killed and recorded; if it launches a kernel, it is
+tried once more with barriers that trap instead of waiting forever. ``first_run.json`` and ``report.md`` are rewritten
+atomically after each step. Nothing that a step needs is imported here, so that a failing import fails only the step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from benchmarks.measuring.files import write, write_text
 
 ROOT = Path(__file__).parent.parent
 BUDGET = 1800
-"""Seconds that all stages may take together."""
+"""Seconds for all stages together."""
 NOT_FOR_THIS_CARD = 77
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
-"""Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
+"""Makes kernels' barriers trap after some time, so that a hang becomes an error of the driver."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ class Step:
     """A command and its limit in seconds.
 
     Attributes:
-        traps: tried again with :data:`TRAPS` where it hangs.
-        unless_hung: steps whose hanging leaves this one out: ``stage/beginning of a step's name``.
-        needs: a file of another step.
+        name: unique in its stage.
+        command: to run.
+        limit: seconds.
+        variables: additional environment variables.
+        traps: whether to try again with :data:`TRAPS` if it hangs.
+        unless_hung: skip this step if a step hung whose ``stage/name`` starts with this.
+        needs: a file written by another step.
     """
 
     name: str
@@ -59,14 +63,14 @@ class Step:
 
 
 class Stage(NamedTuple):
-    """Steps that may take ``limit`` seconds together; what is left then waits for the next call."""
+    """Steps that may take ``limit`` seconds together; steps that do not fit are left to the next call."""
 
     name: str
     limit: int
     steps: Sequence[Step]
 
 
-# --- What is run ------------------------------------------------------------------------------------------------------
+# --- Steps ------------------------------------------------------------------------------------------------------------
 
 KERNELS = (
     "amax",
@@ -115,8 +119,8 @@ KERNELS = (
     "attention backward, 256 channels",
     "attention over codes",
 )
-"""The kinds of ``lightning_fp8/proofs/kinds.py``, whose cases ``lightning-fp8 doctor --prove`` runs, too; the simplest
-first, so that the first to hang says most."""
+"""The kinds of ``lightning_fp8/proofs/kinds.py``, also run by ``lightning-fp8 doctor --prove``; simple ones come first,
+so that the first to hang is the most informative."""
 DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
 PRODUCTS, ATTENTION = "kernels/product", "kernels/attention"
 SANITIZED = (
@@ -130,11 +134,11 @@ PROFILED = {
     "fprop": "gemm", "fprop blockwise": "gemm",
     "attention forward": "attention_forward", "attention dQ": "attention_dq", "attention dK and dV": "attention_dkv",
 }  # fmt: skip
-"""What ncu looks at, and a word in its kernel's name."""
+"""What ncu profiles, and a substring of its kernel's name."""
 
 
 def stages(out: Path, dry: bool) -> list[Stage]:
-    """All there is to do, results in ``out``; ``dry``: the same on the CPU, in minutes."""
+    """All stages, with results in ``out``; ``dry``: the same on the CPU, in minutes."""
     dry_run, emulated = (["--dry-run"], ["--emulated"]) if dry else ([], [])
     kernels = [name for name in KERNELS if name in DRY_KERNELS or not dry]
     profiles = {name: kernel for name, kernel in PROFILED.items() if name in ("cast", "fprop") or not dry}
@@ -168,7 +172,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         return Step(name, command, 60, {"LIGHTNING_FP8_GEMM": "numba"}, **more)
 
     def starts(name: str) -> dict[str, str]:
-        """What must not have hung for it, as far as that hangs."""
+        """The steps whose hang means that this one would hang too."""
         kinds = {"product": PRODUCTS, "fprop": PRODUCTS, "attention": ATTENTION}
         return next(({"unless_hung": hung} for kind, hung in kinds.items() if name.startswith(kind)), {})
 
@@ -211,14 +215,14 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-# --- How it is run ----------------------------------------------------------------------------------------------------
+# --- Running ----------------------------------------------------------------------------------------------------------
 
 
 def run(planned: Sequence[Stage], out: Path, seconds: float, again: bool = False, dry: bool = False) -> dict[str, Any]:
-    """Run what of ``planned`` is not done yet, for at most ``seconds``; gives all that is known afterwards.
+    """Run the steps of ``planned`` that are not done yet, for at most ``seconds``; returns all results so far.
 
     Raises:
-        SystemExit: ``out`` holds a rehearsal and this is none, or the other way round.
+        SystemExit: ``out`` holds results of a dry run and this is not one, or vice versa.
     """
     path, end = out / "first_run.json", time.monotonic() + seconds
     document: dict[str, Any] = {"what": "first run; see docs/benchmarks.md", "dry_run": dry, "steps": {}}
@@ -250,13 +254,13 @@ def _told(outcome: str, said: str = "", seconds: float = 0.0, log: str = "") -> 
 
 
 def _outcome(step: Step, place: str, known: Mapping[str, Any], out: Path, end: float) -> dict[str, Any]:
-    """Run the step, unless something keeps it from being run now."""
+    """Run the step, unless it has to be skipped or does not fit into the time left."""
     hung = [other for other, each in known.items() if each["outcome"] == "hung"]
     for other in hung:
         if step.unless_hung and other.startswith(step.unless_hung):
-            return _told(LEFT_OUT, f"{other} hung, and would hang this; mend it, then run its stage with --again")
+            return _told(LEFT_OUT, f"{other} hung, and would hang this; fix it, then run its stage with --again")
     if step.needs and not step.needs.exists():
-        return _told(LEFT_OUT, f"{step.needs.name} is not there")
+        return _told(LEFT_OUT, f"{step.needs.name} does not exist")
     if time.monotonic() + step.limit > end:
         return _told(WAITING, f"{step.limit} s were not left")
     if shutil.which(step.command[0]) is None:
@@ -271,7 +275,7 @@ def _outcome(step: Step, place: str, known: Mapping[str, Any], out: Path, end: f
 
 
 def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Run it for at most ``limit`` seconds, what it says in ``log``."""
+    """Run the command for at most ``limit`` seconds, with its output in ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **variables}
     begin = time.monotonic()
@@ -299,7 +303,7 @@ def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs, then its children: asked for the stack, then killed; one may hang in the driver for ever."""
+    """End the process and its children: first with SIGABRT, for a stack trace, then SIGKILL; a driver call may hang."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if process.poll() is None:
             os.kill(process.pid, signal.SIGABRT)
@@ -312,7 +316,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_word(text: str) -> str:
-    """The last line that names an error, or the last."""
+    """The last line that names an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\w*(Error|Exception)\b|CUDA_ERROR\w+|^FAILED|error:", line)]
     return (errors or lines or ["said nothing"])[-1][:200]

@@ -1,7 +1,7 @@
-"""One call of what a suite times, for a profiler: ``python -m benchmarks.once "cast + transposed"``.
+"""A single call of what a suite times, for a profiler: ``python -m benchmarks.once "cast + transposed"``.
 
-A cast runs on the first shape of suite ``casts``; a product in the tile that ``LIGHTNING_FP8_GEMM`` leads to; a pass of
-attention on the first problem of suite ``attention``. A profiler is told the kernel by its name.
+A cast runs on the first shape of suite ``casts``; a product with the kernel selected by ``LIGHTNING_FP8_GEMM``; a pass
+of attention on the first problem of suite ``attention``. The profiler is given the kernel's name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightning_fp8.formats import E4M3
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 
 ATTENTION = {"attention forward": FORWARD, "attention dQ": BACKWARD, "attention dK and dV": BACKWARD}
-"""The pass in which what is meant runs."""
+"""The pass in which each kernel runs."""
 
 
 def prepared(name: str, plan: Plan) -> Callable[[], Any]:
-    """The call of that name.
+    """The call named ``name``.
 
     Raises:
-        ValueError: there is none; the message lists all.
+        ValueError: the name is unknown; the message lists all names.
     """
     works = {work.name: work for work in (products.TINY if plan.dry else products.FULL) if not work.accumulate}
     calls = {each.name: each for each in (*operations.casts(E4M3.dtype), *operations.fused(E4M3.dtype))}
@@ -45,7 +45,7 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
     if name in ATTENTION:
         problem = (attention.TINY if plan.dry else attention.FULL)[0]
         return Ops(problem, inputs(problem, plan.device)).prepared(ATTENTION[name])
-    raise ValueError(f"{name!r} is none of {', '.join(map(repr, (*calls, *works, *ATTENTION)))}")
+    raise ValueError(f"{name!r} is not one of {', '.join(map(repr, (*calls, *works, *ATTENTION)))}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Who computes attention: our ops, our kernels alone, torch's back ends in BF16, FlashAttention-3.
+"""Implementations of attention: our ops, our kernels alone, torch's back ends in BF16, FlashAttention-3.
 
-Each is *prepared* for a problem: a function for each pass that gives what the pass computes, ``[B, L, H, D]``. The
-memory is the same for all, heads side by side in a row, as models have it.
+Each is *prepared* for a problem and a pass: a function that returns the results of the pass, ``[B, L, H, D]``. All have
+the same memory layout, with the heads of a row contiguous, as in models.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ BACKENDS = {
     FLASH: SDPBackend.FLASH_ATTENTION,
     EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Of torch's ``scaled_dot_product_attention``: each is asked for alone."""
+"""Back ends of torch's ``scaled_dot_product_attention``, selected one at a time."""
 
 _REFUSALS = "No available kernel", "No viable backend"
-"""What torch says where the back end that was asked for does not take the tensors."""
+"""torch's errors if the selected back end does not support the tensors."""
 
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 class NoKernel(RuntimeError):
-    """Nothing but the specification computes this here."""
+    """Only the specification supports this here."""
 
 
 class Refused(RuntimeError):
-    """A library has no kernel for this."""
+    """A library does not support this."""
 
 
 # --- Ours -------------------------------------------------------------------------------------------------------------
@@ -55,12 +55,12 @@ class Refused(RuntimeError):
 
 @contextmanager
 def only_kernels() -> Iterator[None]:
-    """An op that would fall back to the specification is not run.
+    """Context in which ops raise instead of falling back to the specification.
 
     Raises:
-        NoKernel: what the op would have warned of.
+        NoKernel: with the warning of the op.
     """
-    clear_plan_cache()  # which keeps what it has warned of
+    clear_plan_cache()  # cached plans would not warn again
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:
@@ -92,7 +92,7 @@ class Ops:
 
 
 class Sdpa:
-    """One back end of torch's ``scaled_dot_product_attention``; backward is autograd's whole call."""
+    """A back end of torch's ``scaled_dot_product_attention``; backward is autograd's whole call."""
 
     def __init__(self, backend: SDPBackend, problem: Problem, given: Inputs) -> None:
         self._backend = backend
@@ -113,7 +113,7 @@ class Sdpa:
             return F.scaled_dot_product_attention(q, k, v, is_causal=self._causal, enable_gqa=self._shared)
 
     def _asked(self) -> Tensor:
-        """The first call, with torch's reasons where it refuses."""
+        """The first call; if torch refuses, its reasons are raised."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -126,7 +126,7 @@ class Sdpa:
 
 
 class FlashAttention3:
-    """FlashAttention-3's own interface, in BF16; where it is not installed: ImportError."""
+    """FlashAttention-3's own interface, in BF16; raises ImportError if it is not installed."""
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._attend = partial(import_module("flash_attn_interface").flash_attn_func, causal=problem.causal)
@@ -146,7 +146,7 @@ class FlashAttention3:
 
 
 class FlashAttention3Fp8(FlashAttention3):
-    """Its forward pass of codes that are given, without scales; it has no backward pass of them."""
+    """FlashAttention-3's forward pass on given codes, without scales; it has no FP8 backward pass."""
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         super().__init__(problem, given)
@@ -154,7 +154,7 @@ class FlashAttention3Fp8(FlashAttention3):
 
     def prepared(self, passing: str) -> Call:
         if passing == BACKWARD:
-            raise Refused("FlashAttention-3 has no backward pass of FP8")
+            raise Refused("FlashAttention-3 does not support FP8 in the backward pass")
         return super().prepared(passing)
 
 
@@ -166,8 +166,9 @@ class Other(NamedTuple):
     """A library's attention.
 
     Attributes:
-        make: from a problem and its inputs; raises ImportError where the library is not there.
-        judged: whether its results are compared; else their errors are only noted.
+        by: its name.
+        make: from a problem and its inputs; raises ImportError if the library is not installed.
+        judged: whether its results are checked; otherwise their errors are only recorded.
     """
 
     by: str

@@ -1,11 +1,11 @@
-"""Queries, keys, values and gradients of the output that FP8 attention is measured with.
+"""Queries, keys, values and gradients of the output for measurements of FP8 attention.
 
-Drawn: ``gauss``; ``outlier``, the FlashAttention-3 paper's N(0, 1) with one in a thousand from N(0, 100)
-(arXiv:2407.08608, section 4.3); ``channel``, keys with a mean in some channels, as language models have, and gradients
-whose rows differ by orders of magnitude; ``sink``, one key that takes nine tenths of every row and whose value is
-near 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453). Built to fail, the
-known limits: ``late keys`` and ``value offset``. Trained: every layer of the example's GPT in the middle and at the end
-of a short training.
+Synthetic: ``gauss``; ``outlier``, the FlashAttention-3 paper's N(0, 1) with one in a thousand from N(0, 100)
+(arXiv:2407.08608, section 4.3); ``channel``, keys with a mean in some channels, as in language models, and gradients
+whose rows differ by orders of magnitude; ``sink``, one key that gets nine tenths of every row's attention and whose
+value is near 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453). Known
+limits, designed to fail: ``late keys`` and ``value offset``. Trained: every layer of the example's GPT, in the middle
+and at the end of a short training.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def sink(length: int = 4096, strength: float = 11.0, channels: int = 128, seed: 
 
 
 LATE = 128
-"""Keys at the end of :func:`late_keys` that earlier rows never see."""
+"""Number of keys at the end of :func:`late_keys` that earlier rows do not attend to."""
 
 
 def late_keys(heads: int = 2, length: int = 1024, channels: int = 128, offset: float = 64.0, seed: int = 0) -> Inputs:
-    """The last 128 keys share an offset, which moves the mean of all; no gradient reaches the rows that see them."""
+    """The last 128 keys share an offset, which shifts the mean of all; rows that attend to them have no gradient."""
     q, k, v, do = _normal(4, heads, length, channels, seed)
     k[..., -LATE:, :] += offset
     do[..., -LATE:, :] = 0
@@ -77,7 +77,7 @@ def late_keys(heads: int = 2, length: int = 1024, channels: int = 128, offset: f
 def value_offset(
     heads: int = 2, length: int = 1024, channels: int = 128, offset: float = 16.0, seed: int = 0
 ) -> Inputs:
-    """All values share an offset, on which the exact dQ, dK and dV do not depend."""
+    """All values share an offset, which does not affect the exact dQ, dK and dV."""
     q, k, v, do = _normal(4, heads, length, channels, seed)
     return _bfloat16(q, k, v + offset, do)
 
@@ -94,9 +94,10 @@ def trained(
     length: int = 1024,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[int, list[Inputs]]:
-    """Train the example's GPT for ``steps``; the inputs of each layer's attention in the middle and at the end.
+    """Train the example's GPT for ``steps``; returns the inputs of each layer's attention in the middle and at the end.
 
-    Short sequences first: cheap steps teach the bytes, long ones the attention. ``do`` is of one sequence's mean loss.
+    Short sequences come first: cheap steps to learn the bytes, then long ones for the attention. ``do`` is from the
+    mean loss of one sequence.
     """
     from examples.train_gpt import GPT, StdlibBytes
 
@@ -129,7 +130,7 @@ def trained(
 
 
 def _layers(loss: Callable[[], Tensor]) -> list[Inputs]:
-    """What each call of attention in ``loss`` got, and the gradient of what it gave."""
+    """The arguments of each call of attention in ``loss``, and the gradient of its output."""
     calls: list[tuple[Tensor, ...]] = []
     original = F.scaled_dot_product_attention
 
@@ -146,7 +147,7 @@ def _layers(loss: Callable[[], Tensor]) -> list[Inputs]:
 
 @contextmanager
 def _bf16_training() -> Iterator[None]:
-    """Products in BF16, as training has them and several times as fast on a processor with BF16."""
+    """Products in BF16, as in training; several times as fast on a processor with BF16."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:

@@ -1,4 +1,4 @@
-"""The kernels of attention's ops, to be started again without what the host does around them."""
+"""The kernels of attention's ops, for launching them again without the host's other work."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from cuda_kernels.host.launch import Launch
 from lightning_fp8.attention.ops import Attention, AttentionCall, Band, cuda
 
 PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}
-"""Products of scores that a kernel computes; the backward pass computes scores and dP twice."""
+"""Number of products of scores that a kernel computes; the backward pass computes scores and dP twice."""
 
 
 class Started(NamedTuple):
-    """A kernel that was started, with what it was started with."""
+    """A kernel's launch with its arguments."""
 
     launch: Launch
     addresses: tuple[Any, ...]
 
     @property
     def kernel(self) -> str:
-        """Its function's name, the same for all cards."""
+        """The name of the kernel's function, the same for all GPUs."""
         return self.launch.kernel.function.__name__.removeprefix("mma_")
 
     def __call__(self) -> None:
@@ -36,11 +36,10 @@ class Started(NamedTuple):
 
 
 class Launches:
-    """What the ops start for a problem, in order, for each pass; their memory is kept.
+    """The launches of the ops for a problem, in order, for each pass; their memory is kept alive.
 
-    Without ``backward`` the forward pass alone, which more cards have kernels for.
-
-    Started again, dK's and dV's sums in global memory go on where they were: their results are for nobody.
+    Without ``backward`` only the forward pass, which more GPUs support. When launched again, dK's and dV's sums in
+    global memory accumulate further, so these results are meaningless.
 
     Raises:
         NoKernel: an op would fall back to the specification.
@@ -63,7 +62,7 @@ class Launches:
         return in_turn(each for each in self.started[passing] if each.kernel.startswith("attention_"))
 
     def by_kernel(self) -> dict[str, Callable[[], None]]:
-        """Each kernel by its name, all launches of it."""
+        """All launches of each kernel, by its name."""
         found: dict[str, list[Started]] = {}
         for started in self.started.values():
             for each in started:
@@ -83,7 +82,7 @@ def in_turn(started: Iterable[Started]) -> Callable[[], None]:
 
 @contextmanager
 def _noted(started: list[Started], kept: list[Any]) -> Iterator[None]:
-    """``started`` gets the kernels that start meanwhile, ``kept`` what torch's functions give."""
+    """Appends to ``started`` the kernels launched in this context, and to ``kept`` the results of torch's functions."""
     run = Launch.run
 
     def noted(launch: Launch, *addresses: Any) -> None:

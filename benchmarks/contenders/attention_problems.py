@@ -1,4 +1,4 @@
-"""Calls of attention that suite ``attention`` times, and what they compute in float64."""
+"""The problems of suite ``attention``, and their exact results in float64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_fp8.attention.ops import Band, cast, rows_of_mean
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMES = {FORWARD: ("O",), BACKWARD: ("dQ", "dK", "dV")}
-"""What each pass gives."""
+"""Results of each pass."""
 WITHIN_FP8, WITHIN_BF16 = 0.05, 0.02
-"""Relative errors (Frobenius) that are right: of FP8, against exact attention of the rounded inputs, what P, dS and the
-tensor cores' sums cost (2.5 % in emulation); of BF16, against that of the inputs."""
+"""Relative errors (Frobenius) that pass: for FP8, against exact attention of the rounded inputs, the error of P, dS and
+the tensor cores' sums (2.5 % in emulation); for BF16, against that of the inputs."""
 ROWS = 1024
 """Queries whose scores are in memory at once."""
 
@@ -26,10 +26,11 @@ class Problem:
     """Self-attention of normal values in BF16, ``[batch, length, heads, head_dim]``.
 
     Attributes:
-        heads: of queries.
-        sharing: how many of them share a head of keys and values.
-        causal: a query sees no later key.
-        target: what the passes shall reach, by their names.
+        batch, length, head_dim: see above.
+        heads: number of query heads.
+        sharing: number of query heads per head of keys and values.
+        causal: whether later keys are masked.
+        target: targets of the passes, by their names.
     """
 
     batch: int
@@ -45,15 +46,15 @@ class Problem:
         return self.batch, self.length, self.heads, self.head_dim
 
     def name(self, what: str) -> str:
-        """``forward, causal, 4 heads to one of keys``."""
+        """A name such as ``forward, causal, 4 heads to one of keys``."""
         shared = f", {self.sharing} heads to one of keys" * (self.sharing > 1)
         return what + ", causal" * self.causal + shared
 
     def flops(self, products: int) -> int:
-        """Of as many products of ``[length, head_dim]`` with scores, half of it if causal.
+        """FLOPs of this many products of ``[length, head_dim]`` with scores; half of it if causal.
 
         FlashAttention counts two for the forward pass and five for the backward pass (Dao, arXiv:2307.08691, section
-        4.1), however many a kernel computes.
+        4.1), independent of how many a kernel computes.
         """
         whole = 2 * products * self.batch * self.heads * self.length**2 * self.head_dim
         return whole // 2 if self.causal else whole
@@ -84,7 +85,7 @@ def inputs(problem: Problem, device: torch.device) -> Inputs:
 
 
 class Exam:
-    """The last sequence's last head of keys, and the heads that share it, in float64."""
+    """Checks against float64, for the last sequence's last head of keys and the query heads that share it."""
 
     def __init__(self, problem: Problem, given: Inputs) -> None:
         self._sharing = problem.sharing
@@ -96,11 +97,11 @@ class Exam:
         self._rounded = exact(Inputs(*(x.dequantize()[0] for x in codes)), problem.causal)
 
     def errors(self, passing: str, outcome: tuple[Tensor, ...]) -> dict[str, float]:
-        """Relative, against exact attention of the inputs."""
+        """Relative errors against exact attention of the inputs."""
         return self._apart(passing, outcome, self._given)
 
     def passes(self, passing: str, outcome: tuple[Tensor, ...], fp8: bool) -> bool:
-        """Whether all of it is finite, and what is known of it is right."""
+        """Whether all results are finite, and those with exact results are right."""
         errors = self._apart(passing, outcome, self._rounded if fp8 else self._given)
         limit = WITHIN_FP8 if fp8 else WITHIN_BF16
         return all(bool(x.isfinite().all()) for x in outcome) and all(error <= limit for error in errors.values())
@@ -115,7 +116,7 @@ class Exam:
 
     @staticmethod
     def _last(x: Tensor, heads: int) -> Tensor:
-        """``[heads, L, D]`` of ``[B, L, H, D]``."""
+        """``[B, L, H, D]`` to ``[heads, L, D]``."""
         return x[-1, :, -heads:].transpose(0, 1)
 
 

@@ -1,8 +1,8 @@
-"""cuBLASLt called directly, through NVIDIA's Python bindings (``nvmath-python``): what the library itself reaches.
+"""cuBLASLt called directly, through NVIDIA's Python bindings (``nvmath-python``), for the library's own performance.
 
-The library counts in columns. Rows of ``k`` codes are its matrix ``k × rows``, and the result ``[m, n]`` is its
-``n × m``: its A is the right operand, transposed, and its B the left one, as it lies. This form ("TN") is the only one
-that FP8 has on Hopper. Modes and layouts of scales: cuBLAS documentation, 3.1.4 "Narrow Precision Data Types Usage".
+The library is column-major. Rows of ``k`` codes are its matrix ``k × rows``, and the result ``[m, n]`` is its
+``n × m``: its A is the right operand, transposed, and its B is the left operand. On Hopper, FP8 supports only this form
+("TN"). Modes and layouts of scales: cuBLAS documentation, 3.1.4 "Narrow Precision Data Types Usage".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from lightning_fp8.scaled import Layout, ScaledTensor
 
 WORKSPACE = 32 << 20
-"""Bytes; what the documentation advises for Hopper, and torch takes there."""
+"""Bytes; as recommended by the documentation for Hopper, and used by torch there."""
 MOST_CANDIDATES = 16
 
 _TYPES = {
@@ -42,7 +42,7 @@ def bindings(device: torch.device) -> Any:
 
     Raises:
         ImportError: nvmath-python is not installed.
-        RuntimeError: ``device`` is none whose memory the library reads.
+        RuntimeError: ``device`` is not a CUDA device.
     """
     if device.type != "cuda":
         raise RuntimeError(f"cuBLASLt needs a CUDA device, not {device}")
@@ -55,12 +55,12 @@ def bindings(device: torch.device) -> Any:
 class Matmul:
     """``out [m, n] = left [m, k] right [n, k]ᵀ + beta * out``, planned for these tensors and the current stream.
 
-    ``fast``: without promotion of partial sums to float32. ``len`` of it is how many candidates the library's
-    heuristics name, best guess first; called with the number of one, it runs.
+    ``fast``: without promotion of partial sums to float32. Its length is the number of candidates from the library's
+    heuristics, best guess first; calling it with an index runs that candidate.
 
     Raises:
         ImportError: nvmath-python is not installed.
-        RuntimeError: the library has nothing for this product here.
+        RuntimeError: the library does not support this product.
     """
 
     def __init__(self, left: ScaledTensor, right: ScaledTensor, out: Tensor, *, fast: bool, beta: float = 0.0) -> None:
@@ -80,7 +80,7 @@ class Matmul:
 
     @property
     def version(self) -> str:
-        """``13.1.0``, of the library that the process has loaded."""
+        """Version of the loaded library, such as ``13.1.0``."""
         number = self._lt.get_version()
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
@@ -96,7 +96,7 @@ class Matmul:
         return self._out
 
     def _described(self, left: Layout, right: Layout, fast: bool) -> int:
-        """The operation's descriptor: A is the right operand."""
+        """The operation's descriptor; A is the right operand."""
         lt, cublas, names = self._lt, self._api.cublas, self._api.cublasLt.MatmulDescAttribute
         operation = lt.matmul_desc_create(cublas.ComputeType.COMPUTE_32F, int(self._api.cudaDataType.CUDA_R_32F))
         _, _, scale_left, scale_right = self._held
@@ -107,7 +107,7 @@ class Matmul:
             names.A_SCALE_POINTER: scale_right.data_ptr(),
             names.B_SCALE_POINTER: scale_left.data_ptr(),
         }
-        if (left, right) != (Layout.TENSOR, Layout.TENSOR):  # libraries before 12.8 have no modes
+        if (left, right) != (Layout.TENSOR, Layout.TENSOR):  # versions before 12.8 have no scale modes
             wanted[names.A_SCALE_MODE] = getattr(lt.MatmulMatrixScale, _SCALE_MODES[right])
             wanted[names.B_SCALE_MODE] = getattr(lt.MatmulMatrixScale, _SCALE_MODES[left])
         for attribute, value in wanted.items():
@@ -122,7 +122,7 @@ class Matmul:
         return int(self._lt.matrix_layout_create(kind, columns, rows, tensor.stride(0)))
 
     def _candidates(self) -> Any:
-        """What the heuristics name, as they leave it: a ``cublasLtMatmulHeuristicResult_t`` each."""
+        """The results of the heuristics, a ``cublasLtMatmulHeuristicResult_t`` each."""
         lt, names = self._lt, self._lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         wanted = {names.MAX_WORKSPACE_BYTES: WORKSPACE}
@@ -141,7 +141,7 @@ class Matmul:
         lt.matmul_preference_destroy(preference)
         usable = found[: count[0]][found[: count[0]]["state"] == 0]
         if not len(usable):
-            raise RuntimeError("cuBLASLt's heuristics name no algorithm")
+            raise RuntimeError("cuBLASLt's heuristics return no algorithm")
         return usable
 
 
@@ -151,9 +151,10 @@ def _context(device: torch.device, lt: Any) -> tuple[int, Tensor]:
 
 
 def scales_where_read(operand: ScaledTensor) -> Tensor:
-    """The operand's scales as the library reads them, and torch, which hands them on.
+    """The operand's scales in the layout that the library, and torch, which passes them on, require.
 
-    Those of 1 × 128 have the rows side by side; of 128 × 128 each row of blocks begins at a multiple of 4.
+    Scales of 1 × 128 are contiguous along the operand's rows; for 128 × 128, each row of blocks starts at a multiple
+    of 4.
     """
     scale = operand.scale_inv
     if operand.layout is Layout.BLOCK_1X128:

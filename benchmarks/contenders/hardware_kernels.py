@@ -1,4 +1,4 @@
-"""Kernels that do one thing over and over: what a multiprocessor of Hopper does of it in a second, no manual says."""
+"""Microbenchmark kernels that repeat one operation, for rates of Hopper's multiprocessors that are not documented."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from cuda_kernels.kernel import Kernel
 
 THREADS = 256
 CHAIN = 512
-"""K of the products that a warpgroup starts before it waits."""
+"""K of the products that a warpgroup issues before it waits."""
 COPY_ROWS, COPY_COLUMNS = 128, 64
-"""float32 that a block copies at once: 32 KB."""
+"""float32 values that a block copies at once: 32 KB."""
 _ONES = 0x38383838
-"""Four codes of 1 in E4M3."""
+"""Four E4M3 codes of 1."""
 
 
 @cache
 def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
-    """Two warpgroups multiply ``[64, 512]`` by ``[512, n]`` ones, as often as is asked; A in registers or shared.
+    """Two warpgroups repeatedly multiply ``[64, 512]`` by ``[512, n]`` ones; A in registers or shared memory.
 
-    Parameters: the address of float32 ``[blocks, 256]``, each thread's sum of its upper row; how often.
+    Parameters: the address of float32 ``[blocks, 256]``, each thread's sum of its upper row; the number of repetitions.
     """
     count = n // 2
     zero, wait, sum_of = zeros(count), wgmma_wait(count, 0), rows_sum(count)
@@ -72,9 +72,10 @@ def product_rate_kernel(n: int, from_registers: bool) -> Kernel:
 
 @cache
 def copy_rate_kernel(add: bool) -> Kernel:
-    """A block's tensor memory accelerator writes 32 KB of zeros, or adds them, to one place, as often as is asked.
+    """A block's tensor memory accelerator repeatedly writes, or adds, 32 KB of zeros to the same place.
 
-    Parameters: the tensor map of float32 ``[blocks * 128, 64]`` in boxes of 128 by 64, not swizzled; how often.
+    Parameters: the tensor map of float32 ``[blocks * 128, 64]`` in boxes of 128 by 64, not swizzled; the number of
+    repetitions.
     """
     copy = tma_reduce_add if add else tma_store
     shared_bytes = COPY_ROWS * COPY_COLUMNS * 4
@@ -97,6 +98,6 @@ def copy_rate_kernel(add: bool) -> Kernel:
 
 
 def _repeated(name: str, function: Callable[[Any, Any], None], out: Any, shared_bytes: int) -> Kernel:
-    """A kernel for Hopper of ``(out, repetitions)``; ``out`` is its type."""
+    """A kernel for Hopper with the parameters ``(out, repetitions)``; ``out`` is the first one's type."""
     parameters = {"out": out, "repetitions": i32}
     return Kernel(name, function, parameters, THREADS, shared_bytes, architectures=("90a",))

@@ -1,4 +1,4 @@
-"""FP8 products of libraries: ``torch._scaled_mm``, and cuBLASLt as it is."""
+"""FP8 products of libraries: ``torch._scaled_mm``, and cuBLASLt called directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fp8.scaled import ScaledTensor
 def scaled_mm(
     left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, fast: bool, out: Tensor | None
 ) -> Callable[[], Tensor]:
-    """``left [m, k] right [n, k]ᵀ`` by torch; added to ``out`` if it is given, which torch does afterwards."""
+    """``left [m, k] right [n, k]ᵀ`` by torch; if ``out`` is given, torch adds the result to it in a second op."""
     a, b = left.data, right.data.t()
     scale_a, scale_b = map(scales_where_read, (left, right))
     scale_b = scale_b.t() if scale_b.dim() == 2 else scale_b
@@ -27,6 +27,6 @@ def scaled_mm(
 
 
 def cublaslt(left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, fast: bool, out: Tensor | None) -> Matmul:
-    """The same by cuBLASLt, which adds on the way (``beta=1``)."""
+    """The same by cuBLASLt, which adds to ``out`` itself (``beta=1``)."""
     result = torch.empty(len(left.data), len(right.data), dtype=dtype, device=left.data.device) if out is None else out
     return Matmul(left, right, result, fast=fast, beta=0.0 if out is None else 1.0)

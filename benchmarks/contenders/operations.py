@@ -1,4 +1,4 @@
-"""What the ops of ``torch.ops.lightning_fp8`` are asked to do: the work that is checked and timed."""
+"""Uses of the ops of ``torch.ops.lightning_fp8`` that are checked and timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fp8.ops.transpose import transpose_op
 from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
-"""The given scale: of normal values, E4M3 saturates a few."""
+"""The given scale, with which E4M3 saturates a few normal values."""
 
 _EPS = 1e-5
 
@@ -40,12 +40,12 @@ class Operation:
 
     Attributes:
         name: of the work.
-        op: what does it.
-        dtype: of the codes, or of the input where there are none.
-        arguments: the op's arguments, all of them, from the tensor that it reads.
-        target: what it shall reach; see :class:`benchmarks.measuring.record.Result`.
-        exact: whether its results are the reference's to the bit; otherwise nearly all of their values are.
-        repeating: how many of the results repeat when the input's rows do; None for all.
+        op: the op.
+        dtype: of the codes, or of the input if there are none.
+        arguments: from the tensor that the op reads, all arguments of the op.
+        target: see :class:`benchmarks.measuring.record.Result`.
+        exact: whether results must be bitwise equal to the reference's; otherwise nearly all values must be close.
+        repeating: how many of the results repeat if the input's rows do; None for all.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Operation:
 
 
 class Call:
-    """An operation with its arguments, ready to be called again and again, as training calls it."""
+    """An operation with its arguments, to be called repeatedly as in training."""
 
     def __init__(self, operation: Operation, x: Tensor) -> None:
         op = operation.op
@@ -71,12 +71,12 @@ class Call:
         return self.function(*self.args)
 
     def restore(self) -> None:
-        """Give written arguments their first values back: an op may do less where its last call left nothing to do."""
+        """Reset written arguments to their initial values, because an op may do less after it has been called."""
         for tensor, initially in zip(self._written, self._initially):
             tensor.copy_(initially)
 
     def outcome(self) -> list[Tensor]:
-        """All that a call leaves: its results, and the arguments that it wrote."""
+        """The results of a call, and the arguments that it wrote."""
         self.restore()
         results = self()
         given = () if results is None else (results,) if isinstance(results, Tensor) else results
@@ -87,10 +87,10 @@ class Call:
 
 
 def bytes_moved(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
-    """The fewest bytes that can move through memory: each tensor that is read once, each that is written once.
+    """A lower bound of the memory traffic: each tensor is read once and written once.
 
-    Elements count, not the padding between rows. A tensor that is updated in place is in both. Scaling from the
-    tensor's own amax has to look at it twice and is counted once: it cannot reach a copy's bandwidth by this measure.
+    Padding between rows is not counted. A tensor that is updated in place is counted twice. Scaling by the tensor's own
+    amax must read it twice, but counts one read: by this measure it cannot reach a copy's bandwidth.
     """
     return sum(tensor.numel() * tensor.element_size() for tensors in (read, written) for tensor in tensors)
 
@@ -102,7 +102,7 @@ def codes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def casts(dtype: torch.dtype) -> list[Operation]:
-    """Every way to cast ``x [R, K]`` to ``dtype``, and to transpose its codes."""
+    """Every way to cast ``x [R, K]`` to ``dtype``, and the transpose of its codes."""
 
     float8 = float8_of(dtype)
 
@@ -142,7 +142,7 @@ OBSERVE = Operation("observe", observe_op, torch.bfloat16, lambda x: (x, torch.z
 
 
 def fused(dtype: torch.dtype) -> list[Operation]:
-    """Normalizations, activations and their gradients, cast with a given scale where they are cast."""
+    """Normalizations, activations and their gradients; casts have a given scale."""
 
     def cast(x: Tensor, columnwise: bool) -> Arguments:
         return Cast(float8_of(dtype), Layout.TENSOR).usage(True, columnwise, True), *_given(x)
@@ -182,7 +182,7 @@ def fused(dtype: torch.dtype) -> list[Operation]:
 
 
 def products(dtype: torch.dtype) -> list[Operation]:
-    """Products of ``x`` with itself, for the host's time; suite ``products`` has the card's."""
+    """Products of ``x`` with itself, to measure host time; suite ``products`` measures the device's."""
 
     def operand(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         data, scale_inv, *_ = reference_quantize(x, Cast(float8_of(dtype), layout), None, None, None)
@@ -203,12 +203,12 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
 
 def _given(x: Tensor, amax: bool = True) -> Observed:
-    """A given scale, and the largest amax so far if it is observed."""
+    """A given scale, and the amax so far if it is observed."""
     return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None, None
 
 
 def update_scales(target: dict[str, float]) -> Operation:
-    """The update of delayed scaling; reads the window ``[length, tensors]``."""
+    """The update of delayed scaling; reads the history ``[length, tensors]``."""
 
     def arguments(amax_history: Tensor) -> Arguments:
         amax_history = amax_history.abs()

@@ -1,4 +1,4 @@
-"""What others do for the same work: torch, torch.compile, and kernels written by hand in Triton."""
+"""Alternatives for the same work: torch, torch.compile, and hand-written Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from lightning_fp8.scaled import Cast, Layout
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to do the work ``name`` in E4M3.
+    """Another implementation of the work ``name`` in E4M3.
 
     Attributes:
-        prepare: from the tensor x, the function to time; its first result are the codes. Raises ImportError where
-            what it needs is not there.
-        same_codes: whether its codes are ours, but for roundings.
+        name: of the work.
+        by: the implementation's name.
+        prepare: from the tensor x, the function to time; its first result is the codes. Raises ImportError if a
+            requirement is not installed.
+        same_codes: whether its codes equal ours, up to rounding.
     """
 
     name: str
@@ -78,7 +80,7 @@ def _compiled_blocks(x: Tensor) -> Callable[[], Any]:
 
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``function`` for one shape. Off a card it is only traced: C++ for the CPU is nobody's peer here."""
+    """``function`` compiled for one shape. On the CPU it is only traced, because compiled C++ is not compared here."""
     return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
 
 
@@ -94,7 +96,7 @@ def _triton_blocks(x: Tensor) -> Callable[[], Any]:
 
 
 def _triton(device: torch.device) -> ModuleType:
-    """The kernels in Triton. Raises ImportError without Triton, which torch brings even where it finds no driver."""
+    """The Triton kernels. Raises ImportError on the CPU; torch installs Triton even without a driver."""
     if device.type != "cuda":
         raise ImportError("Triton runs on cards")
     from benchmarks.contenders import triton_casts

@@ -1,4 +1,4 @@
-"""Casts as one writes them in Triton: straightforward kernels, one pass, no tuning beyond the block size."""
+"""Straightforward Triton casts: one pass, with no tuning beyond the block size."""
 
 from __future__ import annotations
 

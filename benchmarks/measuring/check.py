@@ -1,4 +1,4 @@
-"""Whether a result is right: what it is compared with, and how closely."""
+"""Checks of results: what they are compared with, and with which tolerance."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
-"""How far apart two float32 may be that were computed in another order; two FP8 values that differ are farther."""
+"""Tolerances for float32 values computed in another order; two different FP8 values are further apart."""
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Whether ``actual`` is ``expected`` over and over, to the bit."""
+    """Whether ``actual`` is ``expected`` repeated, bitwise."""
     whole = _over_and_over(expected, actual)
     return whole is not None and torch.equal(_bits(actual), _bits(whole))
 
 
 def close(actual: Tensor, expected: Tensor, share: float) -> bool:
-    """Whether at least ``share`` of the values of ``actual`` are those of ``expected`` over and over."""
+    """Whether at least ``share`` of the values of ``actual`` are close to those of ``expected`` repeated."""
     whole = _over_and_over(expected, actual)
     if whole is None or not actual.numel():
         return whole is not None
@@ -27,9 +27,9 @@ def close(actual: Tensor, expected: Tensor, share: float) -> bool:
 
 
 def poisoned(outcome: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """``outcome()`` in memory that held NaN before, not the right result of an earlier call: a gap is seen.
+    """``outcome()`` computed in memory filled with NaN instead of an earlier call's result, so that gaps are detected.
 
-    A caching allocator hands out the memory that it was given back last.
+    It relies on the caching allocator, which reuses the memory that was freed last.
     """
     for tensor in outcome():
         _bits(tensor).fill_(-1)

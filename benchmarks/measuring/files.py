@@ -1,4 +1,4 @@
-"""Files that are always whole: who reads one, even after a crash, finds this version or the one before."""
+"""Files written atomically: a reader, even after a crash, finds the new version or the old one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """``document`` as JSON."""
+    """Write ``document`` as JSON."""
     write_text(json.dumps(document, indent=1) + "\n", path)
 
 

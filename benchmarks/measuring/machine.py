@@ -1,4 +1,4 @@
-"""Where numbers come from: processor, card, driver, versions, commit."""
+"""Where numbers were measured: processor, GPU, driver, versions, commit."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def describe() -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str] | None:
-    """What nvidia-smi says of the card right now: clocks in MHz, power in W, temperature in °C, reasons to throttle."""
+    """The GPU's current state from nvidia-smi: clocks in MHz, power in W, temperature in °C, reasons for throttling."""
     return _nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 
 
 def commit() -> str | None:
-    """The commit of this source tree, ``-dirty`` where files differ from it; None outside a repository."""
+    """The commit of this source tree, with ``-dirty`` if files differ from it; None outside a repository."""
     return _output(
         "git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"
     )
@@ -58,7 +58,7 @@ def _card() -> dict[str, Any]:
 
 
 def _sources() -> str:
-    """A hash of both packages' sources: tells results apart where there is no commit to name."""
+    """A hash of both packages' sources, which identifies results without a commit."""
     hashed = hashlib.sha256()
     for package in (cuda_kernels, lightning_fp8):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):

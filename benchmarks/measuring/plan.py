@@ -1,4 +1,4 @@
-"""What a run is to do."""
+"""Options of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is on, and how far it goes.
+    """Options of a run.
 
     Attributes:
         device: of the tensors.
-        dry: tiny tensors, few repetitions, every line walked.
-        kernels: ours are started; else products are those of libraries alone.
+        dry: tiny tensors and few repetitions, to run all code.
+        kernels: whether our kernels are launched; otherwise only libraries' products are timed.
     """
 
     device: torch.device

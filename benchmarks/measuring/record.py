@@ -1,4 +1,4 @@
-"""What a run leaves: results, and the JSON document that holds them."""
+"""Results of a run, and the JSON document that contains them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Result:
     """One contender on one shape.
 
     Attributes:
-        name: the work; contenders of one name and shape do the same.
-        by: who did it.
+        name: the work; contenders with the same name and shape do the same work.
+        by: the contender.
         shape: of the tensor that is read.
         dtype: of the codes that are written, or of the tensor.
-        bytes: what must move through memory.
-        correct: whether the outcome is the reference's; None where there is none to compare with.
-        errors: relative errors (Frobenius) of the outcome against float64, by its parts.
-        target: limits by the name of what they limit: times from above, everything else from below; ``over <who>``
-            limits a ratio.
-        times: of the device, or of the host for what the host does.
+        bytes: minimum memory traffic.
+        correct: whether the result equals the reference's; None without a reference.
+        errors: relative errors (Frobenius) of the results against float64, by name.
+        target: limits by the name of the limited value: upper limits of times, lower limits of all others; ``over
+            <contender>`` limits a ratio.
+        times: of the device; of the host for host work.
         copy_bandwidth: of a copy of the same shape, in bytes per second.
-        host_microseconds: of the host for one call.
-        parts: what ``host_microseconds`` is made of.
-        note: why there are no numbers, or which of a library's algorithms they are of.
+        host_microseconds: host time of one call.
+        parts: parts of ``host_microseconds``.
+        note: why there are no numbers, or which of a library's algorithms was used.
         flops: of one call.
-        over: by who else does the same work: how many times as fast this is.
-        choice: for ``choose``: problem and plan, as files of measured plans hold them.
+        over: speedup over other contenders, by name.
+        choice: for ``choose``: problem and plan, in the format of files of measured plans.
     """
 
     name: str
@@ -86,14 +86,14 @@ class Result:
 
 
 class Candidate(NamedTuple):
-    """A result that still lacks its times, and what to time; None where there is nothing."""
+    """A result without times, and what to time; None if it cannot run."""
 
     result: Result
     contender: Contender | None
 
 
 def said(error: Exception) -> str:
-    """What a note says of ``error``: one line."""
+    """``error`` as a one-line note."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -104,5 +104,5 @@ def _meets(key: str, value: float | None, limit: float) -> bool | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Four digits, more than any time is worth; whole numbers stay whole."""
+    """Round to four digits, which exceeds the accuracy of times; integers are kept."""
     return value if value is None or isinstance(value, int) else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Results for readers: Markdown tables, the README's table, the picture."""
+"""Formatted results: Markdown tables, the README's table, the plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = dict[str, Any]
 
 
 def table(document: dict[str, Any]) -> str:
-    """All suites of a run."""
+    """The tables of all suites of a run."""
     tables = {
         "casts": _casts,
         "products": _products,
@@ -32,27 +32,27 @@ def table(document: dict[str, Any]) -> str:
 
 
 def readme_table(document: dict[str, Any]) -> str:
-    """The table of the casts on a card.
+    """The table of the casts on a GPU.
 
     Raises:
-        ValueError: the run has none to show.
+        ValueError: the run has no casts on a GPU.
     """
     entries = document["suites"].get("casts")
     if not entries or document["arguments"]["dry_run"]:
-        raise ValueError("the README shows casts that ran on a card; this run has none")
+        raise ValueError("the README shows casts that ran on a GPU; this run has none")
     return f"{_provenance(document)}\n\n{_casts(entries)}"
 
 
 def insert(text: str, content: str) -> str:
-    """``text`` with ``content`` between its two markers, everything else as it was.
+    """Replace the text between the two markers by ``content``.
 
     Raises:
-        ValueError: the markers are not there once each, in order.
+        ValueError: the markers do not occur once each, in order.
     """
     before, begin, rest = text.partition(BEGIN)
     inside, end, after = rest.partition(END)
     if not (begin and end) or any(marker in part for marker in (BEGIN, END) for part in (before, inside, after)):
-        raise ValueError(f"the text must hold {BEGIN} and, behind it, {END}, once each")
+        raise ValueError(f"the text must contain {BEGIN} and, after it, {END}, once each")
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
@@ -85,7 +85,7 @@ def _quartiles(entry: Entry, digits: int = 4) -> str:
 
 
 def _casts(entries: list[Entry]) -> str:
-    """A row for each work and who did it: on the first shape in numbers, on the others as fractions of the copy."""
+    """A row per work and contender: numbers on the first shape, fractions of the copy on the others."""
     main = _main_shape(entries)
     others = [shape for shape in _shapes(entries) if len(shape) == 2 and shape != main]
     rows = []
@@ -116,13 +116,13 @@ def _main_shape(entries: list[Entry]) -> list[int]:
 
 
 def _shapes(entries: list[Entry]) -> list[list[int]]:
-    """Of the casts, in the order of their run."""
+    """Shapes of the casts, in the order of the run."""
     casts = (tuple(entry["shape"]) for entry in entries if entry["dtype"].startswith("float8"))
     return [list(shape) for shape in dict.fromkeys(casts)]
 
 
 def _grouped(entries: list[Entry]) -> Iterable[tuple[Entry, list[Entry]]]:
-    """The first entry of each work and who did it, and the others: other shapes, other formats. Peers side by side."""
+    """For each work and contender, the first entry and the others (other shapes, other formats); peers are adjacent."""
     groups: dict[str, dict[str, list[Entry]]] = {}
     for entry in entries:
         groups.setdefault(entry["name"], {}).setdefault(entry["by"], []).append(entry)
@@ -140,7 +140,7 @@ def _verdicts(entry: Entry) -> str:
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
-    """Fraction of copy bandwidth of each work on the first shape in E4M3, a panel for each run.
+    """Plot the fraction of copy bandwidth of each work on the first shape in E4M3, with a panel per run.
 
     Error bars are the quartiles, black ticks the targets.
     """

@@ -1,4 +1,4 @@
-"""Candidates that do the same work, timed in turns and held against each other."""
+"""Time candidates for the same work alternately, and compare them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.measuring.timing import clock_of, measure
 
 
 def timed(plan: Plan, candidates: Sequence[Candidate], yardsticks: Sequence[str], seconds: float) -> Iterator[Result]:
-    """Results with times and with ratios to those of ``yardsticks``; ``seconds``: of each candidate."""
+    """Results with times and ratios to those of ``yardsticks``; ``seconds``: per candidate."""
     running = [(result, contender) for result, contender in candidates if contender is not None]
     times = measure(clock_of(plan.device), [contender for _, contender in running], plan.seconds(seconds))
     medians = {result.by: each.median for (result, _), each in zip(running, times) if result.by in yardsticks}

@@ -1,7 +1,7 @@
-"""Measuring: rounds of contenders that alternate, medians and quartiles.
+"""Timing: rounds of alternating contenders, medians and quartiles.
 
-A *clock* runs one round and says how long each contender took; :func:`measure` asks it for rounds. Contenders of one
-measurement are compared with each other: as they alternate, a slower moment of the machine meets them all.
+A *clock* runs one round and returns each contender's time; :func:`measure` runs rounds. Contenders of a measurement are
+compared with each other, and alternate, so that a slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARM_UP_ROUNDS = 2
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 1000
 BURST = 50
-"""Calls between two looks at the host's clock: more than it can resolve, fewer launches than the driver queues."""
+"""Calls per reading of the host's clock: enough for its resolution, and fewer than the driver queues."""
 
 
 def _nothing() -> None:
@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed: ``call``; ``prepare`` runs before each, outside the time."""
+    """What is timed: ``call``. ``prepare`` runs before each call and is not timed."""
 
     call: Callable[[], object]
     prepare: Callable[[], object] = _nothing
@@ -36,7 +36,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call: median, lower and upper quartile of ``count`` measurements."""
+    """Seconds per call: median, lower and upper quartile of ``count`` measurements."""
 
     median: float
     low: float
@@ -49,7 +49,7 @@ class Times:
         return cls(median, low, high, len(seconds))
 
     def __truediv__(self, divisor: float) -> Times:
-        """In another unit, or of one of ``divisor`` calls that were measured together."""
+        """In another unit, or per call for ``divisor`` calls that were measured together."""
         return Times(self.median / divisor, self.low / divisor, self.high / divisor, self.count)
 
 
@@ -59,7 +59,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's time, for what the host does."""
+    """Measures host time."""
 
     def round(self, contenders: Sequence[Contender]) -> list[float]:
         seconds = []
@@ -72,11 +72,11 @@ class HostClock:
 
 
 class CudaClock:
-    """The device's time between two events, with none of the contender's data in L2.
+    """Measures device time between two events, with none of the contender's data in L2.
 
-    Before each contender a buffer of 16 times L2's size is read. Read, not written: lines that wait to be written back
-    would cost the contender bandwidth. And it takes the device long enough for the host to enqueue the contender
-    meanwhile, so that no waiting for the host is measured.
+    Before each contender, a buffer of 16 times L2's size is read. It is read rather than written, because write-backs
+    would take bandwidth from the contender. Reading it also takes long enough for the host to enqueue the contender, so
+    that waiting for the host is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,7 +105,7 @@ def clock_of(device: torch.device) -> Clock:
 def measure(
     clock: Clock, contenders: Sequence[Contender], seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> list[Times]:
-    """Times of each contender, in rounds for about ``seconds`` per contender; the first rounds only warm up."""
+    """Times of each contender, in rounds for about ``seconds`` per contender, after some warm-up rounds."""
     rounds: list[list[float]] = []
     if seconds:
         gc.collect()
@@ -122,7 +122,7 @@ def measure(
 
 
 def measure_on_host(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[Times]:
-    """Host time of one call of each, the device's work left aside: nothing waits for it, and its queue is not full."""
+    """Host time per call, without the device's work: it is not waited for, and its queue does not fill up."""
     in_a_row = BURST if seconds else 1
 
     def burst(call: Callable[[], object]) -> Contender:

@@ -1,6 +1,6 @@
-"""Suite ``attention``: FP8 attention, forward and backward, beside torch's back ends in BF16, in one run.
+"""Suite ``attention``: FP8 attention, forward and backward, compared with torch's back ends in BF16 in the same run.
 
-Of each problem the last head of keys, with the heads that share it, is compared with float64 first.
+For each problem, the last head of keys and the query heads that share it are first checked against float64.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.measuring.timing import Contender
 from cuda_kernels.host.launch import architecture_of
 
 SECONDS = 0.1
-"""Of measuring, for each contender."""
+"""Measuring time per contender."""
 TOKENS, WIDTH = 32_768, 2048
-"""Rows of a batch, and channels of all heads: the same work for each length but for the scores."""
+"""Rows of a batch, and channels of all heads: all lengths have the same work except for the scores."""
 COUNTED = {FORWARD: 2, BACKWARD: 5}
-"""Products of a pass in FlashAttention's count."""
+"""Products per pass in FlashAttention's count."""
 TARGETS = {FORWARD: {f"over {CUDNN}": 1.6}, BACKWARD: {f"over {CUDNN}": 1.25}}
-"""At 16,384 rows and 128 channels, on Hopper."""
+"""For 16,384 rows and 128 channels, on Hopper."""
 KERNELS_ALONE = f"{OURS}, kernels alone"
 
 
@@ -36,7 +36,7 @@ def _problem(length: int, head_dim: int, sharing: int, causal: bool) -> Problem:
 
 
 LENGTHS = 16_384, 2048, 4096, 8192, 32_768
-"""Those with targets first."""
+"""Those with targets come first."""
 FULL = tuple(
     _problem(length, head_dim, sharing, causal)
     for head_dim, sharing in ((128, 1), (128, 4), (64, 1), (256, 1))
@@ -90,13 +90,13 @@ def _library(problem: Problem, passing: str, given: Inputs, exam: Exam, other: O
         return Candidate(replace(result, note=f"absent: {error}"), None)
     except Refused as error:
         return Candidate(replace(result, note=f"refused: {error}"), None)
-    except Exception as error:  # libraries fail in ways of their own
+    except Exception as error:  # libraries may raise anything
         return Candidate(replace(result, note=said(error)), None)
     return Candidate(result, Contender(call))
 
 
 def _op(problem: Problem, passing: str, given: Inputs, exam: Exam) -> Candidate:
-    """Our op with its casts."""
+    """Our op, including its casts."""
     result = _result(problem, passing, OURS, "float8_e4m3fn", target=problem.target.get(passing, {}))
 
     def candidate() -> Candidate:
@@ -119,10 +119,10 @@ def _kernels(problem: Problem, passing: str, given: Inputs) -> Candidate:
 
 
 def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:
-    """Casts, copies, D, dQ, and dK with dV; TFLOP/s are of the products that a kernel computes."""
+    """Casts, copies, D, dQ, and dK with dV; TFLOP/s count the products that a kernel computes."""
     try:
         calls = Launches(problem, given).by_kernel()
-    except Exception:  # which the whole passes have told
+    except Exception:  # reported by the whole passes
         return
     for kernel, call in calls.items():
         flops = problem.flops(PRODUCTS[kernel]) if kernel in PRODUCTS else None
@@ -131,7 +131,7 @@ def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:
 
 
 def _started(result: Result, candidate: Callable[[], Candidate]) -> Candidate:
-    """One that does not start shall not take the others' numbers along; where there are targets there are kernels."""
+    """A failure to start is recorded, and must not discard the others' numbers. With targets, kernels must exist."""
     try:
         return candidate()
     except NoKernel as error:

@@ -1,7 +1,7 @@
-"""Suite ``casts``: the ops that cast, on large tensors, beside a plain copy and beside what others do.
+"""Suite ``casts``: the ops that cast, on large tensors, compared with a plain copy and with other implementations.
 
-Whatever is timed is compared with the reference first. The input is a few rows over and over, so that the reference
-has only those to compute, and each result of the whole must be the reference's, over and over.
+Everything is checked against the reference first. The input repeats a few rows, so that the reference computes only
+these, and the results must repeat the reference's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops import plans
 
 SECONDS, SECONDS_ON_HOST = 0.3, 0.05
-"""Of measuring, for each contender."""
+"""Measuring time per contender, on the device and on the host."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tensors to cast, and the rows that repeat in them; windows of ``update_scales``; bytes of copies."""
+    """Shapes of tensors to cast, and the period of their rows; histories of ``update_scales``; bytes of copies."""
 
     casts: tuple[tuple[int, int], ...]
     period: int
@@ -45,7 +45,7 @@ FULL = Sizes(
 TINY = Sizes(casts=((256, 256), (256, 200)), period=128, windows=((8, 10), (8, 100)), copies=(2**12, 2**11))
 
 UPDATE_MILLISECONDS = 0.020
-"""Limit for the first of the windows."""
+"""Limit for the first of the histories."""
 
 
 def unavailable(plan: Plan) -> str | None:
@@ -88,7 +88,7 @@ def _ours(x: Tensor, few: Tensor) -> Iterator[Candidate]:
 
 
 def _checked(operation: Operation, x: Tensor, few: Tensor) -> Candidate:
-    """``operation`` on ``x``, which is ``few`` over and over."""
+    """``operation`` on ``x``, which is ``few`` repeated."""
     result = Result(operation.name, OURS, tuple(x.shape), _name(operation.dtype), target=operation.target)
     try:
         call = Call(operation, x)
@@ -97,7 +97,7 @@ def _checked(operation: Operation, x: Tensor, few: Tensor) -> Candidate:
             raise RuntimeError("the reference ran instead of the kernels")
         expected = reference_outcome(operation, few)
         result = replace(result, bytes=call.bytes(), correct=_is_right(operation, actual, expected))
-    except Exception as error:  # a kernel that does not start shall not take the others' numbers along
+    except Exception as error:  # a kernel that fails to start must not discard the others' numbers
         return Candidate(replace(result, correct=False, note=said(error)), None)
     return Candidate(result, Contender(call, call.restore))
 
@@ -110,7 +110,7 @@ def _is_right(operation: Operation, actual: list[Tensor], expected: list[Tensor]
 
 
 def reference_outcome(operation: Operation, x: Tensor) -> list[Tensor]:
-    """What the op must give for the CPU tensor ``x``: there the reference implements it."""
+    """The expected results for the CPU tensor ``x``; on the CPU, the op runs the reference."""
     return Call(operation, x).outcome()
 
 
@@ -129,16 +129,16 @@ def _peer(peer: Peer, operation: Operation, x: Tensor, few: Tensor) -> Candidate
         result = replace(result, bytes=Call(operation, x).bytes(), correct=correct)
     except ImportError as error:
         return Candidate(replace(result, note=f"absent: {error}"), None)
-    except Exception as error:  # compilers of others fail in ways of their own
+    except Exception as error:  # other compilers may raise anything
         return Candidate(replace(result, note=said(error)), None)
     return Candidate(result, Contender(call))
 
 
-# --- How it is timed --------------------------------------------------------------------------------------------------
+# --- Timing -----------------------------------------------------------------------------------------------------------
 
 
 def _timed(plan: Plan, clock: Clock, candidates: Sequence[Candidate]) -> Iterator[Result]:
-    """The candidates' results with times, side by side; the first is the copy that the others are held against."""
+    """The candidates' results with times, measured alternately; the first is the copy that all are compared with."""
     results = [result for result, contender in candidates if contender is not None]
     contenders = [contender for _, contender in candidates if contender is not None]
     plan.say(f"{list(results[0].shape)}: timing {len(contenders)} contenders")

@@ -1,10 +1,10 @@
-"""Suite ``emulation``: what FP8 costs on the CPU, by a training step of Hugging Face's Llama, BF16 and every recipe.
+"""Suite ``emulation``: the cost of FP8 on the CPU, by a training step of Hugging Face's Llama.
 
 The model is 512 wide: 4 blocks, 8 heads, an MLP of 1,376, a vocabulary of 2,048, random BF16 weights. All blocks run in
-FP8, and 2 sequences of 128 tokens pass forward, backward, AdamW and the update of delayed scales, on one thread.
+FP8. 2 sequences of 128 tokens pass forward, backward, AdamW and the update of delayed scales, on one thread.
 
-Steps of all recipes alternate. A step's time is the processor's, of this process alone: what other processes do in
-between does not count, but what they take of caches and clocks does. Recipes are therefore compared by lower quartiles.
+Steps of all recipes alternate. A step's time is the process's CPU time. It does not include other processes' time, but
+is affected by their use of caches and clocks. Recipes are therefore compared by lower quartiles.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_fp8.recipes import RECIPES
 
 BF16 = "BF16"
 LIMITS = {**dict.fromkeys(RECIPES, 1.6), "mxfp8": 1.7}
-"""How many steps of BF16 one of a recipe may cost."""
+"""Limits of a recipe's cost, relative to BF16."""
 SECONDS = 8.0
-"""For each recipe; a step takes tenths of a second."""
+"""Measuring time per recipe; a step takes tenths of a second."""
 
 
 class ProcessorClock:
-    """The processor's time of this process."""
+    """Measures CPU time of this process."""
 
     def round(self, contenders: Sequence[Contender]) -> list[float]:
         seconds = []
@@ -62,7 +62,7 @@ def run(plan: Plan) -> Iterator[Result]:
 
 
 def _tokens(dry: bool) -> tuple[int, int]:
-    """Sequences, and tokens of each."""
+    """Number of sequences, and tokens per sequence."""
     return (2, 16) if dry else (2, 128)
 
 
@@ -99,7 +99,7 @@ def training_step(recipe: str | None, dry: bool) -> Callable[[], None]:
             with plugin.forward_context():
                 of_step = loss()
             of_step.backward()
-        optimizer.step()  # delayed scales are updated by it, too
+        optimizer.step()  # also updates delayed scales
         optimizer.zero_grad()
 
     return step

@@ -1,7 +1,7 @@
-"""Suite ``hardware``: what attention's design on Hopper rests on, and no manual says.
+"""Suite ``hardware``: undocumented properties of Hopper that attention's design depends on.
 
-How many bits the tensor cores' sums keep, and what it costs to add them up elsewhere; how fast they multiply from
-registers; what it brings that two warpgroups take turns; how fast the tensor memory accelerator adds.
+How many bits the tensor cores' accumulators keep, and the cost of accumulating elsewhere; the rate of products with A
+in registers; the benefit of two warpgroups taking turns; the rate of the tensor memory accelerator's additions.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from lightning_fp8.attention.ops import cuda as launches
 from lightning_fp8.ops import plans
 
 SECONDS = 0.1
-"""Of measuring, for each contender."""
+"""Measuring time per contender."""
 NEVER = 1 << 20
 FLUSHES = 128, 1024, NEVER
-"""Queries after which dK's and dV's sums leave the tensor cores."""
+"""Number of queries after which dK's and dV's sums are flushed from the tensor cores."""
 REPETITIONS = 2000
 TINY = Problem(1, 40, 1, 128)
 
@@ -52,8 +52,8 @@ def unavailable(plan: Plan) -> str | None:
     if plan.dry:
         return None
     if plan.device.type != "cuda" or architecture_of(plan.device) != "90a":
-        return "needs a card of sm_90a"
-    return None if plan.kernels else "starts kernels of ours"
+        return "needs a GPU of sm_90a"
+    return None if plan.kernels else "launches our kernels"
 
 
 def run(plan: Plan) -> Iterator[Result]:
@@ -69,7 +69,7 @@ def run(plan: Plan) -> Iterator[Result]:
 
 
 def _started(result: Result, contender: Callable[[], Contender]) -> Candidate:
-    """One that does not start shall not take the others' numbers along."""
+    """A failure to start is recorded, and must not discard the others' numbers."""
     try:
         return Candidate(result, contender())
     except (NoKernel, KernelError) as error:
@@ -80,9 +80,9 @@ def _started(result: Result, contender: Callable[[], Contender]) -> Candidate:
 
 
 def _sums(problem: Problem, plan: Plan) -> Iterator[Candidate]:
-    """O, and dV by how often it leaves the tensor cores; of values above 0, whose rounding does not add up.
+    """O, and dV by its flush interval, of positive values, whose rounding errors do not cancel.
 
-    A sum that is cut off instead of rounded falls short: 12 % in 16,384 products, were 13 bits kept behind the point.
+    A truncated sum is too small: by 12 % in 16,384 products if 13 fractional bits are kept.
     """
     q, k, v, do = inputs(problem, plan.device)
     given = Inputs(q, k, v.abs(), do.abs())
@@ -92,7 +92,7 @@ def _sums(problem: Problem, plan: Plan) -> Iterator[Candidate]:
         apart = f"each {flush} apart" if flush < NEVER else "never apart"
         with patch.object(launches, "BackwardLaunch", partial(BackwardLaunch, flush=flush)):
             yield _sum(problem, given, exam, BACKWARD, "dV", apart)
-    plans.clear_plan_cache()  # which holds plans of all these
+    plans.clear_plan_cache()  # it has plans with all these intervals
 
 
 def _sum(problem: Problem, given: Inputs, exam: Exam, passing: str, name: str, apart: str) -> Candidate:
@@ -112,7 +112,7 @@ IN_TURNS = f"{OURS}, in turns"
 
 @contextmanager
 def without_turns() -> Iterator[None]:
-    """Forward kernels that are made meanwhile let both warpgroups multiply whenever they come to it."""
+    """Forward kernels made in this context let both warpgroups multiply without waiting for turns."""
     nothing = device(lambda barrier, threads: None)
     with (
         patch.multiple(forward_in_turns, named_barrier=nothing, named_barrier_arrive=nothing),
@@ -123,7 +123,7 @@ def without_turns() -> Iterator[None]:
 
 
 def _turns(problem: Problem, plan: Plan) -> Iterator[Candidate]:
-    """The forward kernel as it is, and without its two named barriers."""
+    """The forward kernel, and a variant without its two named barriers."""
     given = inputs(problem, plan.device)
     alone = Result("attention_forward", IN_TURNS, problem.shape, "float8_e4m3fn", flops=problem.flops(2))
 
@@ -141,7 +141,7 @@ SHARED, STORED = "A in shared memory", "stored"
 
 
 def _product(n: int, from_registers: bool, plan: Plan) -> Candidate:
-    """Two warpgroups of every multiprocessor, ``n`` columns at a time."""
+    """Two warpgroups on every multiprocessor, ``n`` columns at a time."""
     blocks, often = multiprocessors(plan.device), 2 if plan.dry else REPETITIONS
     by = "A in registers" if from_registers else SHARED
     flops = 2 * blocks * 2 * 64 * n * CHAIN * often
@@ -157,7 +157,7 @@ def _product(n: int, from_registers: bool, plan: Plan) -> Candidate:
 
 
 def _copy(add: bool, plan: Plan) -> Candidate:
-    """Each multiprocessor 32 KB at a time, to places of its own that the L2 cache holds."""
+    """Each multiprocessor copies 32 KB at a time to its own memory, which stays in L2."""
     blocks, often = multiprocessors(plan.device), 2 if plan.dry else REPETITIONS
     out = torch.zeros(blocks * COPY_ROWS, COPY_COLUMNS, device=plan.device)
     moved, by = out.nbytes * often, "added" if add else STORED

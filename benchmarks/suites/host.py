@@ -1,8 +1,8 @@
-"""Suite ``host``: what the host does for one call of an op, and what part is what, and for a layer; needs no card.
+"""Suite ``host``: host time of a call of an op, by parts, and of a layer; needs no GPU.
 
-The ops' CUDA side runs on CPU tensors, as if they were on a card whose driver starts nothing. What is missing of the
-whole is the driver's part of a launch, and CUDA's allocator, which serves a tensor from its cache about as fast as the
-CPU's does. :mod:`benchmarks.suites.layer_host` measures layers, also those of another state of the package.
+The ops' CUDA implementations run on CPU tensors, with a stub driver that launches nothing. The driver's part of a
+launch is missing, as is CUDA's allocator, which serves a tensor from its cache about as fast as the CPU's.
+:mod:`benchmarks.suites.layer_host` measures layers, also of another version of the package.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast_cuda import CastOutputs
 
 SECONDS = 0.05
-"""Of measuring, for each op and each of its parts, in each pass."""
+"""Measuring time per op and part, in each pass."""
 PASSES = 8
-"""Over all ops, of which the one with the least median counts: what else the machine does meanwhile only adds."""
+"""Passes over all ops; the least median counts, because other load on the machine only adds time."""
 
 Step = Callable[[], object]
 
@@ -43,7 +43,7 @@ def unavailable(plan: Plan) -> str | None:
 def run(plan: Plan) -> Iterator[Result]:
     plan.say("host: time of an op's call without the device")
     yield _yardstick(plan)
-    with torch.no_grad():  # as inside an autograd.Function
+    with torch.no_grad():  # as in an autograd.Function
         yield from _ops(plan)
     plan.say("host: time of a layer")
     yield from _layers(plan)
@@ -67,7 +67,7 @@ def _layers(plan: Plan) -> Iterator[Result]:
 
 
 def _yardstick(plan: Plan) -> Result:
-    """A small op of torch's own: how fast this host is."""
+    """A small op of torch, as a measure of this host's speed."""
     x = torch.ones(8, 8)
     (times,) = measure_on_host([partial(torch.add, x, x)], plan.seconds(SECONDS), torch.device("cpu"))
     return Result("add of [8, 8]", "torch", (8, 8), "float32", host_microseconds=1e6 * times.median)
@@ -79,11 +79,11 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
     with a_card(), cuda_sides_on_cpu():
         implementation = operation.op.implementations["cuda"]
         with _noted_launches(launches), _noted() as makings:
-            call()  # what is made once is made now
+            call()  # so that one-time work is done
             launches.clear()
             makings.clear()
             implementation(*call.args)
-        plans.clear_plan_cache()  # plans that note
+        plans.clear_plan_cache()  # plans made above record launches
         call()
         called = partial(call.function, *call.args)
         implemented = partial(implementation, *call.args)
@@ -102,7 +102,7 @@ def _measured(plan: Plan, operation: Operation, x: torch.Tensor) -> Result:
 
 @contextmanager
 def _noted_launches(launches: list[Step]) -> Iterator[None]:
-    """``launches`` gets what starts kernels that are planned meanwhile."""
+    """Appends to ``launches`` functions that repeat the kernel launches planned in this context."""
     from cuda_kernels.host.launch import Launch
 
     run = Launch.run
@@ -117,7 +117,7 @@ def _noted_launches(launches: list[Step]) -> Iterator[None]:
 
 @contextmanager
 def _noted() -> Iterator[list[Step]]:
-    """A list of what makes tensors meanwhile: allocations of operands, and torch's functions that give a tensor."""
+    """A list of functions that repeat this context's allocations of operands and calls of torch that return tensors."""
     steps: list[Step] = []
     allocate = CastOutputs.allocate
 

@@ -1,20 +1,20 @@
-"""The host's time of a whole layer: of suite ``host``, and a command of its own that measures any state of the package.
+"""Host time of a whole layer: part of suite ``host``, and a command that measures any version of the package.
 
     python benchmarks/suites/layer_host.py                            # the installed package, or that of PYTHONPATH
-    python benchmarks/suites/layer_host.py --beside ~/other_checkout  # and another state of it, by the same code
+    python benchmarks/suites/layer_host.py --beside ~/other_checkout  # and another version, with the same code
 
-Beside each other they run by turns, in processes of their own, and the least of each state's times counts. Nothing of
-``benchmarks`` is imported here, so that one file measures both. Of the package it needs ``Linear``,
-``fp8_autocast`` and ``make_recipe``, and inside the two context managers what stands between ops and a card.
+Two versions run alternately, in processes, and the minimum of each version's times counts. Nothing of ``benchmarks`` is
+imported here, so that one file measures both. The package must have ``Linear``, ``fp8_autocast`` and ``make_recipe``,
+and what the two context managers replace.
 
-- ``Linear forward``, ``Linear backward``: the CUDA sides of ops run on CPU tensors, as if on a card whose driver
-  starts nothing: all that the host does but the driver's part of launches.
-  ``torch.autograd alone`` is a function of the same inputs and outputs that computes the bias' gradient, as a layer
-  does, and nothing else: what is above it is the layer's.
-- ``Linear step``: forward and backward of a tiny layer on the CPU, where its work hardly counts, beside torch's own
-  layer and torchao's emulation of FP8.
+- ``Linear forward``, ``Linear backward``: the ops' CUDA implementations run on CPU tensors, with a stub driver that
+  launches nothing: all of the host's work except the driver's part of launches.
+  ``torch.autograd alone`` is a function with the same inputs and outputs that computes only the bias' gradient, as a
+  layer does; times above it are the layer's own.
+- ``Linear step``: forward and backward of a tiny layer on the CPU, where its arithmetic hardly counts, compared with
+  torch's own layer and torchao's emulation of FP8.
 
-Contexts are entered, and delayed scaling has its scales, before the time is taken; updates of scales are no part of it.
+Contexts are entered, and delayed scaling has its scales, before the measurement; updates of scales are not included.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from torch import Tensor, nn
 OURS = "lightning_fp8"
 RECIPES = "delayed", "tensorwise"
 ON_A_CARD = 64, 64
-"""Rows, and features of a layer on the card that is none: few, so that torch's own work on the CPU hardly counts."""
+"""Rows and features of a layer on the simulated GPU: few, so that torch's own work on the CPU hardly counts."""
 ON_THE_CPU = 8, 64
 STEPS, STEPS_BEFORE = 200, 3
-"""Of a measurement, and before it: delayed scaling finds its scales there."""
+"""Steps per measurement, and before it, in which delayed scaling computes its scales."""
 ALONE = "torch.autograd alone"
 PASSES = 8
-"""Of which the least median counts: what else the machine does meanwhile only adds."""
+"""The least median counts, because other load on the machine only adds time."""
 
 
 class LayerTime(NamedTuple):
-    """Microseconds of the host, forward and backward; ``note`` says why there are none."""
+    """Host microseconds, forward and backward; ``note`` is the reason if there are none."""
 
     name: str
     by: str
@@ -63,7 +63,7 @@ class LayerTime(NamedTuple):
 
 
 def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
-    """The times of all layers, side by side in each pass."""
+    """The times of all layers, measured alternately in each pass."""
     rows, features = ON_THE_CPU
     makers: dict[str, Callable[[], nn.Module]] = {"torch": lambda: _linear(nn.Linear, features)}
     if find_spec("torchao"):
@@ -125,7 +125,7 @@ def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool)
     layer = _linear(lightning_fp8.Linear, features)
     made = lightning_fp8.make_recipe(recipe)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    for _ in range(3):  # so that delayed scaling has its scales before a card that computes nothing stands in
+    for _ in range(3):  # so that delayed scaling has its scales before the driver is replaced by a stub
         with lightning_fp8.fp8_autocast(fp8_recipe=made):
             _of_layer(layer, rows, STEPS_BEFORE)
         optimizer.step()
@@ -137,7 +137,7 @@ def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool)
 
 
 def _of_layer(layer: nn.Module, rows: int, steps: int) -> tuple[float, float]:
-    """Medians of microseconds, of forward and of backward."""
+    """Medians in microseconds, of forward and of backward."""
     features = next(layer.parameters()).shape[-1]
     x = torch.randn(rows, features, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(rows, features, dtype=torch.bfloat16)
@@ -161,12 +161,12 @@ def _of_layer(layer: nn.Module, rows: int, steps: int) -> tuple[float, float]:
     return 1e6 * statistics.median(forward), 1e6 * statistics.median(backward)
 
 
-# --- The card that is none --------------------------------------------------------------------------------------------
+# --- The simulated GPU ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def a_card() -> Iterator[None]:
-    """CPU tensors are on a card whose driver starts nothing."""
+    """Treat CPU tensors as on a GPU whose driver launches nothing."""
     from cuda_kernels.host import gemm_selection, launch, tensor_maps
 
     driver = SimpleNamespace(cuLaunchKernel=lambda *args: (0,), cuMemsetD32Async=lambda *args: (0,))
@@ -185,7 +185,7 @@ def a_card() -> Iterator[None]:
 
 @contextmanager
 def cuda_sides_on_cpu() -> Iterator[None]:
-    """What computes ops on CUDA tensors computes them on CPU tensors, too, with plans made anew."""
+    """Run the ops' CUDA implementations on CPU tensors, with new plans."""
 
     try:
         from lightning_fp8.ops import cast, plans
@@ -211,7 +211,7 @@ def _op_modules() -> list[Any]:
 
 
 def _in_older_states() -> tuple[Callable[[], None], list[Any]]:
-    """The same of states before ``ops/op.py``: what clears plans, and the context managers."""
+    """The same for versions before ``ops/op.py``: a function that clears plans, and the context managers."""
     from importlib import import_module
 
     calls = {
@@ -237,8 +237,8 @@ def _in_older_states() -> tuple[Callable[[], None], list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--beside", type=Path, help="another checkout, whose state is measured by turns with this one")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each state")
+    parser.add_argument("--beside", type=Path, help="another checkout, measured alternately with this one")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each version")
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
     args = parser.parse_args()
     if args.json:

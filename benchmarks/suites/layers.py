@@ -1,4 +1,4 @@
-"""Whole linear layers, forward and backward, with their casts and the scales' update: part of suite ``products``."""
+"""Whole linear layers, forward and backward, with their casts and the update of scales: part of suite ``products``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = "BF16"
 
 
 class Layer(NamedTuple):
-    """Linear layers that are run forward and backward, one after the other."""
+    """Linear layers that run forward and backward, one after another."""
 
     name: str
     sizes: tuple[tuple[int, int], ...]
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
 
 
 LLAMA_8B = {"QKV": (4096, 6144), "proj": (4096, 4096), "fc1": (4096, 28672), "fc2": (14336, 4096)}
-"""in and out features; fc1 is the gated MLP's two."""
+"""in and out features; fc1 includes both layers of the gated MLP."""
 LAYERS = (
     Layer("Linear, forward and backward", ((4096, 14336),), 8192, {f"over {BF16}": 1.4}),
     Layer("Llama-8B layer's Linears, forward and backward", tuple(LLAMA_8B.values()), 8192, {f"over {BF16}": 1.6}),
@@ -38,7 +38,7 @@ TINY_LAYERS = (Layer("Linear, forward and backward", ((32, 48),), 16, {f"over {B
 
 
 def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
-    """In BF16 and with every recipe that has kernels."""
+    """In BF16, and with every recipe that has kernels."""
     shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
     flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
     gemms = gemms_of(*layer.sizes[0], layer.tokens)
@@ -55,7 +55,7 @@ def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
 
 
 def _step(layer: Layer, recipe: str | None, plan: Plan) -> Callable[[], None]:
-    """Forward and backward of each layer."""
+    """A function that runs forward and backward of each layer."""
     model = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in layer.sizes).to(plan.device, torch.bfloat16)
     plugin = FP8FabricPrecision(recipe=recipe, first_last_layers_bf16=False) if recipe else None  # type: ignore[arg-type]
     if plugin is not None:

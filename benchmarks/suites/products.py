@@ -1,7 +1,7 @@
-"""Suite ``products``: FP8 matrix products and layers, beside what libraries reach and beside BF16, in one run.
+"""Suite ``products``: FP8 matrix products and layers, compared with libraries and with BF16 in the same run.
 
-Every choice that is legal for a problem is timed, so that the choice among them can be looked up later. Results are
-compared with float64 on some of their rows first.
+Every legal choice for a problem is timed, so that the fastest can be stored. Results are first checked against float64
+on some of their rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cuda_kernels.host.gemm_configs import GemmProblem
 
 SECONDS, TRIAL_SECONDS = 0.2, 0.02
-"""Of measuring, for each contender; and for each candidate of cuBLASLt, of which the fastest is one."""
+"""Measuring time per contender, and per candidate of cuBLASLt, to find the fastest."""
 
 PAIRS = {
     "tensorwise": (Layout.TENSOR, Layout.TENSOR),
@@ -55,9 +55,9 @@ class Work:
     """A product of E4M3 operands ``[m, k]`` and ``[n, k]``.
 
     Attributes:
-        fast: with the tensor core's shorter accumulator.
-        out: of the result.
-        accumulate: the result is added to what is there.
+        fast: whether to use the tensor core's shorter accumulator.
+        out: dtype of the result.
+        accumulate: whether the product is added to the result.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Work:
 
     @property
     def yardsticks(self) -> tuple[str, ...]:
-        """Whose times others are compared with: those that add up as this does."""
+        """Contenders that others are compared with; they use the same accumulation."""
         sums = "fast" if self.fast else "full"
         return BF16, torch_with(sums), cublaslt_with(sums, "fastest")
 
@@ -130,7 +130,7 @@ def run(plan: Plan) -> Iterator[Result]:
 
 
 def _compile(problems: Sequence[GemmProblem], plan: Plan) -> None:
-    """All plans of all problems, on all processors: one after the other they would take longer than what is timed."""
+    """Compile all plans of all problems on all processors; sequentially it would take longer than the measurement."""
     from cuda_kernels.host.gemm_selection import builds_of
     from cuda_kernels.host.launch import architecture_of
     from cuda_kernels.host.precompile import compile_ahead, missing
@@ -146,7 +146,7 @@ def _compile(problems: Sequence[GemmProblem], plan: Plan) -> None:
 
 
 class Exam(NamedTuple):
-    """Some rows of a product in float64; ``out``: what results are added to, if they are."""
+    """Some rows of a product in float64; ``out``: the tensor that results are added to, if any."""
 
     rows: Tensor
     right: Tensor
@@ -171,7 +171,7 @@ def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
 
 
 def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exam) -> Candidate:
-    """What ``make`` gives, compared; one that does not start shall not take the others' numbers along."""
+    """Check the result of ``make``; a failure to start is recorded, and must not discard the others' numbers."""
     try:
         call = make()
         return Candidate(replace(result, correct=exam.passes(call)), Contender(call))
@@ -180,7 +180,7 @@ def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exa
 
 
 def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
-    """BF16; torch and cuBLASLt itself, with fast accumulation and without: where scales vary along k, only without."""
+    """BF16; torch and cuBLASLt, with and without fast accumulation; with scales along k only without."""
     from cuda_kernels.host.gemm_configs import Library, cublaslt_takes
     from cuda_kernels.host.gemm_measurements import Measurement, to_json
 
@@ -193,7 +193,7 @@ def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, 
     for fast in (True, False) if work.scaling in ("tensorwise", "rowwise") else (False,):
         sums = "fast" if fast else "full"
         result = Result(work.name, torch_with(sums), shape, "float8_e4m3fn", flops=work.flops)
-        if fast == work.fast and cublaslt_takes(problem):  # what training would call
+        if fast == work.fast and cublaslt_takes(problem):  # the call that training makes
             result = replace(result, choice=to_json(Measurement(str(problem.spec), shape, Library.CUBLASLT)))
         yield _checked(result, partial(libraries.scaled_mm, left, right, work.out, fast, out), exam)
         result = replace(result, choice=None)
@@ -213,10 +213,10 @@ def _libraries(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, 
 
 
 def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Tensor]]:
-    """Those that do, by their number; one that fails shall not take the others along.
+    """The calls that succeed, by index. A failing one is skipped.
 
     Raises:
-        Exception: none does; that of the first.
+        Exception: none succeeds; the first one's error.
     """
     running, failed = {}, []
     for index, call in enumerate(calls):
@@ -231,7 +231,7 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
 
 
 def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
-    """Every legal tile of ours."""
+    """Every legal tile of our kernels."""
     from cuda_kernels.host.gemm_configs import Library, fastest_by_estimate, legal_choices
     from cuda_kernels.host.gemm_measurements import Measurement, to_json
     from cuda_kernels.host.launch import EXECUTORS
@@ -274,7 +274,7 @@ def _some_rows(left: ScaledTensor, right: ScaledTensor) -> tuple[Tensor, Tensor]
 
 
 def _close(actual: Tensor, exact: tuple[Tensor, Tensor]) -> bool:
-    """Within what a bfloat16 and, of a fast accumulator, 13 bits leave."""
+    """Check within the rounding of bfloat16 and, for a fast accumulator, of 13 bits."""
     rows, right = exact
     apart = (actual[rows.to(actual.device)].double().cpu() - right).abs()
     return bool((apart <= 2.0**-8 * right.abs() + 2.0**-6 * right.square().mean().sqrt()).all())

@@ -1,6 +1,6 @@
 """Suite ``training``: a training step of the GPT example on the CPU, in BF16 and with every FP8 recipe.
 
-Forward, backward, scale update, clipping and AdamW; what the emulation of FP8 costs.
+It includes forward, backward, scale update, clipping and AdamW, and shows the cost of emulating FP8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_fp8.recipes import RECIPES
 
 ALL = ("bf16", *RECIPES)
 SECONDS = 4.0
-"""For each recipe; a step takes tenths of a second."""
+"""Per recipe; a step takes tenths of a second."""
 
 
 def unavailable(plan: Plan) -> str | None:

@@ -126,7 +126,7 @@ def test_nothing_is_asked_of_the_library_for_memory_that_it_cannot_read() -> Non
 def test_no_algorithm_is_an_error(lt: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "WORKSPACES", (1 << 40,))
     left, right = operands("tensor")
-    with pytest.raises(RuntimeError, match="name no algorithm"):
+    with pytest.raises(RuntimeError, match="return no algorithm"):
         Matmul(left, right, torch.empty(M, N), fast=False)
 
 

@@ -339,4 +339,4 @@ def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not results["errors"]
     assert all(results["suites"].values())
     assert found["choose/choose"] == "failed"
-    assert "no product that was timed on a card" in document["steps"]["choose/choose"]["said"]
+    assert "no product that was timed on a GPU" in document["steps"]["choose/choose"]["said"]

@@ -141,7 +141,7 @@ def test_the_fastest_plans_are_shipped(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(json.loads(kept.read_text())["measured"]) == 1  # ours may get better and are not kept with the user's
     gemm_measurements.measured_on.cache_clear()
     files.write({**machine, "machine": {"card": None}}, measured)
-    with pytest.raises(SystemExit, match="no product that was timed on a card"):
+    with pytest.raises(SystemExit, match="no product that was timed on a GPU"):
         main(["choose", str(measured)])
 
 
@@ -162,7 +162,7 @@ def test_what_a_suite_times_is_called_once() -> None:
     work = products.TINY[0]
     left, right = (products.operand(rows, work.k, Layout.TENSOR, plan) for rows in (work.m, work.n))
     assert products._close(once.prepared(work.name, plan)(), products._some_rows(left, right))
-    with pytest.raises(ValueError, match="'norm' is none of 'cast', "):
+    with pytest.raises(ValueError, match="'norm' is not one of 'cast', "):
         once.prepared("norm", plan)
 
 
