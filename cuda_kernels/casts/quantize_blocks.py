@@ -131,7 +131,7 @@ def quantize_blocks_kernel(
     scales = f"{block_rows}x{block_columns}{' e8m0' * e8m0}"
     if block not in BLOCKS or not block_rows or not block_columns or (e8m0 and block != (1, 32)):
         has = ", ".join(f"{rows}x{columns}" for rows, columns in BLOCKS)
-        raise KernelError(f"scales of {scales} are not supported; blocks are {has}, of 1x32 e8m0, too")
+        raise KernelError(f"scales of {scales} are not supported; blocks are {has}, and 1x32 with e8m0")
     if loader.vector > 4 and not takes_octets(block):
         raise KernelError(f"scales of {scales} are not supported with {loader.name}; a lane has to hold 4 columns")
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
