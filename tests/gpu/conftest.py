@@ -1,4 +1,4 @@
-"""Tests of this folder need a card whose tensor cores know FP8."""
+"""The tests of this folder need a GPU whose tensor cores support FP8."""
 
 from __future__ import annotations
 

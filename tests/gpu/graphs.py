@@ -1,4 +1,4 @@
-"""CUDA graphs of what tests run."""
+"""Captures CUDA graphs in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ T = TypeVar("T")
 
 
 def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of ``run``, which ran once before, and its results, which each replay overwrites."""
+    """Captures ``run`` in a CUDA graph, after one call to warm up.
+
+    Returns:
+        The graph, and the results of the captured call, which each replay overwrites.
+    """
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Attention on a card: the cases that are emulated, the ops against their specification on the CPU, and what trains."""
+"""Attention on a GPU: the emulated cases, the ops against their specification on the CPU, and training of modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CARD = torch.device("cuda", 0)
 CASES = [case for module in ATTENTION for case in module.CASES]
 CAUSAL, WINDOW = Band(right=0), Band(left=100, right=30, bottom_right=True)
 NEAR = 2e-2
-"""Relative (Frobenius): codes that float32's last bits and about 14 bits of the tensor cores' sums move."""
+"""Relative (Frobenius): float32's last bits and the tensor cores' sums of about 14 bits change some FP8 codes."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -55,9 +55,9 @@ class Problem:
     """A call of both ops.
 
     Attributes:
-        queries, keys: rows of each sequence; those of a padded batch have the longest one's memory.
+        queries, keys: rows of each sequence; in a padded batch each sequence has the memory of the longest one.
         heads: of queries, and of keys.
-        own: each sequence has its own length in a padded batch, which ``cu_seqlens`` say.
+        own: the sequences of a padded batch have their own lengths, which are passed as ``cu_seqlens``.
     """
 
     head_dim: int
@@ -76,7 +76,7 @@ class Problem:
         return torch.randn(*shape, heads, self.head_dim, generator=generator).to(self.dtype)
 
     def outcome(self, device: torch.device | str) -> dict[str, Tensor]:
-        """The output and the gradients, on the CPU."""
+        """The output and the gradients, copied to the CPU."""
         of_queries, of_keys = self.heads
         q, do = (self.drawn(self.queries, of_queries, seed).to(device) for seed in (0, 3))
         k, v = (self.drawn(self.keys, of_keys, seed).to(device) for seed in (1, 2))
@@ -113,7 +113,7 @@ PROBLEMS = [
 
 @contextmanager
 def only_kernels(head_dim: int) -> Iterator[None]:
-    """A fallback to the specification is an error, where the card has kernels for both passes."""
+    """Makes fallbacks to the specification errors if the GPU has kernels for both passes."""
     plans.clear_plan_cache()
     with warnings.catch_warnings():
         if all(head_dim in PLANS[which].get(architecture_of(CARD), (None, ()))[1] for which in PLANS):
@@ -122,7 +122,7 @@ def only_kernels(head_dim: int) -> Iterator[None]:
 
 
 def poison() -> None:
-    """The memory that comes next holds NaN: what is not written is seen."""
+    """Fills free memory with NaN, so that results show elements that are not written."""
     held = torch.full((1 << 24,), torch.nan, device=CARD)
     del held
 
@@ -145,7 +145,7 @@ def test_the_ops_are_the_specification(problem: Problem) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_results_are_the_same_bits_each_time(head_dim: int) -> None:
-    """Whatever ran beside a block; a race would show now and then."""
+    """The results do not depend on the order of blocks. A race would show in some of the runs."""
     problem = Problem(head_dim, (2050,) * 4, (2050,) * 4, "bshd", (8, 2), CAUSAL)
     with only_kernels(head_dim):
         first = problem.outcome(CARD)
@@ -157,7 +157,7 @@ def test_results_are_the_same_bits_each_time(head_dim: int) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_long_sequence_is_exact_attention(causal: bool) -> None:
-    """Against float64: dK's and dV's sums leave the tensor cores several times, and 1,024 blocks run."""
+    """Compared with float64: the sums of dK and dV leave the tensor cores several times, and 1,024 blocks run."""
     problem = Measured(2, 8192, 8, 128, sharing=4, causal=causal)
     q, k, v, do = given = inputs(problem, CARD)
     exam = Exam(problem, given)
@@ -183,7 +183,7 @@ def gradients_of_module(device: torch.device | str, given: Inputs) -> dict[str, 
 
 
 def test_a_module_trains_as_on_the_cpu() -> None:
-    """Its backward runs in a thread of autograd's."""
+    """The backward pass runs in an autograd thread."""
     given = inputs(Measured(2, 300, 4, 128, sharing=2), torch.device("cpu"))
     right = gradients_of_module("cpu", given)
     with only_kernels(128):

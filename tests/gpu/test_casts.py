@@ -1,4 +1,4 @@
-"""The cast kernels on hardware: what the emulator ran, larger tensors, streams, graphs, and the sanitizer."""
+"""The cast kernels on hardware: the emulated cases, larger tensors, streams, graphs, and the sanitizer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.gpu.graphs import captured
 ops = torch.ops.lightning_fp8
 reference = reference_of(quantize_op)
 ROWS, BOTH = ({layout: Cast(E4M3, layout, columnwise=columnwise) for layout in Layout} for columnwise in (False, True))
-"""The operand of x, and those of x and of xᵀ."""
+"""Casts to x alone, and to x and xᵀ."""
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Waiting for the device is an error."""
+    """Makes synchronization with the device an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -79,11 +79,11 @@ def test_shapes(layout: Layout, shape: tuple[int, int]) -> None:
 def test_casts_without_kernels_are_compiled_to_the_same_bits(
     layout: Layout, float8: Float8, dtype: torch.dtype
 ) -> None:
-    """What a card runs where a kernel does not: by Triton, the first time after it is compiled, without a wait."""
+    """Casts that no kernel supports run in Triton: the first call compiles, and later calls do not synchronize."""
     x, cast = sample(260, 1040, dtype), Cast(float8, layout, columnwise=True)
     on_card = x.cuda()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # that torch.compile fails
+        warnings.simplefilter("error", RuntimeWarning)  # raised if torch.compile fails
         reference_quantize(on_card, cast, None, None, None)
         with nothing_waits():
             actual = reference_quantize(on_card, cast, None, None, None)
@@ -150,7 +150,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_kernels_run_on_the_current_stream() -> None:
-    """On another stream, behind a long wait, the cast sees what the stream wrote before it."""
+    """On another stream, after a long wait, the cast reads values written earlier on that stream."""
     x = torch.zeros(1024, 1024, device="cuda", dtype=BF16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -180,7 +180,7 @@ def test_a_graph_replays_with_new_values(layout: Layout) -> None:
 
 
 def test_a_delayed_step_in_a_graph() -> None:
-    """Cast, observe and update, replayed: scales move as on the CPU."""
+    """Replays of cast, observe and update give the same scales as the CPU."""
     on_card, on_cpu = ({"x": torch.empty(64, 256, dtype=BF16, device=on), "amax": torch.zeros(1, device=on),
                         "amax_history": torch.zeros(4, 1, device=on), "scale": torch.zeros(1, device=on),
                         "largest": torch.full((1,), 448.0, device=on)} for on in ("cuda", "cpu"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The look at the first two steps, on a card: all kinds of casts and products of a model pass, and nothing stays."""
+"""Checks of the first two steps, on a GPU: all casts and products of a model pass, and the ops are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix products on hardware: what the emulator ran, random shapes against float64, and layers that train."""
+"""Matrix products on hardware: the emulated cases, random shapes against float64, and training of layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CARD = torch.device("cuda", 0)
 
 
 def fits(case: Case) -> bool:
-    """Whether the case's tile is for this card: more than two numbers are Hopper's, two those of ``mma.sync``."""
+    """Whether the case's tile is for this GPU: names have more than two numbers on Hopper, two for ``mma.sync``."""
     arch = launch.architecture_of(CARD) if torch.cuda.is_available() else ""
     return arch == "90a" if case.name.split("-")[3].count("/") > 1 else arch in ("89", "120")
 
@@ -52,7 +52,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("scaling", PAIRS)
 def test_random_shapes(scaling: str) -> None:
-    """Against float64; small, ragged and large, with each epilogue."""
+    """Compared with float64; small, ragged and large shapes, with each epilogue."""
     choose = random.Random(scaling)
     for _ in range(12):
         shape = tuple(choose.choice((1, 16, 33, 64, 127, 128, 250, 1000, 1536, 2049)) for _ in range(3))
@@ -66,13 +66,13 @@ def test_random_shapes(scaling: str) -> None:
             bias=None if accumulate else choose.choice([None, BF16]),
             accumulate=accumulate,
             fast=choose.random() < 0.5,
-            # With exact sums even the short accumulator is exact; other values only where sums are promoted.
+            # Exact sums fit the short accumulator; with other values only promoted sums could be compared.
             exact=True,
         )
 
 
 def test_every_plan_of_a_problem() -> None:
-    """All tiles that are legal give the same bits."""
+    """All legal tiles give the same bits."""
     card = launch.architecture_of(CARD), launch.multiprocessors(CARD)
     product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16")
     problem = GemmProblem(1000, 1040, 1500, product, *card, out_aligned=True, even=True)
@@ -87,7 +87,7 @@ def test_every_plan_of_a_problem() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_more_than_2_31_elements() -> None:
-    """Rows of A and of the result that lie beyond 2**31 bytes and elements."""
+    """Rows of A and of the result beyond 2**31 bytes and elements."""
     a = torch.ones(140_000, 16_384, device="cuda", dtype=BF16).to(E4M3)
     a[-1] = 2.0
     b, one = torch.ones(16_384, 16_384, device="cuda", dtype=BF16).to(E4M3), torch.ones((), device="cuda")
@@ -101,7 +101,7 @@ def test_more_than_2_31_elements() -> None:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_trains_as_on_the_cpu(recipe: str) -> None:
-    """Losses and gradients of a few steps, on the card and on the CPU."""
+    """Compares losses and gradients of a few steps on the GPU and on the CPU."""
     losses = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
 
 
 def test_backward_whose_first_work_is_ours() -> None:
-    """The autograd thread has no CUDA context before its first call, which is a kernel of ours."""
+    """The autograd thread has no CUDA context before its first call, which is one of our kernels."""
     done = subprocess.run([sys.executable, "-c", BACKWARD_FIRST], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

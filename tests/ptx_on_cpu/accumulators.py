@@ -1,4 +1,4 @@
-"""Which registers of a function may hold what a wgmma in flight will give."""
+"""Finds the registers of a function that may hold the result of a wgmma in flight."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.ptx_on_cpu.parse import BITS, Function, Instruction, Registers
 
 @dataclass(frozen=True)
 class Accumulators:
-    """Numbers of registers in the array that holds them: first those that a wgmma writes, then copies of them."""
+    """Indices of registers in the array of accumulators: first those that a wgmma writes, then copies of them."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     written: int = 0
 
     @property
     def declarations(self) -> list[str]:
-        """In C, at the head of the function."""
+        """C declarations for the start of the function."""
         if not self.numbers:
             return []
         return [
@@ -28,7 +28,7 @@ class Accumulators:
 
 
 def accumulators_of(function: Function) -> Accumulators:
-    """Copies are what a mov of 32 bits gives, wherever it stands."""
+    """Copies are the targets of 32-bit movs, anywhere in the function."""
     written: dict[str, None] = {}
     movs: dict[str, set[str]] = {}
     declared: Counter[str] = Counter()
@@ -45,7 +45,7 @@ def accumulators_of(function: Function) -> Accumulators:
     reached = list(written)
     while reached:
         for target in sorted(movs.get(reached.pop(), ())):
-            # A name that several scopes declare is not told apart here: reading an accumulator into it is an access.
+            # A name that several scopes declare is ambiguous here: reading an accumulator into it counts as an access.
             if target not in numbers and declared[target] == 1:
                 numbers[target] = len(numbers)
                 reached.append(target)

@@ -1,4 +1,4 @@
-"""Compiles C with gcc, once: shared objects are kept on disk under a hash of all they depend on."""
+"""Compiles C with gcc and caches the shared objects on disk, keyed by a hash of all they depend on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAGS = [
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Why C cannot be compiled on this machine, or None."""
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return f"the emulator's fibers need Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if shutil.which("gcc") is None:
@@ -36,7 +36,7 @@ def unavailable() -> str | None:
 
 
 def folder() -> Path:
-    """Where shared objects are kept: ``$PTX_ON_CPU_CACHE``, else a folder for temporary files."""
+    """The cache of shared objects: ``$PTX_ON_CPU_CACHE``, or else a temporary folder."""
     given = os.environ.get("PTX_ON_CPU_CACHE")
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"ptx_on_cpu_{os.getuid()}"
     path.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def _compile(name: str, key: str, sources: list[Path] | str, optimization: str) 
     library = folder() / f"{name}_{digest}.so"
     if library.exists():
         return library
-    # Other processes may compile the same: each writes a file of its own, and the last one to rename wins.
+    # Other processes may compile the same source: each writes its own file, and the last one to rename wins.
     with tempfile.TemporaryDirectory(dir=folder()) as temporary:
         if isinstance(sources, str):
             source = Path(temporary) / f"{name}.c"
@@ -84,12 +84,12 @@ def _compile(name: str, key: str, sources: list[Path] | str, optimization: str) 
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The runtime, whose functions translated kernels call: hence global symbols."""
+    """The runtime, loaded with global symbols, since translated kernels call its functions."""
     library = _compile("runtime", "", sorted(_RUNTIME.glob("*.c")), "-O2")
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernel_library(source: str) -> ctypes.CDLL:
-    """The shared object of a translated kernel; gcc takes longer to optimize one than it then runs."""
+    """The shared object of a translated kernel, compiled with -O0: optimizing takes longer than running it."""
     runtime()
     return ctypes.CDLL(str(_compile("kernel", source, source, "-O0")))

@@ -76,8 +76,11 @@ class _Launch(ctypes.Structure):
 class Program:
     """A kernel, translated and compiled.
 
-    `ptx` is a module with one ``.entry``. Raises :class:`EmulatorError` where it holds what the emulator does not
-    support, with the instruction and its line.
+    Args:
+        ptx: a module with one ``.entry``.
+
+    Raises:
+        EmulatorError: if an instruction is not supported. The message names the instruction and its line.
     """
 
     def __init__(self, ptx: str) -> None:
@@ -87,7 +90,7 @@ class Program:
         self._kernel = getattr(self._library, self._translation.symbol)
 
     def set_variable(self, name: str, value: int) -> None:
-        """Sets a ``.global .u32`` of the module, where it stays for later launches."""
+        """Sets a ``.global .u32`` of the module. It keeps the value in later launches."""
         (memory,) = (each for each in self._translation.memory if each.symbol == c_name("g_" + name))
         ctypes.c_uint32.in_dll(self._library, memory.symbol).value = value
 
@@ -113,26 +116,28 @@ class Program:
         """Runs the kernel to its end.
 
         `args` are the kernel's parameters in their order. A tensor is passed as its address, and its whole storage
-        may then be accessed; None is a null pointer; a :class:`TensorMap` is passed by value, and so are bytes; numbers
-        are packed as the parameter's type. `read_only` holds indices of arguments that must not be written, `memory`
-        tensors whose addresses lie in bytes.
+        may be accessed; None is a null pointer; a :class:`TensorMap` or bytes are passed by value; numbers are packed
+        as the parameter's type. `read_only` holds indices of arguments that must not be written, `memory` tensors
+        whose addresses are contained in arguments that are bytes.
 
-        `schedule` is the order in which threads run between two synchronisations, and that of blocks; `copies` when
-        asynchronous copies arrive: at once, not before somebody waits (stores that nobody waits for, not before all
-        blocks have ended), or at random; `seed` fixes what is random. `races` looks for accesses that nothing orders,
-        of threads to shared memory and of blocks to global memory. `accumulation` is the arithmetic of FP8 tensor
-        cores: ``"hopper"`` keeps 13 bits after the leading product's point, an approximation. `registers` is what a
-        thread has at entry, which setmaxnreg changes; None for what the PTX's directives leave it.
+        `schedule` is the order in which threads run between two synchronizations, and the order of blocks. `copies`
+        is when asynchronous copies arrive: ``"eager"`` at once; ``"late"`` not before a thread waits for them (stores
+        that no thread waits for, not before all blocks have ended); or ``"random"``. `seed` makes random orders
+        reproducible. `races` looks for unordered accesses, of threads to shared memory and of blocks to global memory.
+        `accumulation` is the arithmetic of FP8 tensor cores: ``"hopper"`` keeps 13 bits after the leading product's
+        point, an approximation. `registers` is the number of registers of a thread at entry, which setmaxnreg changes;
+        None derives it from the PTX's directives.
 
-        `strict` holds kernels to what CUTLASS holds to: a fence.mbarrier_init before a copy signals a new mbarrier, and
-        no two threads that store to one place, be it the same value. Without it they may do as Triton's do: synchronise
-        the block alone, and store copies of one value by one instruction.
+        `strict` checks two rules that CUTLASS follows: a fence.mbarrier_init is needed before a copy signals a new
+        mbarrier, and no two threads store to one address, even the same value. Kernels of Triton need
+        ``strict=False``: they synchronize only the block, and store copies of one value in one instruction.
 
-        `trace` gets what threads did to synchronise, and with shared memory, in the order in which it happened.
+        `trace` records the threads' synchronization and their use of shared memory, in the order of execution.
 
-        Raises :class:`EmulatorError` for an access out of bounds, misaligned or to read-only memory; a race; a
-        deadlock; divergence at a collective instruction; a missing proxy fence; a copy that nobody waited for.
-        The message names block, thread, PTX line and, where the PTX has line information, the line of its source.
+        Raises:
+            EmulatorError: for an access out of bounds, misaligned or to read-only memory; a race; a deadlock;
+                divergence at a collective instruction; a missing proxy fence; a copy that no thread waited for. The
+                message names block, thread, PTX line and, where the PTX has line information, the line of its source.
         """
         translation = self._translation
         self._check_shape(grid, block, cluster, dynamic_shared)
@@ -191,7 +196,7 @@ class Program:
             raise EmulatorError(f"{shared} bytes of shared memory: {translation.target} has {largest}")
 
     def _pack(self, args: Sequence[Argument], read_only: Collection[int]) -> tuple[ctypes.Array[ctypes.c_char], int]:
-        """The parameters' bytes, and where they start: at a multiple of 64, as tensor maps need it."""
+        """The parameters' bytes, and their address: a multiple of 64, as required for tensor maps."""
         parameters = self._translation.parameters
         if len(args) != len(parameters):
             raise EmulatorError(f"the kernel takes {len(parameters)} arguments, not {len(args)}")
@@ -221,7 +226,7 @@ class Program:
         return ranges or [_Range(0, 0, 0)]
 
     def _located(self, message: str) -> str:
-        """Adds the text of PTX lines, and the lines of the source that they come from."""
+        """Adds the text of PTX lines, and the lines of the source that they were compiled from."""
         lines = self.ptx.splitlines()
         files = dict(re.findall(r"\.file\s+(\d+)\s+\"([^\"]+)\"", self.ptx))
 
@@ -238,7 +243,7 @@ class Program:
 
 
 def _regions(args: Sequence[Argument], ranges: Sequence[_Range]) -> list[_Range]:
-    """Memory that blocks share, each storage once."""
+    """Memory shared by blocks, with each storage once."""
     storages = [arg.tensor.untyped_storage() for arg in args if isinstance(arg, TensorMap)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     sizes |= {each.start: each.bytes for each in ranges if each.bytes}

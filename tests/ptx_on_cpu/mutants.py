@@ -1,4 +1,4 @@
-"""Many mutants of a kernel in one program, since translating and compiling one takes far longer than it runs."""
+"""Compiles many mutants of a kernel as one program, since translation and compilation dominate the time of a run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Sequence
 from tests.ptx_on_cpu.emulator import Program
 
 Span = tuple[int, int]
-"""Where a part of a PTX text starts and ends: whole statements."""
+"""Start and end of a part of a PTX text that consists of whole statements."""
 
 _VARIABLE = "running_mutant"
 _GUARD = re.compile(r"@!?\s*[\w$%]+\s*\Z")
 
 
 def with_mutants(ptx: str, mutants: Sequence[Sequence[Span]]) -> str:
-    """The module with a jump over each span, which those mutants take that lack it.
+    """Returns the module with a conditional jump over each span, taken by the mutants that lack the span.
 
-    A jump stands in the line of its span, so that lines keep their numbers.
+    A jump is inserted in the line of its span, so that line numbers do not change.
 
     Args:
-        mutants: for each the parts that it lacks.
+        mutants: for each mutant, the spans that it lacks.
     """
     lacking: dict[Span, list[int]] = {}
     for number, spans in enumerate(mutants, 1):
         for span in spans:
             lacking.setdefault(_with_guard(ptx, span), []).append(number)
-    inserted: list[tuple[int, bool, int, str]] = []  # of two at one place the one that closes first, or the outer one
+    inserted: list[tuple[int, bool, int, str]] = []  # at equal places: ends before starts, outer before inner starts
     for index, ((start, end), numbers) in enumerate(lacking.items()):
         label = f"BEHIND_{index}"
         jumps = " ".join(f"setp.eq.u32 %lacks, %mutant, {number}; @%lacks bra {label};" for number in numbers)
@@ -41,12 +41,12 @@ def with_mutants(ptx: str, mutants: Sequence[Sequence[Span]]) -> str:
 
 
 def run_as(program: Program, mutant: int) -> None:
-    """Later launches of a program :func:`with_mutants` run as this one, counted from 1; 0 lacks nothing."""
+    """Selects the mutant for later launches of a program :func:`with_mutants`, counted from 1; 0 is the original."""
     program.set_variable(_VARIABLE, mutant)
 
 
 def _with_guard(ptx: str, span: Span) -> Span:
-    """The span and the predicate of its first instruction, which would guard the next one without it."""
+    """The span including the predicate of its first instruction, which would otherwise guard the next one."""
     start, end = span
     guard = _GUARD.search(ptx, ptx.rfind("\n", 0, start) + 1, start)
     return (guard.start() if guard else start), end

@@ -1,4 +1,4 @@
-"""PTX text as modules, functions and statements."""
+"""Parses PTX text into modules, functions and statements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Registers:
-    """``.reg .f32 %f<4>;`` or ``.reg .pred p, q;``: the names it declares."""
+    """``.reg .f32 %f<4>;`` or ``.reg .pred p, q;``: the declared names."""
 
     type: str
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Scope:
-    """A brace: what is declared between two of them is unknown outside."""
+    """A brace. Declarations are visible only up to the matching closing brace."""
 
     opens: bool
 
@@ -62,7 +62,7 @@ class Instruction:
     opcode: str
     modifiers: tuple[str, ...]
     operands: tuple[str, ...]
-    guard: str  # a predicate, "!" before it where it is negated; "" where there is none
+    guard: str  # a predicate, with "!" before it if it is negated; "" if there is none
 
     @property
     def type(self) -> str:
@@ -129,7 +129,7 @@ _INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?(\w+)((?:\.[\w:]+)*)\s*(.*)
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """The parts between commas that are in no bracket."""
+    """Splits at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         if c in "{[(":
@@ -285,5 +285,9 @@ class _Parser:
 
 
 def parse(ptx: str) -> Module:
-    """The module of a PTX text. Raises :class:`EmulatorError` with the line that it does not understand."""
+    """The module of a PTX text.
+
+    Raises:
+        EmulatorError: with the line that cannot be parsed.
+    """
     return _Parser(ptx).module()

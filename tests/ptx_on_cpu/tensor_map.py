@@ -15,14 +15,15 @@ _LAYOUT = struct.Struct("<2Q4Q5I5H5B")
 
 
 class TensorMap:
-    """Describes a tensor, and the boxes that are copied from it or to it: the emulator's ``CUtensorMap``.
+    """Describes a tensor and the boxes that are copied from or to it: the emulator's ``CUtensorMap``.
 
-    `box`, `dims` and `strides` (in elements) are outermost first, like ``tensor.shape``. Elements outside of the
-    tensor read as zero and are not written. The limits are those of ``cuTensorMapEncodeTiled`` without interleaving:
-    rank 1 to 5, elements of 1, 2 or 4 bytes, addresses and strides that are multiples of 16 bytes, at most 256
-    elements of a dimension in a box, whose rows are multiples of 16 bytes and no longer than the swizzle.
+    `box`, `dims` and `strides` (in elements) are outermost first, like ``tensor.shape``. Elements outside the tensor
+    read as zero and are not written. The limits are those of ``cuTensorMapEncodeTiled`` without interleaving: rank 1
+    to 5; elements of 1, 2 or 4 bytes; addresses and strides that are multiples of 16 bytes; boxes of at most 256
+    elements in each dimension, whose rows are multiples of 16 bytes and no longer than the swizzle.
 
-    Raises `ValueError` where one is exceeded, or where `dims` and `strides` leave the tensor's storage.
+    Raises:
+        ValueError: if a limit is exceeded, or if `dims` and `strides` exceed the tensor's storage.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The record of a launch: what orders its threads, and what is copied to and read in shared memory."""
+"""The record of a launch: synchronization of its threads, and copies to and reads of shared memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Trace:
-    """What threads did, in the order in which it happened.
+    """Events of the threads, in the order of execution.
 
     Attributes:
         events: uint32 ``[events, 8]``: :class:`Kind`, the block's rank, the thread, the PTX line, a, b, c and d.

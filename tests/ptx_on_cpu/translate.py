@@ -1,4 +1,4 @@
-"""A PTX module as C source that the runtime can run."""
+"""Translates a PTX module to C source for the runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ptx_on_cpu.writer import Unit, Unsupported, Writer, c_name
 
 @dataclass(frozen=True)
 class GlobalMemory:
-    """A variable of the module, as the symbol of the compiled source."""
+    """A variable of the module, with its symbol in the compiled source."""
 
     symbol: str
     bytes: int
@@ -28,16 +28,20 @@ class Translation:
     parameters: list[Parameter]
     memory: list[GlobalMemory]
     static_shared: int
-    depot_bytes: int  # of local memory, of all functions
+    depot_bytes: int  # of local memory, summed over all functions
     uses_cp_async: bool
     uses_async_proxy: bool
     largest_block: int | None  # .maxntid
     cluster: tuple[int, int, int] | None  # .reqnctapercluster
-    registers: int  # of a thread at entry, where setmaxnreg counts them; else 0
+    registers: int  # of a thread at entry; 0 if setmaxnreg is not used or has no effect
 
 
 def translate(ptx: str) -> Translation:
-    """The C source of a module with one kernel. Raises :class:`EmulatorError` that names what it lacks."""
+    """The C source of a module with one kernel.
+
+    Raises:
+        EmulatorError: if the PTX cannot be parsed, has no or several kernels, or needs what is not supported.
+    """
     module = parse(ptx)
     kernels = [f for f in module.functions.values() if f.is_entry]
     if len(kernels) != 1:
@@ -68,7 +72,7 @@ def translate(ptx: str) -> Translation:
 
 
 def _place_shared(module: Module, unit: Unit) -> int:
-    """Offsets of the shared variables; dynamic memory comes last. Returns where it starts."""
+    """Assigns offsets to the shared variables; dynamic memory comes last. Returns the offset where it starts."""
     size, align = 0, 1
     shared = [v for v in module.variables if v.space == "shared"]
     for variable in shared:
@@ -134,9 +138,10 @@ _REGISTERS_OF_A_BLOCK, _LARGEST_COUNT = 64 * 1024, 248
 
 
 def _registers_at_entry(kernel: Function) -> int:
-    """What the directives leave to a thread, and no more than the kernel asks for; without them setmaxnreg is ignored.
+    """The largest number of registers that the directives allow, limited by the largest setmaxnreg of the kernel.
 
-    So ptxas chose in the kernels that were looked at: 168 for 384 threads, and 224 for 256 that ask for 224.
+    ptxas chose the same in all inspected kernels: 168 for 384 threads, and 224 for 256 threads with a setmaxnreg of
+    224. Without directives setmaxnreg is ignored, and the result is 0.
     """
     asked = [
         int(s.content.operands[0])

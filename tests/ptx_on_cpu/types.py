@@ -1,4 +1,4 @@
-"""Types of PTX in C: how a register's bits are read as a value, and written."""
+"""Types of PTX in C: reading a register's bits as a value, and writing a value as bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.ptx_on_cpu.parse import BITS
 if TYPE_CHECKING:
     pass
 
-# A floating-point value is read from, and written to, the bits of a register.
+# C functions that convert a register's bits to a floating-point value, and back.
 READERS = {"f16": "f16_value", "bf16": "bf16_value", "f32": "float_of", "f64": "double_of"}
 WRITERS = {"f16": "f16_from", "bf16": "bf16_from", "f32": "bits_of", "f64": "bits_of_double"}
 
@@ -28,7 +28,7 @@ def is_integer(kind: str) -> bool:
 
 
 def as_value(bits: str, kind: str) -> str:
-    """The C expression of the number that has these bits."""
+    """The C expression of the number with these bits."""
     if kind in READERS:
         return f"{READERS[kind]}({bits})"
     return f"(({signed(kind)}){bits})" if kind[0] == "s" else bits

@@ -1,4 +1,4 @@
-"""Writes the C function of a PTX function: its scopes, registers and operands. Instructions have their own package."""
+"""Writes the C function of a PTX function: its scopes, registers and operands. See `instructions` for instructions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for _i, _axis in enumerate("xyz"):
 
 
 class Unsupported(Exception):
-    """What an instruction needs and the emulator lacks."""
+    """An instruction needs what the emulator does not support."""
 
 
 def c_name(ptx_name: str) -> str:
@@ -56,12 +56,12 @@ def c_name(ptx_name: str) -> str:
 class Register:
     name: str
     type: str
-    number: int | None = None  # among those that may hold what a wgmma in flight will give
+    number: int | None = None  # the index of a register that may hold the result of a wgmma in flight
 
 
 @dataclass
 class Unit:
-    """What the functions of a module share."""
+    """State shared by the functions of a module."""
 
     module: Module
     shared_offsets: dict[str, int] = field(default_factory=dict)
@@ -75,8 +75,12 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def instruction(*opcodes: str, types: str = "", options: str = "") -> Callable[[Handler], Handler]:
-    """Registers the translation of `opcodes`. Modifiers that neither list names are errors; `types` (where given) lists
-    what the last modifier may be, `options` the patterns that others may match."""
+    """Registers the translation of `opcodes`.
+
+    Args:
+        types: values that the last modifier may have; "" if the opcode has no type.
+        options: patterns of the other modifiers. A modifier that matches none raises :class:`Unsupported`.
+    """
 
     def register(handler: Handler) -> Handler:
         def checked(writer: Writer, i: Instruction) -> None:
@@ -114,7 +118,7 @@ class Writer:
         self._labels = self._collect_labels()
 
     def _collect_labels(self) -> set[tuple[int, str]]:
-        """Labels belong to scopes, and may be used before they come."""
+        """The labels with their scopes. They are collected first, since jumps may precede them."""
         labels, stack, opened = set(), [0], 0
         for statement in self.function.statements:
             if isinstance(statement.content, Scope):
@@ -130,7 +134,7 @@ class Writer:
     # Statements
 
     def write(self, statement: Statement) -> None:
-        """Raises :class:`Unsupported`."""
+        """Translates a statement. Raises :class:`Unsupported`."""
         self.line = statement.line
         content = statement.content
         if isinstance(content, Instruction):
@@ -199,7 +203,7 @@ class Writer:
         self.lines += [f"    {line}" for line in lines]
 
     def mark(self) -> None:
-        """Before whatever may fail or wait: messages name the line."""
+        """Sets the line for messages. Called before operations that may fail or wait."""
         self.emit(f"t->line = {self.line};")
 
     @contextmanager
@@ -266,7 +270,7 @@ class Writer:
         return self.symbol_with_offset(operand)
 
     def copied(self, operand: str, kind: str) -> str:
-        """The same for a mov, which may copy what is in flight."""
+        """Like :meth:`bits`, for a mov, which may copy a register of a wgmma in flight."""
         register = self.find(operand)
         accumulates = register and register.number is not None and BITS[kind] == 32
         return register.name if register and accumulates else self.bits(operand, kind)
@@ -276,7 +280,7 @@ class Writer:
         return f"({self._symbol(name)} + ({offset}))" if offset else self._symbol(name)
 
     def parameter(self, operand: str) -> str:
-        """The C pointer of ``[name + offset]`` in the parameter space: of a call, the result, or the function."""
+        """The C pointer of ``[name + offset]`` in the parameter space of a call, of the result, or of the function."""
         name, offset = _base_and_offset(operand.strip("[] "))
         register = self.find(name)
         if register and register.type == "param":
@@ -299,7 +303,7 @@ class Writer:
         return f"{reader}((u{width}){bits})", f"{reader}((u{width})({bits} >> {width}))"
 
     def assign(self, register: str, kind: str, expression: str) -> None:
-        """Sets a register to a number of type `kind`: extended by its sign where the register is wider."""
+        """Sets a register to a number of type `kind`, sign-extended if the register is wider."""
         if register == "_":
             self.emit(f"(void)({expression});")
             return
@@ -319,7 +323,7 @@ class Writer:
         self.assign(register, f"b{width}", f"(u{width}){writer}({low}) | (u{width}){writer}({high}) << {width // 2}")
 
     def address(self, operand: str) -> str:
-        """The u64 expression of ``[register + offset]``."""
+        """The C expression of type u64 of ``[register + offset]``."""
         name, offset = _base_and_offset(operand.strip("[] "))
         base = self.bits(name, "u64")
         return f"({base} + ({offset}ll))" if offset else base

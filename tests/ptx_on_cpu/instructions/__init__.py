@@ -1,4 +1,4 @@
-"""The translation of PTX instructions, by family. Importing a family registers its instructions."""
+"""Translations of PTX instructions, by family. Importing a family registers its instructions."""
 
 from tests.ptx_on_cpu.instructions import (
     arithmetic,

@@ -1,4 +1,4 @@
-"""Arithmetic and comparisons of numbers. Approximate instructions give the correctly rounded, or libm's, result."""
+"""Arithmetic and comparisons. Approximate instructions return the correctly rounded result, or that of libm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = "f16 bf16 f32 f64 f16x2 bf16x2 f32x2"
 
 
 def elementwise(w: Writer, i: Instruction, formula: Callable[..., str]) -> None:
-    """destination = formula(sources), of floating-point numbers, of both halves where there are two."""
+    """destination = formula(sources) for floating-point numbers; for packed types, of both halves."""
     kind, sources = i.type, i.operands[1:]
     if i.has("ftz") and kind not in ("f32", "bf16", "bf16x2", "f32x2"):
         raise Unsupported(f"{i.opcode}.ftz.{kind}")
@@ -55,7 +55,7 @@ def _wide(kind: str) -> str:
 
 
 def _product(w: Writer, i: Instruction) -> tuple[str, str]:
-    """The type and the expression of x * y, as the instruction asks: .lo, .hi or .wide."""
+    """The type and the C expression of x * y for .lo, .hi or .wide."""
     kind = i.type
     if not i.has("wide", "hi"):
         return kind, f"(u64){w.bits(i.operands[1], kind)} * (u64){w.bits(i.operands[2], kind)}"
@@ -121,7 +121,7 @@ _SIGN_BITS["f64"] = "0x8000000000000000ull"
 
 
 def _change_sign(w: Writer, i: Instruction, formula: str) -> None:
-    """neg and abs of a floating-point number leave all other bits, a NaN's too."""
+    """neg and abs of a floating-point number change only the sign bit, also of a NaN."""
     kind = f"b{BITS[i.type]}"
     changed = formula.format(x=w.bits(i.operands[1], kind), sign=_SIGN_BITS[i.type])
     if i.has("ftz"):
@@ -159,10 +159,10 @@ def minimum(w: Writer, i: Instruction) -> None:
     function = "smaller" if i.opcode == "min" else "larger"
 
     def formula(x: str, y: str, z: str = "") -> str:
-        if z:  # of three numbers, since sm_100
+        if z:  # three operands, since sm_100
             y = formula(y, z)
         result = f"{function}({x}, {y})"
-        if i.has("xorsign"):  # of the magnitudes, with the product's sign
+        if i.has("xorsign"):  # of the magnitudes, with the sign of the product
             result = f"sign_of_product({x}, {y}, {function}(fabs({x}), fabs({y})))"
         if i.has("NaN"):
             result = f"nan_if_either({x}, {y}, {result})"

@@ -29,7 +29,7 @@ def cnot(w: Writer, i: Instruction) -> None:
 
 @instruction("shl", "shr", types=f"{_BITS} u16 s16 u32 s32 u64 s64")
 def shift(w: Writer, i: Instruction) -> None:
-    """By more than the width: all bits leave."""
+    """A shift by more than the width shifts out all bits."""
     width = BITS[i.type]
     x, count = w.value(i.operands[1], i.type), w.bits(i.operands[2], "u32")
     if i.opcode == "shl":
@@ -85,7 +85,7 @@ def count_bits(w: Writer, i: Instruction) -> None:
 
 @instruction("bfind", types="u32 s32 u64 s64", options="shiftamt")
 def bfind(w: Writer, i: Instruction) -> None:
-    """The most significant bit that is 1, or of a negative number 0."""
+    """The position of the most significant 1, or of the most significant 0 of a negative number."""
     if i.has("shiftamt"):
         raise Unsupported("bfind.shiftamt")
     x = w.bits(i.operands[1], i.type)

@@ -1,4 +1,4 @@
-"""Branches, calls, and what only advises the scheduler."""
+"""Branches, calls, and hints for the scheduler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trap(w: Writer, i: Instruction) -> None:
 
 @instruction("call", options="uni")
 def call(w: Writer, i: Instruction) -> None:
-    """``call (result), function, (parameters);``: each of the lists may be absent."""
+    """``call (result), function, (parameters);``, where each of the lists is optional."""
     operands = list(i.operands)
     result = operands.pop(0).strip("() ") if operands[0].startswith("(") else ""
     name = operands.pop(0)
@@ -62,4 +62,4 @@ def nanosleep(w: Writer, i: Instruction) -> None:
 
 @instruction("griddepcontrol", options="launch_dependents wait")
 def griddepcontrol(w: Writer, i: Instruction) -> None:
-    """Kernels run one after another here: there is nothing to wait for."""
+    """No-op: kernels run one after another in the emulator."""

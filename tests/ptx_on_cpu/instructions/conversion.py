@@ -47,7 +47,7 @@ def _relu(i: Instruction, x: str) -> str:
 
 
 def _to_fp8(w: Writer, i: Instruction, target: str, source: str) -> None:
-    """Two numbers to two bytes; the first operand is the upper one."""
+    """Converts two numbers to two bytes; the first operand is the upper one."""
     _require(i, "rn", "satfinite", "relu")
     if source == "f32":
         high, low = (w.value(o, "f32") for o in i.operands[1:])
@@ -107,7 +107,7 @@ def _between_floats(w: Writer, i: Instruction, target: str, source: str) -> None
 
 
 def _to_integer(w: Writer, i: Instruction, target: str, source: str) -> None:
-    """Saturates. A NaN gives 0 from 16 and 32 bits, unless the target has 64: then its upper bit, as for a float64."""
+    """Saturates. NaN is converted to 0 if both types have at most 32 bits, or else to the most significant bit."""
     _require(i, "ftz", "sat", *_INTEGRAL)
     x = w.value(i.operands[1], source)
     if i.has("ftz"):

@@ -60,7 +60,7 @@ def _bulk(w: Writer, i: Instruction) -> None:
 
 
 def _adds(i: Instruction) -> str:
-    """Whether a store adds to what is there: the one reduction that is modelled."""
+    """Whether a store is a reduction with add, the only supported one."""
     if i.has("reduce") and (not i.has("add") or (not i.has("tensor") and not i.has("f32"))):
         raise Unsupported(f"cp.{'.'.join(i.modifiers)}")
     return str(i.has("reduce")).lower()

@@ -33,7 +33,7 @@ def _in_cluster(i: Instruction) -> str:
 
 
 def _release(i: Instruction) -> str:
-    """Where nothing else is said, a release at the scope of the block (PTX ISA, mbarrier.arrive)."""
+    """By default a release at the scope of the block (PTX ISA, mbarrier.arrive)."""
     if i.has("relaxed"):
         return "RELAXED"
     return "RELEASE_CLUSTER" if i.has("cluster") else "RELEASE_CTA"
@@ -51,7 +51,7 @@ def _arrive(w: Writer, i: Instruction) -> None:
 
 
 def _test(w: Writer, i: Instruction) -> None:
-    """try_wait may also give up after a time, an operand that has no meaning here."""
+    """try_wait has an operand for a time limit, which is ignored."""
     target, address, phase = i.operands[:3]
     parity = w.bits(phase, "u32") if i.has("parity") else f"(u32){w.bits(phase, 'b64')}"
     may_block, acquires = (str(x).lower() for x in (i.modifiers[0] == "try_wait", not i.has("relaxed")))

@@ -43,7 +43,7 @@ def _packed(w: Writer, sources: list[str], width: int) -> str:
 
 
 def _space(i: Instruction) -> str:
-    """The state space: "generic" where none is named."""
+    """The state space, or "generic" if none is given."""
     for modifier in i.modifiers:
         name = modifier.split("::")[0]
         if name in ("global", "shared", "local", "param", "const"):
@@ -83,7 +83,7 @@ def _vector_length(i: Instruction) -> int:
 
 
 def _access(w: Writer, i: Instruction, address: str, size: int, access: str) -> str:
-    """The host's pointer for an access, after its checks. Needs braces around, for `hit`."""
+    """The host pointer of an access, after its checks. Needs braces around it, for `hit`."""
     space, pointer = _space(i), w.address(address)
     if space == "shared":
         window = "cluster_shared_at" if i.has("shared::cluster") else "shared_at"
@@ -106,7 +106,7 @@ def _reaches_other_blocks(i: Instruction) -> bool:
 
 
 def _memory_type(kind: str) -> str:
-    """What a load extends: signed integers by their sign, all else by zeros."""
+    """The type for extending a loaded value: signed integers by their sign, others by zeros."""
     return kind if is_integer(kind) else f"b{BITS[kind]}"
 
 
@@ -115,7 +115,7 @@ def _c_type(kind: str) -> str:
 
 
 def _check_ordering(i: Instruction) -> None:
-    """The race detector knows no acquire and release through words of shared memory."""
+    """Raises :class:`Unsupported` for acquire and release in shared memory, which the race detector does not model."""
     if _space(i) == "shared" and i.has("acquire", "release", "acq_rel"):
         raise Unsupported(f"{i.opcode}.{i.one_of('acquire', 'release', 'acq_rel')}.shared")
 
@@ -142,7 +142,7 @@ def ld(w: Writer, i: Instruction) -> None:
     if i.has("acquire") and _reaches_other_blocks(i):
         w.emit("rt_global_acquire(t);")
     if i.has(*_STRONG) and _is_global(i):
-        w.emit('rt_spin(t, "a value in memory");')  # it may be polled: let the thread that will write it run
+        w.emit('rt_spin(t, "a value in memory");')  # it may be polled: let the thread run that will write it
 
 
 @instruction(
@@ -178,7 +178,7 @@ def st(w: Writer, i: Instruction) -> None:
 
 @instruction("prefetch", options=f"{_SPACES} {_HINTS} L1 L2 tensormap")
 def prefetch(w: Writer, i: Instruction) -> None:
-    """A hint about caches, which are not modelled."""
+    """No-op: caches are not modelled."""
 
 
 @instruction("createpolicy", types="b64", options="fractional range L2::*")
@@ -193,7 +193,7 @@ _ATOMIC_OPTIONS = f"global shared shared::* {_SCOPES} {_ORDERINGS} {' '.join(_OP
 
 
 def _updated(w: Writer, i: Instruction, operation: str, operands: Sequence[str]) -> str:
-    """The C expression of the new bits, from the old ones in `old`."""
+    """The C expression of the new bits, computed from the old ones in `old`."""
     kind = i.type
     bits = [w.bits(o, kind) for o in operands]
     x, y = as_value("old", kind), as_value(bits[0], kind)
@@ -232,7 +232,7 @@ def _atomic(w: Writer, i: Instruction, target: str | None, address: str, operand
     if i.has("acquire", "acq_rel") and _reaches_other_blocks(i):
         w.emit("rt_global_acquire(t);")
     if target:
-        w.emit('rt_spin(t, "a value in memory");')  # as in ld: it may be asked again until another thread gives way
+        w.emit('rt_spin(t, "a value in memory");')  # as in ld: it may be repeated until another thread stores
 
 
 @instruction("atom", types=_ATOMIC_TYPES, options=_ATOMIC_OPTIONS)

@@ -44,7 +44,7 @@ def _cluster_barrier(w: Writer, i: Instruction) -> None:
 
 @instruction("membar", options="cta gl sys")
 def membar(w: Writer, i: Instruction) -> None:
-    """Threads see each other's accesses at once; what blocks release and acquire is counted."""
+    """Accesses are visible to all threads at once; only release and acquire between blocks are tracked."""
     if i.has("gl", "sys"):
         w.emit("rt_global_release(t);", "rt_global_acquire(t);")
 
@@ -54,7 +54,7 @@ def membar(w: Writer, i: Instruction) -> None:
     options="cta cluster gpu sys sc acq_rel acquire release proxy alias async async::* shared::* global mbarrier_init",
 )
 def fence(w: Writer, i: Instruction) -> None:
-    """What makes shared memory visible to the asynchronous proxy, and orders blocks, has an effect here."""
+    """Only fences to the asynchronous proxy, fences of mbarrier_init, and fences between blocks have an effect."""
     if i.has("gpu", "sys") and i.has("sc", "acq_rel", "acquire", "release") and not i.has("proxy"):
         w.emit(*(() if i.has("acquire") else ("rt_global_release(t);",)))
         w.emit(*(() if i.has("release") else ("rt_global_acquire(t);",)))

@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together."""
+"""Collective instructions of a warp."""
 
 from __future__ import annotations
 
