@@ -18,7 +18,7 @@ def report(document: Mapping[str, Any]) -> str:
         rows.append(
             f"| {place} | {outcome} | {each['seconds']:.0f} | {each['said'].replace('|', ' ')} | {each['log']} |"
         )
-    title = "# First run" + " (dry: nothing of it ran on a card)" * document["dry_run"]
+    title = "# First run" + " (dry run: nothing ran on a GPU)" * document["dry_run"]
     head = ["| step | outcome | s | what it said | log |", "|---|---|---|---|---|"]
     return "\n".join([title, "", *head, *rows, "", "## Next", "", *(f"- {line}" for line in _next(document)), ""])
 

@@ -164,7 +164,7 @@ def test_what_would_hang_too_is_left_out(tmp_path: Path) -> None:
 def test_a_step_whose_file_is_not_there_waits_for_it(tmp_path: Path) -> None:
     needs = tmp_path / "products.json"
     step = quick("choose", "pass", needs=needs)
-    assert one(step, tmp_path)["said"] == "products.json is not there"
+    assert one(step, tmp_path)["said"] == "products.json does not exist"
     needs.touch()
     assert one(step, tmp_path)["outcome"] == "ok"
 

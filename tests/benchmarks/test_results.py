@@ -155,9 +155,9 @@ def test_markers_that_are_not_there_once_in_order_are_refused(text: str) -> None
 
 
 def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
-    with pytest.raises(ValueError, match="ran on a card"):
+    with pytest.raises(ValueError, match="ran on a GPU"):
         report.readme_table(document(dry=True))
-    with pytest.raises(ValueError, match="ran on a card"):
+    with pytest.raises(ValueError, match="ran on a GPU"):
         report.readme_table({**document(), "suites": {}})
 
 
@@ -168,13 +168,13 @@ def test_results_of_an_earlier_version_are_refused() -> None:
 
 @pytest.mark.parametrize("path", (ROOT / "benchmarks/results").glob("*attention*.json"), ids=lambda path: path.stem)
 def test_results_of_another_command_are_refused_with_its_name(path: Path) -> None:
-    with pytest.raises(SystemExit, match="was written by python -m benchmarks.attention_numerics; this takes"):
+    with pytest.raises(SystemExit, match="was written by python -m benchmarks.attention_numerics; this command reads"):
         main(["table", str(path)])
 
 
 def test_results_of_a_first_run_are_refused_with_its_name(tmp_path: Path) -> None:
     first_run.main(["--out", str(tmp_path), "--stages", "choose", "--dry-run"])
-    with pytest.raises(SystemExit, match="was written by python -m benchmarks.first_run; this takes"):
+    with pytest.raises(SystemExit, match="was written by python -m benchmarks.first_run; this command reads"):
         main(["table", str(tmp_path / "first_run.json")])
 
 

@@ -1,5 +1,5 @@
-/* Registers that a wgmma writes hold a mark until wgmma.wait_group: PTX ISA, wgmma.mma_async, leaves what a thread
- * reads there before undefined. A mov copies the mark, as compilers write it between an instruction and the next. */
+/* Registers that a wgmma writes hold a mark until wgmma.wait_group, since reading them before is undefined (PTX ISA,
+ * wgmma.mma_async). A mov copies the mark: compilers emit movs between two wgmma. */
 #include "internal.h"
 
 void rt_in_flight(Thread *t, const Accumulators *accumulators, u32 mark, u32 line)
@@ -11,7 +11,7 @@ void rt_in_flight(Thread *t, const Accumulators *accumulators, u32 mark, u32 lin
     rt_fail(t, "an accumulator of the wgmma in PTX line %u is read before wgmma.wait_group", result->line);
 }
 
-/* What the register holds for the next wgmma: of one in flight that is of the same shape, what that will give. */
+/* The register's value for the next wgmma. For a wgmma in flight of the same shape, it is the future result. */
 static u32 taken(Thread *t, const Accumulators *accumulators, u32 number, u32 shape)
 {
     u32 home = accumulators->registers[number] - IN_FLIGHT;
@@ -55,7 +55,7 @@ void accumulators_give(Thread *t, const Wgmma *wgmma, u32 shape, u32 group, cons
     }
 }
 
-/* Groups up to `done` have ended. */
+/* Writes the results of groups up to `done` to their registers. */
 void accumulators_settle(Thread *t, Accumulators *accumulators, u32 done)
 {
     bool any = false;

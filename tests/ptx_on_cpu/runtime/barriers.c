@@ -5,9 +5,9 @@
 
 struct Barrier {
     u32 arrived, generation;
-    u32 count; /* threads it waits for; 0: all that have not exited */
-    u32 predicates;   /* that were true, of bar.red */
-    u32 total, trues; /* of the generation before */
+    u32 count; /* of threads to wait for; 0: all that have not exited */
+    u32 predicates;   /* number of true ones, for bar.red */
+    u32 total, trues; /* of the previous generation */
     bool in_use;
     u32 *clock;
     char name[24];
@@ -51,7 +51,7 @@ static bool all_met(Warp *warp)
     return true;
 }
 
-/* The lanes of a warp have to reach an aligned instruction together: all of them the same one. */
+/* All lanes of a warp have to reach the same aligned instruction. */
 static bool check_aligned(Thread *t)
 {
     Warp *warp = t->warp;
@@ -67,7 +67,7 @@ static bool check_aligned(Thread *t)
     return all_met(warp);
 }
 
-/* For aligned instructions that wait for nothing else. */
+/* For aligned instructions without another wait. */
 void rt_converge(Thread *t)
 {
     Warp *warp = t->warp;
@@ -150,7 +150,7 @@ u32 rt_bar_reduce(Thread *t, u32 id, u32 count, bool aligned, u32 predicate, int
     return operation == REDUCE_OR ? barrier->trues > 0 : barrier->trues;
 }
 
-/* A barrier without a count waits for the threads that are left. */
+/* A barrier without a count waits for the threads that have not exited. */
 void barriers_thread_exited(Thread *t)
 {
     Block *block = t->block;

@@ -1,4 +1,4 @@
-/* Bulk copies in flight, cp.async.bulk and st.async, and when they arrive. */
+/* Bulk copies in flight (cp.async.bulk and st.async), and the order in which they arrive. */
 #include "bulk_copies.h"
 #include <stdlib.h>
 
@@ -29,7 +29,7 @@ Copy *bulk_add(const Copy *description)
     return copy;
 }
 
-/* Nothing else can go on: the oldest load arrives. */
+/* All threads are blocked: the oldest load arrives. */
 bool bulk_copies_land(Cluster *cluster)
 {
     for (Copy *copy = cluster->first_copy; copy; copy = copy->next) {
@@ -91,7 +91,7 @@ void bulk_copies_end(Cluster *cluster)
     }
 }
 
-/* Only now is what blocks stored without waiting for it certain to be there. */
+/* Stores that no thread waited for arrive at the end of the grid at the latest. */
 void bulk_copies_end_of_grid(Cluster *cluster)
 {
     for (Copy *copy = cluster->held; copy; copy = copy->next)

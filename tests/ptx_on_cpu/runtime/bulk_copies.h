@@ -1,11 +1,11 @@
-/* A bulk copy in flight, as its loads, its stores and the order in which they arrive see it. */
+/* A bulk copy in flight: shared by loads, stores and the order of their arrival. */
 #pragma once
 #include "races.h"
 #include "tensor_map.h"
 
 #define LARGEST_VALUE 16
 
-/* A load lands as a whole. A store first reads shared memory, and writes global memory some time after. */
+/* A load arrives as a whole. A store first reads shared memory, and writes global memory later. */
 struct Copy {
     Copy *previous, *next;
     Thread *thread;
@@ -14,7 +14,7 @@ struct Copy {
     Box box;                    /* of a tensor copy; box.shared is the offset of others too */
     u8 *global;                 /* of a copy of bytes */
     u32 bytes;
-    Block *block;               /* whose shared memory a store reads, or a load to one block fills */
+    Block *block;               /* of the shared memory that a store reads, or that a load to one block writes */
     u16 targets;                /* loads: ranks of the blocks that receive */
     u32 mbarrier;               /* its offset in each of them */
     Block *mbarrier_block;      /* for one target */
@@ -23,7 +23,7 @@ struct Copy {
     bool add;                   /* stores */
     u32 group;
     bool waited;
-    u8 *staged;                 /* what a store has read */
+    u8 *staged;                 /* the bytes that a store has read */
     u32 owner;                  /* the number of its cluster */
 };
 
@@ -37,7 +37,7 @@ static inline bool is_tensor(const Copy *copy)
     return copy->kind == TENSOR_LOAD || copy->kind == TENSOR_STORE;
 }
 
-/* The bytes of shared memory from `offset` on, as the copy lays them out there. */
+/* The position in shared memory of byte `offset` of the copy. */
 static inline u32 place(const Copy *copy, u32 offset)
 {
     return is_tensor(copy) ? swizzled(&copy->box.map, copy->box.shared + offset) : copy->box.shared + offset;

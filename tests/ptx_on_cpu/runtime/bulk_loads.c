@@ -1,4 +1,4 @@
-/* Bulk copies to shared memory, of tensors, of bytes and of values; each signals an mbarrier. */
+/* Bulk copies of tensors, bytes and values to shared memory. Each signals an mbarrier. */
 #include "bulk_copies.h"
 
 static void fill(const Copy *copy, Block *block)
@@ -45,7 +45,7 @@ void bulk_load_lands(Copy *copy)
     bulk_remove(copy);
 }
 
-/* Where a load goes: one block, or the same offset in each block of a mask. */
+/* The targets of a load: one block, or the same offset in each block of a mask. */
 static void aim(Copy *copy, u64 target, u64 mbarrier, bool multicast, u16 blocks, u32 alignment)
 {
     Thread *t = copy->thread;

@@ -1,4 +1,4 @@
-/* Bulk copies from shared memory to global memory; they form groups. */
+/* Bulk copies from shared memory to global memory, in groups. */
 #include "bulk_copies.h"
 #include <stdlib.h>
 
@@ -26,7 +26,7 @@ static void put(u8 *target, const u8 *source, u32 bytes, bool add)
     }
 }
 
-/* Writes global memory; afterwards the copy is only kept for its group. */
+/* Writes global memory; afterwards only the copy's group is needed. */
 void bulk_store_lands(Copy *copy)
 {
     if (!copy->bytes)

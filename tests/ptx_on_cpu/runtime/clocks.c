@@ -1,4 +1,4 @@
-/* Clocks: made, joined, and what threads tell each other by them. */
+/* Clocks: allocation, joins, and releases and acquires of threads. */
 #include "clocks.h"
 #include <stdlib.h>
 
@@ -44,7 +44,7 @@ static void shadow_clear(struct Shadow *shadow)
     memset(shadow->reads, 0, (size_t)shadow->bytes * shadow->slots * sizeof(u32));
 }
 
-/* Clocks go on from block to block: whatever earlier blocks did is known to all, and their shadow needs no clearing. */
+/* Clocks are not reset between blocks: all threads are ordered after earlier blocks, and the shadow is not cleared. */
 void races_begin_cluster(Cluster *cluster)
 {
     Races *races = cluster->races;

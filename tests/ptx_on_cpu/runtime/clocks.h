@@ -1,4 +1,4 @@
-/* The clocks of agents, and what they left at each byte of shared memory. */
+/* The clocks of agents, and their accesses to each byte of shared memory. */
 #pragma once
 #include "races.h"
 
@@ -9,7 +9,7 @@
 
 struct Races {
     u32 agents, threads, first_wgmma, first_cp_async, first_bulk, first_initialization;
-    u32 reads;          /* where clocks of the threads' reads begin: in clusters behind all others, else they are one */
+    u32 reads;          /* index of the first clock of the threads' reads: in clusters after all others, else 0 */
     u32 length;         /* of a clock */
     u32 warpgroups;     /* of a block */
     u32 base, latest;   /* all clocks of earlier clusters are at most `base`; no clock is above `latest` */
@@ -17,12 +17,12 @@ struct Races {
     u32 *known;         /* [threads][length] */
 };
 
-/* An epoch is an agent and its clock at an access; 0 stands for none. */
+/* An epoch is an agent and its clock at an access; 0 is none. */
 struct Shadow {
     u32 bytes, warps, slots;
     u32 *writes, *atomics, *lines; /* per byte: the last write, the last atomic, the line of the last write */
     u32 *reads;                    /* per slot and byte: a slot is a warp, a warpgroup, all bulk copies, other blocks */
-    u32 *exits;                    /* a clock: what the threads knew that have exited */
+    u32 *exits;                    /* the joined clocks of exited threads */
 };
 
 static inline u32 epoch(u32 agent, u32 clock)

@@ -1,4 +1,4 @@
-/* The blocks of a cluster and their threads: made once for a grid, and begun anew for each cluster of it. */
+/* The blocks of a cluster and their threads: allocated once for a grid, and reset for each of its clusters. */
 #include "races.h"
 #include <stdlib.h>
 
@@ -22,7 +22,7 @@ static void begin_thread(Block *block, Thread *t, u32 number)
 
 static void begin_block(Block *block)
 {
-    /* A value that is neither small, nor a likely float, nor a NaN in any format that we read. */
+    /* A value that is large, an unlikely float, and not NaN in any supported format. */
     const u64 garbage = 0x6ba55aa56ba55aa5ull;
     for (u32 i = 0; i < block->shared_bytes; i += sizeof garbage)
         memcpy(block->shared + i, &garbage, sizeof garbage);

@@ -1,4 +1,4 @@
-/* cp.async: a thread copies 4, 8 or 16 bytes from global to shared memory, in groups that it waits for. */
+/* cp.async: a thread copies 4, 8 or 16 bytes from global to shared memory, in groups for which it waits. */
 #include "races.h"
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* Fibers: each thread of a cluster may have a stack of its own. */
+/* Fibers: threads of a cluster with their own stacks. */
 #include "internal.h"
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -7,7 +7,7 @@
 #error "the emulator's fibers are written for x86-64"
 #endif
 
-/* Stores the callee-saved registers on the stack and goes on with another one. */
+/* Pushes the callee-saved registers and switches to another stack. */
 void switch_stack(void **save, void *load);
 __asm__(".text\n"
         ".globl switch_stack\n"
@@ -33,7 +33,7 @@ __asm__(".text\n"
 static struct {
     u8 *memory;
     u32 count, stack_bytes, free_count;
-    void **free; /* used last first: a thread that never waits finds a stack that is in the cache */
+    void **free; /* last in, first out: a thread that never waits gets a stack that is in the CPU's cache */
     Thread *current;
     void *scheduler;
 } fibers;
@@ -71,7 +71,7 @@ void fiber_start(Thread *t)
 {
     u8 *stack = fibers.free[--fibers.free_count];
     u32 index = (u32)((size_t)(stack - fibers.memory) / fibers.stack_bytes);
-    /* Stacks start at different cache lines, or they would all compete for the same few. */
+    /* Stacks start at different cache lines, so that they are in different sets of the cache. */
     void **top = (void **)(stack + fibers.stack_bytes - 64 - index % 16 * 256);
     *--top = NULL;
     *--top = (void *)fiber_main;

@@ -1,8 +1,8 @@
 /* Accesses of different blocks to the same bytes of global memory, in one launch.
  *
  * Blocks run in any order: two accesses, one of them a write and not both atomic, race unless the first block released
- * after its own and the second acquired before its own. Blocks of a cluster count as one. Who releases what to whom is
- * not told apart: a fence too many hides a race, but nothing is reported that is ordered.
+ * after its access and the second one acquired before its access. Blocks of a cluster count as one. Releases and acquires
+ * are not matched: a fence without a counterpart may hide a race, but ordered accesses are never reported.
  */
 #include "races.h"
 #include <stdio.h>
@@ -13,9 +13,9 @@
 #define LARGEST_ERA 2047u
 #define IS_ATOMIC (1u << 31)
 #define SEVERAL OWNER_MASK      /* readers */
-#define LARGEST_REGION (1u << 30) /* bytes; a larger tensor is not looked at */
+#define LARGEST_REGION (1u << 30) /* bytes; races in larger tensors are not checked */
 
-/* Of a byte. An entry is a cluster's number plus 1, and how often it had released. */
+/* The state of a byte. An entry is a cluster's number plus 1, and its number of releases at the access. */
 typedef struct {
     u32 write, read, strong_read, line;
 } Touch;
@@ -107,14 +107,14 @@ static void write_byte(Thread *t, const Cluster *cluster, Touch *touch, u64 addr
         report(t, address, "written", touch->read, "read", 0);
     if (!atomic && races_with(cluster, touch->strong_read, self))
         report(t, address, "written", touch->strong_read, "read", 0);
-    /* What others' atomics must not meet stays known. */
+    /* Kept, to be compared with other clusters' atomics. */
     if (atomic && (touch->write & OWNER_MASK) == self && !(touch->write & IS_ATOMIC))
         return;
     touch->write = self | cluster->era << OWNER_BITS | atomic;
     touch->line = t->line;
 }
 
-/* `owner`: the number of the cluster whose access it is. */
+/* `owner`: the number of the accessing cluster. */
 void global_access(Thread *t, u32 owner, u64 address, u32 bytes, GlobalAccess access)
 {
     const Cluster *cluster = t->block->cluster;

@@ -1,4 +1,4 @@
-/* What the runtime's files share with each other. */
+/* Declarations that the files of the runtime share. */
 #pragma once
 #include "runtime.h"
 
@@ -17,7 +17,7 @@ struct Cluster {
     Thread *threads; /* of all its blocks */
     u32 threads_count;
     Thread *current;
-    u64 progress;           /* events that may let another thread go on */
+    u64 progress;           /* number of events that may unblock a thread */
     u64 random;             /* state of the generator */
     u32 fences;             /* fence.proxy.async and fence.mbarrier_init executed so far */
     u32 arrived, generation;           /* of its barrier */
@@ -28,8 +28,8 @@ struct Cluster {
     Copy *held;                   /* stores of clusters that have ended */
     u32 number;                   /* in the grid */
     struct GlobalRaces *global_races;
-    bool acquired;                /* at the GPU's scope, since it began */
-    u32 era;                      /* how often it has released there */
+    bool acquired;                /* at the GPU's scope, since its start */
+    u32 era;                      /* number of releases at the GPU's scope */
     bool failed;
     Kernel kernel;
     const u8 *parameters;
@@ -41,7 +41,7 @@ void fiber_start(Thread *t);
 void fiber_release(Thread *t);
 void fiber_resume(Thread *t);
 void fiber_suspend(Thread *t);
-void thread_main(Thread *t); /* what a fiber runs; it does not return */
+void thread_main(Thread *t); /* the entry of a fiber; does not return */
 
 /* trace.c */
 void trace(const Thread *t, TraceKind kind, u32 a, u32 b, u32 c, u32 d);

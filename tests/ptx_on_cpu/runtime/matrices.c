@@ -27,7 +27,7 @@ float element_value(Element type, u32 bits)
     }
 }
 
-/* An 8 x 8 matrix of 16-bit elements: lane l holds two neighbours of row l / 4, or of that column. */
+/* An 8 x 8 matrix of 16-bit elements: lane l holds two adjacent elements of row l / 4, or of column l / 4. */
 static void move_matrix(MatrixMove *const *lanes, int matrix)
 {
     u8 *rows[8];
@@ -67,8 +67,8 @@ void rt_move_matrices(Thread *t, MatrixMove *move)
     meet(t, WHOLE_WARP, move, move_matrices);
 }
 
-/* A guess at the FP8 tensor cores of Hopper, never compared with one: products and accumulator are aligned to the
- * largest exponent and cut to 13 bits after the point. */
+/* A guess at the FP8 tensor cores of Hopper, not compared with hardware: products and accumulator are aligned to the
+ * largest exponent and truncated to 13 bits after the point. */
 static float accumulate_hopper(float c, const float *a, const float *b, int k)
 {
     const int fraction_bits = 13;
@@ -103,7 +103,7 @@ float multiply_accumulate(const Launch *launch, Element type, float c, const flo
     return c + sum;
 }
 
-/* The part of a lane in a 16 x k matrix A: four registers, of rows l / 4 and l / 4 + 8, left half and right half. */
+/* Lane l's fragment of a 16 x k matrix A: four registers, of rows l / 4 and l / 4 + 8, left half and right half. */
 void unpack_a(const u32 *registers, int lane, Element type, float *rows, int k)
 {
     int per_register = k / 8;

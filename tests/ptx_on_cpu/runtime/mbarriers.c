@@ -1,4 +1,4 @@
-/* mbarrier objects. The 64 bits in shared memory name a record here, so that overwriting them is noticed. */
+/* mbarrier objects. The 64 bits in shared memory refer to a record here, so that overwriting them is detected. */
 #include "races.h"
 #include <stdlib.h>
 
@@ -9,7 +9,7 @@
 
 typedef struct {
     u32 offset, expected, pending;
-    s32 bytes;                  /* of copies that are still expected */
+    s32 bytes;                  /* still expected from copies */
     u32 phase;
     u32 initializer, init_time; /* for the proxy fence after mbarrier.init */
     u32 *arrivals, *completed;  /* clocks: of all arrivals, and at the end of the last phase */
@@ -57,7 +57,7 @@ static Mbarrier *live_record(Thread *t, Block *block, u32 offset)
     return barrier;
 }
 
-/* What this thread initialised, those it synchronises with see, even where nothing else is released. */
+/* Initializations of this thread are released to threads that it synchronizes with, even by relaxed arrivals. */
 void mbarriers_publish(Thread *t)
 {
     const struct MbarrierTable *table = t->block->mbarriers;
@@ -135,7 +135,7 @@ static Block *window(Thread *t, u64 address, bool in_cluster, u32 *offset)
     return t->block;
 }
 
-/* A release at the scope of a block gives other blocks nothing of what it wrote. */
+/* A release at the scope of a block does not release the thread's writes to other blocks. */
 u64 rt_mbarrier_arrive(Thread *t, u64 address, u32 count, u32 expected_bytes, bool in_cluster, Release release)
 {
     u32 offset;
@@ -180,10 +180,10 @@ bool rt_mbarrier_test(Thread *t, u64 address, u32 parity, bool may_block, bool a
         wait_for_change(t, &barrier->phase, barrier->phase, "mbarrier.try_wait");
     else
         rt_spin(t, "mbarrier.test_wait");
-    return false; /* as if its time had run out: the kernel has to ask again */
+    return false; /* as if its time limit had expired: the kernel has to repeat it */
 }
 
-/* An asynchronous copy arrived: `copy` is what waiters for the phase then know to be done. */
+/* An asynchronous copy arrived: waiters for the phase are ordered after `copy`. */
 void mbarrier_complete(Thread *t, Block *block, u32 offset, u32 bytes, BulkClock copy)
 {
     Mbarrier *barrier = live_record(t, block, offset);

@@ -1,6 +1,6 @@
 #include "races.h"
 
-/* An entry of Block.writers: the thread of the cluster plus 1, and how many proxy fences the cluster had executed. */
+/* An entry of Block.writers: the thread's number in the cluster plus 1, and the cluster's number of proxy fences. */
 #define FENCE_BITS 17
 #define FENCE_MASK ((1u << FENCE_BITS) - 1)
 
@@ -52,7 +52,7 @@ static u32 checked_offset(Thread *t, const Block *block, u64 address, u32 bytes,
     shared_fault(t, block, address, bytes, READ);
 }
 
-/* The block and offset of an address of the shared::cluster window. Checks bounds and alignment, nothing else. */
+/* The block and offset of an address of the shared::cluster window. Checks only bounds and alignment. */
 Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offset)
 {
     u64 rank = address >> RANK_SHIFT;
@@ -61,7 +61,7 @@ Block *shared_window(Thread *t, u64 address, u32 bytes, u32 alignment, u32 *offs
     return block;
 }
 
-/* The same of shared::cta. */
+/* The same for shared::cta. */
 u32 own_window(Thread *t, u64 address, u32 bytes, u32 alignment)
 {
     return checked_offset(t, t->block, address, bytes, alignment);
@@ -100,7 +100,7 @@ void written_through_async_proxy(Block *block, u32 offset, u32 bytes)
         memset(block->writers + offset, 0, bytes * sizeof(u32));
 }
 
-/* The asynchronous proxy sees a generic write once the writer, or the thread that starts the reader, has fenced. */
+/* The asynchronous proxy sees a generic write only after a fence of the writer, or of the thread that starts the copy. */
 void check_proxy_fence(Thread *t, Block *block, u32 offset, u32 bytes, const char *reader)
 {
     if (!block->writers || block->cluster->fences > FENCE_MASK)
@@ -179,7 +179,7 @@ u8 *rt_global_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit)
     return (u8 *)address;
 }
 
-/* Of a copy's source or target, of any length. */
+/* Checks a copy's source or target, of any length. */
 void check_global(Thread *t, u64 address, u32 bytes, Access access, u32 *hit)
 {
     const Range *range = &t->launch->ranges[*hit];
@@ -217,7 +217,7 @@ bool rt_is_shared(Thread *t, u64 address)
 
 u64 rt_generic_to_shared(Thread *t, u64 address)
 {
-    if (!address) /* a null pointer may be asked for its alignment, as CUTLASS does; an access to it fails */
+    if (!address) /* CUTLASS converts null pointers to check their alignment; an access fails */
         return 0;
     Block *block = block_of_pointer(t->block->cluster, (u8 *)address);
     if (!block)
@@ -231,7 +231,7 @@ u64 rt_shared_to_generic(Thread *t, u64 address)
     return (u64)(block->shared + (address - block->first_shared));
 }
 
-/* Of a generic address, which is the host's. */
+/* Generic addresses are the host's. */
 bool is_parameter(const Thread *t, u64 address, u32 bytes)
 {
     u64 offset = address - (u64)t->block->cluster->parameters;

@@ -1,4 +1,4 @@
-/* Number formats and the arithmetic of PTX that C has no operator for. */
+/* Number formats, and arithmetic of PTX for which C has no operator. */
 #pragma once
 #include <math.h>
 #include <stdbool.h>
@@ -16,7 +16,7 @@ typedef int64_t s64;
 typedef __int128 s128;
 typedef unsigned __int128 u128;
 
-/* Registers are unsigned integers: floating-point values live in them as their bits. */
+/* Registers are unsigned integers. Floating-point values are stored as their bits. */
 
 #define SAME_BITS(name, to, from)            \
     static inline to name(from value)        \
@@ -44,7 +44,7 @@ static inline float saturate(float x)
     return x > 0.f ? fminf(x, 1.f) : 0.f;
 }
 
-/* 16-bit formats. Results are exact in double, or nearly so, before their one rounding. */
+/* 16-bit formats. Results are (nearly) exact in double, and are rounded once. */
 
 static inline u16 f16_from(double x)
 {
@@ -79,7 +79,7 @@ static inline float bf16_value(u16 bits)
     return float_of((u32)bits << 16);
 }
 
-/* Rounding to odd first keeps a second rounding from seeing a tie that was none. */
+/* Rounding to odd first avoids double rounding at ties. */
 static inline float float_to_odd(double x)
 {
     float nearest = (float)x;
@@ -110,7 +110,7 @@ static inline double fma_to_odd(double x, double y, double z)
     return double_of((error > 0) == (sum > 0) ? bits + 1 : bits - 1);
 }
 
-/* FP8: cvt.rn.satfinite. NaN gives 0x7f; what exceeds the largest finite value gives that value. */
+/* FP8: cvt.rn.satfinite. NaN is 0x7f; values above the largest finite value saturate. */
 
 static inline u8 fp8_from(float x, int fraction_bits, int bias, u8 largest)
 {
@@ -150,7 +150,7 @@ static inline float e4m3_value(u8 code)
 {
     if ((code & 0x7f) == 0x7f)
         return float_of(0x7fffffff);
-    /* The same fields read as float16, whose exponent has a bias that is larger by 8. */
+    /* The same fields as float16, whose exponent bias is larger by 8. */
     return f16_value((u16)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.f;
 }
 
@@ -159,7 +159,7 @@ static inline float e5m2_value(u8 code)
     return (code & 0x7f) > 0x7c ? float_of(0x7fffffff) : f16_value((u16)(code << 8));
 }
 
-/* Conversions to integers saturate; a NaN gives `nan`. */
+/* Conversions to integers saturate; NaN is converted to `nan`. */
 #define TO_INTEGER(name, type, least, largest)      \
     static inline type name(double x, type nan)     \
     {                                               \
@@ -179,7 +179,7 @@ TO_INTEGER(u32_from, u32, 0, UINT32_MAX)
 TO_INTEGER(u64_from, u64, 0, UINT64_MAX)
 #undef TO_INTEGER
 
-/* min and max: a NaN loses against a number, and -0 < +0. */
+/* min and max: the number if one operand is NaN, and -0 < +0. */
 
 static inline double smaller(double a, double b)
 {
@@ -200,7 +200,7 @@ static inline double sign_of_product(double a, double b, double magnitude)
     return signbit(a) != signbit(b) ? -magnitude : magnitude;
 }
 
-/* The canonical NaN where both are NaN (or, for .NaN, where either is). */
+/* The canonical NaN if both are NaN (or, for .NaN, if either is). */
 static inline float canonical(double x)
 {
     return isnan(x) ? float_of(0x7fffffff) : (float)x;

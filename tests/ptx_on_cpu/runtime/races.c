@@ -1,4 +1,4 @@
-/* Accesses to shared memory: each is held against those before it, and noted. */
+/* Accesses to shared memory: each is compared with earlier ones, and recorded. */
 #include "clocks.h"
 #include <stdio.h>
 
@@ -31,11 +31,11 @@ static void describe(const Cluster *cluster, u32 agent, char *text, size_t size)
         snprintf(text, size, "%s %u", kind, number);
 }
 
-/* Who accesses: what it knows to have happened before, and where its reads are noted. */
+/* An accessing agent: the clocks that happened before, and the slot that records its reads. */
 typedef struct {
     u32 agent, clock, slot;
     const u32 *known;
-    const u8 *stored, *present; /* of an st: the bytes it writes, and those it finds */
+    const u8 *stored, *present; /* of an st: the bytes that it writes, and the bytes before it */
 } Actor;
 
 __attribute__((noreturn, cold)) static void report(Thread *t, Actor actor, Access access, u32 byte, u32 earlier,
@@ -64,14 +64,14 @@ static bool unordered(Actor actor, u32 earlier)
     return (earlier & CLOCK_MASK) > actor.known[earlier >> CLOCK_BITS];
 }
 
-/* The same of a read. */
+/* The same for a read. */
 static bool unordered_read(const Races *races, Actor actor, u32 earlier)
 {
     u32 agent = earlier >> CLOCK_BITS;
     return (earlier & CLOCK_MASK) > actor.known[agent < races->threads ? races->reads + agent : agent];
 }
 
-/* Threads that hold copies of one value may all store it: at one instruction, the same bytes at the same place. */
+/* Threads with copies of one value may all store it: the same bytes to the same address in one instruction. */
 static bool repeats(const Thread *t, const struct Shadow *shadow, Actor actor, u32 byte, u32 index)
 {
     return actor.stored && shadow->lines[byte] == t->line && actor.stored[index] == actor.present[index];

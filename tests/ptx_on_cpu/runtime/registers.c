@@ -1,4 +1,4 @@
-/* setmaxnreg: a block starts with as many registers as its threads have at entry, and hands them about in a pool. */
+/* setmaxnreg: a block has as many registers as its threads have at entry, and its warps exchange them in a pool. */
 #include "internal.h"
 
 void registers_reset(Block *block)
@@ -31,7 +31,7 @@ void rt_set_registers(Thread *t, u32 count, bool increase)
     rt_converge(t);
     if (warp->register_changes != seen)
         return;
-    if (warp->changes_registers) { /* one lane does it for all */
+    if (warp->changes_registers) { /* one lane changes them for all */
         wait_for_change(t, &warp->register_changes, seen, "lanes of its warp");
         return;
     }
@@ -43,7 +43,7 @@ void rt_set_registers(Thread *t, u32 count, bool increase)
     warp->register_history = warp->register_history * 31 + 2 * count + increase;
 }
 
-/* The warps of a warpgroup execute the same ones: the same changes, at least, for Triton's do so in different places. */
+/* All warps of a warpgroup have to make the same changes; in Triton's kernels they are different instructions. */
 void registers_block_exits(Thread *last)
 {
     const Block *block = last->block;

@@ -1,10 +1,10 @@
-/* What a translated kernel sees of the runtime. Every CUDA thread is a fiber, a C function with a stack of its own. */
+/* The interface of the runtime for translated kernels. Every CUDA thread is a fiber: a C function with its own stack. */
 #pragma once
 #include "numbers.h"
 
 #define SHARED_BASE 1024u /* the first shared address of a kernel: the driver keeps the KiB below */
 #define PARAMETERS_BASE 0x400u /* the address of the first parameter in the parameter space */
-#define RANK_SHIFT 24     /* shared addresses carry their block's rank from here up: a block's own ones, too */
+#define RANK_SHIFT 24     /* from this bit on shared addresses hold their block's rank, also in the block itself */
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
@@ -16,13 +16,13 @@ typedef struct Cluster Cluster;
 typedef void (*Kernel)(Thread *t, const u8 *parameters);
 typedef enum { READ, WRITE, ATOMIC } Access;
 
-/* Global memory that a launch may touch. */
+/* Global memory that a launch may access. */
 typedef struct {
     u64 start, bytes;
     u32 writable;
 } Range;
 
-/* What orders a thread with others, and what is read and copied in shared memory. trace.py says what a to d are. */
+/* Synchronization of threads, and reads and copies of shared memory. a to d are documented in trace.py. */
 typedef enum {
     TRACE_INIT, TRACE_ARRIVE, TRACE_WAIT, TRACE_LOAD, TRACE_WGMMA, TRACE_COMMIT, TRACE_WGMMA_WAIT, TRACE_BARRIER,
     TRACE_BARRIER_ARRIVE, TRACE_WARP, TRACE_CLUSTER_ARRIVE, TRACE_CLUSTER_WAIT, TRACE_READ
@@ -32,12 +32,12 @@ typedef struct {
     u32 kind, rank, thread, line, a, b, c, d;
 } TraceEvent;
 
-/* A launch as Python describes it: emulator.py holds the same structure. */
+/* A launch. emulator.py declares the same structure. */
 typedef struct {
     u32 grid[3], block[3], cluster[3];
     u32 static_shared, dynamic_shared, stack_bytes, ranges_count, regions_count;
     const Range *ranges;
-    const Range *regions; /* of memory that blocks share, each once; `writable` says nothing */
+    const Range *regions; /* of memory that blocks share, each once; `writable` is unused */
     u32 races;          /* happens-before detection on shared memory, and between blocks on global memory */
     u32 schedule;       /* of threads and of blocks: 0 forward, 1 reverse, 2 random */
     u32 copies;         /* 0 eager, 1 late, 2 random */
@@ -46,7 +46,7 @@ typedef struct {
     u32 uses_async_proxy;
     u32 registers;      /* of a thread at entry; 0: unknown, and setmaxnreg has no effect */
     u32 parameters_bytes;
-    u32 strict; /* holds kernels to more than other compilers hold to; see emulator.py */
+    u32 strict; /* checks rules that not all compilers follow; see emulator.py */
     u64 seed;
     TraceEvent *trace; /* of a launch of one cluster; or null */
     u32 trace_capacity, trace_count;
@@ -61,10 +61,10 @@ struct Thread {
     u32 turns;                /* of its loops */
     u32 line;                 /* of the PTX, of the last instruction with an effect outside registers */
     u32 last_fence;           /* when it last executed fence.proxy.async, in fences of the cluster */
-    u32 last_barrier_fence;   /* the same of fence.mbarrier_init */
-    u32 cluster_arrival;      /* the generation of the cluster's barrier that it arrived at, plus 1 */
+    u32 last_barrier_fence;   /* the same for fence.mbarrier_init */
+    u32 cluster_arrival;      /* the generation of the cluster's barrier at which it arrived, plus 1 */
     u32 wgmma_done;           /* groups of wgmma that it has waited for */
-    bool wgmma_fenced;        /* since it last waited for one, or began */
+    bool wgmma_fenced;        /* since its last wait for a wgmma, or its start */
     u32 bulk_groups;          /* groups of bulk copies that it has committed */
     enum { READY, SPINNING, WAITING, DONE } state;
     const u32 *counter; /* WAITING: until *counter differs from seen */
@@ -79,11 +79,11 @@ struct Warp {
     Block *block;
     u32 id, live; /* `live` is the mask of lanes that have not exited */
     u32 meeting_line, met; /* lanes that reached the aligned instruction at that line */
-    u32 meetings_done;     /* how often all of them had */
+    u32 meetings_done;     /* how often all lanes reached it */
     u32 registers;         /* of each of its threads */
-    u32 register_changes, register_history; /* executed setmaxnreg: how often, and a hash of what */
-    bool changes_registers;                 /* one of its lanes is at it */
-    u32 open;              /* which of its meetings, at instructions with a mask of lanes, are under way */
+    u32 register_changes, register_history; /* executed setmaxnreg: number and hash */
+    bool changes_registers;                 /* while one of its lanes executes setmaxnreg */
+    u32 open;              /* mask of its unfinished meetings, at instructions with a mask of lanes */
     struct Meeting *meetings;
 };
 
@@ -95,20 +95,20 @@ struct Block {
     u64 first_shared; /* its first shared address */
     Thread *threads;
     Warp *warps;
-    u32 free_registers, registers_returned; /* in the pool of setmaxnreg; how often warps gave some back */
+    u32 free_registers, registers_returned; /* in the pool of setmaxnreg; how often warps returned some */
     struct Barrier *barriers;
     struct Warpgroup *warpgroups;
     u32 warpgroups_count;
     struct MbarrierTable *mbarriers;
     struct Shadow *shadow;
-    u32 *writers; /* per byte: who wrote it through the generic proxy, and when; see memory.c */
+    u32 *writers; /* per byte: the last writer through the generic proxy, and when; see memory.c */
 };
 
 __attribute__((noreturn, cold)) void rt_fail(Thread *t, const char *format, ...);
 __attribute__((noreturn)) void rt_exit(Thread *t);
 void rt_spin(Thread *t, const char *what);
 
-#define LARGEST_TURNS (1u << 29) /* of all loops of a thread: half a second, and more than any kernel needs */
+#define LARGEST_TURNS (1u << 29) /* iterations of a thread: about half a second, and more than any kernel needs */
 
 /* At the end of a loop's body. */
 static inline void turn(Thread *t)
@@ -117,7 +117,7 @@ static inline void turn(Thread *t)
         rt_fail(t, "loops of more than %u turns: this one does not end", LARGEST_TURNS);
 }
 
-/* Memory. Each returns the host's address of an access that is allowed. `shared_at` is for shared::cta. */
+/* Memory. Each checks an access and returns its address on the host. `shared_at` is for shared::cta. */
 __attribute__((cold)) u8 *rt_remote_shared(Thread *t, u64 address, u32 bytes, Access access);
 __attribute__((noreturn, cold)) void rt_shared_fault(Thread *t, u64 address, u32 bytes, Access access);
 u8 *rt_global_slow(Thread *t, u64 address, u32 bytes, Access access, u32 *hit);
@@ -149,7 +149,7 @@ static inline u8 *cluster_shared_at(Thread *t, u64 address, u32 bytes, Access ac
     return shared_at(t, address, bytes, access);
 }
 
-/* `hit`, one per instruction, is the range that the last access fell into. */
+/* `hit`, one per instruction, is the index of the range of its last access. */
 static inline bool in_range(Thread *t, u64 address, u32 bytes, Access access, const u32 *hit)
 {
     const Range *range = &t->launch->ranges[*hit];
@@ -183,7 +183,7 @@ static inline u8 *local_at(Thread *t, u64 address, u32 bytes, u8 *depot, u32 dep
     return (u8 *)address;
 }
 
-/* What other blocks may not do at the same time: a strong access is relaxed, volatile, acquire or release. */
+/* Kinds of accesses for races between blocks. A strong access is relaxed, volatile, acquire or release. */
 typedef enum { PLAIN_READ, CONSTANT_READ, STRONG_READ, PLAIN_WRITE, ATOMIC_WRITE } GlobalAccess;
 void rt_global_access(Thread *t, const void *address, u32 bytes, GlobalAccess access);
 void rt_global_release(Thread *t);
@@ -237,9 +237,9 @@ typedef struct {
 } Mma;
 void rt_mma(Thread *t, Mma *mma);
 
-/* Of one function: registers that a wgmma writes, the first ones, and copies of them. `results` belong to the first. */
+/* Registers of one function: first those that a wgmma writes, with their `results`, then copies of them. */
 typedef struct {
-    u32 value, group, line, shape; /* `group`: of the wgmma in flight, counted from 1; 0 where there is none */
+    u32 value, group, line, shape; /* `group`: of the wgmma in flight, counted from 1, or 0 */
 } Result;
 typedef struct {
     u32 *registers;
@@ -247,7 +247,7 @@ typedef struct {
     u32 count, written;
 } Accumulators;
 
-#define IN_FLIGHT 0xfff00000u /* a NaN: the register of that number, once its wgmma is done */
+#define IN_FLIGHT 0xfff00000u /* plus an index: a NaN in the register of that index until its wgmma is done */
 __attribute__((noreturn, cold)) void rt_in_flight(Thread *t, const Accumulators *accumulators, u32 mark, u32 line);
 
 static inline u32 settled(Thread *t, const Accumulators *accumulators, u32 number, u32 line)
@@ -264,7 +264,7 @@ typedef struct {
     int n;
     Accumulators *accumulators;
     const u16 *registers; /* n / 2 of them */
-    u32 *values;          /* what they hold, and then what they will */
+    u32 *values;          /* inputs, then results */
     bool a_in_registers, keep, negate_a, negate_b;
     u32 a[4];
     u64 a_descriptor, b_descriptor;

@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define SPIN_ROUNDS 10000 /* without progress, until threads that poll count as stuck */
+#define SPIN_ROUNDS 10000 /* without progress, until polling threads are reported as a deadlock */
 
-static jmp_buf outside; /* where a failure goes that happens in no thread */
+static jmp_buf outside; /* the target of failures outside threads */
 static bool in_thread;
 
 u64 random_number(Cluster *cluster)
@@ -64,7 +64,7 @@ void wait_for_change(Thread *t, const u32 *counter, u32 seen, const char *what)
     t->state = READY;
 }
 
-/* Lets others run; the thread goes on whatever they do. */
+/* Lets other threads run; does not wait for a condition. */
 void rt_spin(Thread *t, const char *what)
 {
     t->waits_for = what;
@@ -223,7 +223,7 @@ static void run_grid(Cluster *cluster, u32 *order, u32 *clusters_order, u32 coun
         bulk_copies_end_of_grid(cluster);
 }
 
-/* Returns whether the launch failed: then launch->error says why. */
+/* Returns whether the launch failed; launch->error is the message. */
 int rt_launch(Launch *launch, Kernel kernel, const u8 *parameters)
 {
     static Cluster cluster;

@@ -2,7 +2,7 @@
 
 #define TENSOR_MAP_BYTES 128
 
-/* A map lies in the kernel's parameters, or in global memory. */
+/* A map is in the kernel's parameters or in global memory. */
 static const u8 *tensor_map_at(Thread *t, u64 address)
 {
     u32 hit = 0;

@@ -1,9 +1,9 @@
-/* The emulator's own encoding of a tensor map: tensor_map.py writes it. Dimensions are innermost first. */
+/* The emulator's own encoding of a tensor map, written by tensor_map.py. Dimensions are innermost first. */
 #pragma once
 #include "internal.h"
 
 #define TENSOR_MAP_MAGIC 0x70616d726f736e74ull
-#define CHUNK 16u /* bytes that a swizzle moves as one */
+#define CHUNK 16u /* bytes that a swizzle moves together */
 
 typedef struct {
     u64 magic, address;
@@ -16,10 +16,10 @@ typedef struct {
 } TensorMap;
 _Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
 
-/* Up to 16 bytes of a box: `first` to `last` of them lie inside the tensor, from `global` on. */
+/* Up to 16 bytes of a box, of which `first` to `last` are inside the tensor. */
 typedef struct {
     u32 shared; /* offset from the box's start, before the swizzle */
-    u8 *global; /* of byte 0, which may lie outside */
+    u8 *global; /* the address of byte 0, which may be outside the tensor */
     u32 first, last;
 } Chunk;
 

@@ -1,4 +1,4 @@
-/* The record of a launch that is read from outside: who synchronised with whom, where. */
+/* The record of a launch that Python reads; see trace.py. */
 #include "internal.h"
 
 void trace(const Thread *t, TraceKind kind, u32 a, u32 b, u32 c, u32 d)

@@ -1,8 +1,8 @@
-/* What the lanes of a warp do together: .sync instructions with a mask of lanes. */
+/* Collective instructions of a warp: .sync instructions with a mask of lanes. */
 #include "races.h"
 #include <stdlib.h>
 
-/* Lanes of one mask that wait for each other. A warp has at most 32 disjoint masks. */
+/* A meeting: lanes of one mask that wait for each other. A warp has at most 32 disjoint masks. */
 struct Meeting {
     u32 mask, arrived, line, generation;
     void *arguments[WARP];
@@ -65,7 +65,7 @@ static Thread *lane_thread(Warp *warp, u32 lane)
     return &warp->block->threads[warp->id * WARP + lane];
 }
 
-/* Orders what the lanes did before with what each of them does next. */
+/* Orders earlier accesses of all lanes before later ones. */
 static void join_lanes(Warp *warp, u32 mask, void **arguments)
 {
     (void)arguments;
@@ -116,7 +116,7 @@ static void shuffle_lanes(Warp *warp, u32 mask, void **arguments)
         }
         if (!own->in_range)
             source = (s32)lane;
-        /* The value of a lane that does not take part is undefined. */
+        /* The value of a lane that does not participate is undefined. */
         own->result = mask >> source & 1 ? ((Shuffle *)arguments[source])->value : 0xdeadbeef;
     }
 }

@@ -1,4 +1,4 @@
-/* wgmma: the four warps of a warpgroup multiply matrices that lie in shared memory. */
+/* wgmma: the four warps of a warpgroup multiply matrices in shared memory. */
 #include "races.h"
 #include <stdlib.h>
 
@@ -66,8 +66,8 @@ static void meet_group(Thread *t, void *argument, GroupTogether together)
 
 #define RESERVED (3ull << 14 | 3ull << 30 | 7ull << 46 | 0x3ffull << 52)
 
-/* PTX ISA, "Matrix Descriptor Format": an address takes 18 bits, and a K-major operand that is swizzled is no wider than
- * its swizzle, so that nothing lies a leading dimension away; there 0 or 1 is written. */
+/* PTX ISA, "Matrix Descriptor Format": an address has 18 bits. A K-major operand that is swizzled is no wider than its
+ * swizzle, so its leading dimension is unused, and has to be 0 or 1. */
 static void check_descriptor(Thread *t, u64 descriptor)
 {
     u64 leading = descriptor >> 16 & 0x3fff, swizzle = descriptor >> 62, base = descriptor >> 49 & 7;
@@ -83,7 +83,7 @@ static void check_descriptor(Thread *t, u64 descriptor)
         rt_fail(t, "limit of the emulator: a matrix descriptor with a base offset");
 }
 
-/* Where a matrix descriptor puts 16 bytes of a row: K-major, its 14-bit fields in units of 16 bytes. */
+/* The address of 16 bytes of a row by a K-major matrix descriptor, with 14-bit fields in units of 16 bytes. */
 static u32 descriptor_address(u64 descriptor, u32 row, u32 byte)
 {
     u32 start = (u32)(descriptor & 0x3fff) << 4;
@@ -129,7 +129,7 @@ static void load_operand(Thread *t, struct Warpgroup *group, u64 descriptor, u32
     }
 }
 
-/* What all four warps know: the multiplication may start only after what each of them waited for. */
+/* The joined clocks of all four warps: the multiplication starts after all that each of them waited for. */
 static void learn_common_knowledge(Thread *t, struct Warpgroup *group)
 {
     const Races *races = t->block->cluster->races;
@@ -153,7 +153,7 @@ static void check_uniform(Wgmma *const *lanes)
     }
 }
 
-/* Row `row` and column `column` of the accumulator are in this register of this thread. */
+/* The thread and register of row `row` and column `column` of the accumulator. */
 static u32 *accumulator(Wgmma *const *lanes, int row, int column)
 {
     int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
@@ -166,7 +166,7 @@ static void negate(float *values, int count)
         values[i] = -values[i];
 }
 
-/* A row times the columns of B, which lies transposed: the compiler vectorises over the columns. */
+/* A row times the columns of B, which is transposed in memory: the compiler vectorizes over the columns. */
 static void multiply_row(const float *row, const float *transposed, int n, int k, float *sums)
 {
     memset(sums, 0, n * sizeof(float));
