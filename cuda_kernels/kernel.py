@@ -1,8 +1,8 @@
 """A kernel's declaration: its function, its parameters and its launch bounds.
 
 Parameters are addresses, integers, floats and tensor maps, which are passed by value; arrays are not supported. Those
-that change with each launch come first: tensor maps and int64. The file of a kernel gives their types when it makes its
-:class:`Kernel`, with the names of ``device/language.py``: ``i64``, ``i32``, ``f32``, tuples of one, ``tensor_map``.
+that change with each launch come first: tensor maps and int64. A kernel's module declares their types in its
+:class:`Kernel`, by the names of ``device/language.py``: ``i64``, ``i32``, ``f32``, tuples of one, ``tensor_map``.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _casts(entries: list[Entry]) -> str:
             )
         )
     header = ("work", "by", "ms (quartiles)", "GB/s", "of copy", "other shapes", "E5M2", "host µs", "targets")
-    about = f"bfloat16 {main} to E4M3 unless it says otherwise; other shapes: {', '.join(map(str, others))}"
+    about = f"bfloat16 {main} to E4M3 unless stated otherwise; other shapes: {', '.join(map(str, others))}"
     return f"{about}\n\n{_markdown(header, rows)}"
 
 

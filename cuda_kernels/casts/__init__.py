@@ -1,1 +1,1 @@
-"""Kernels that cast to FP8, what is fused into them, and the update of delayed scales."""
+"""Kernels that cast to FP8, operations fused into them, and the update of delayed scales."""

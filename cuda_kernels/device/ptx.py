@@ -14,7 +14,7 @@ GUARDED = "{ .reg .pred p; setp.ne.s32 p, %s, 0; %s }"
 
 load_4 = asm("ld.global.nc.b32 $0, [$1];", u32, i64)
 load_f32 = asm("ld.global.f32 $0, [$1];", f32, i64)
-"""Coherent: sees earlier writes of the same kernel."""
+"""Coherent with earlier writes of the same kernel."""
 
 # The register is zeroed before the predicated load. With two complementary predicates, ptxas would extend its live
 # range over a whole loop.

@@ -1,1 +1,1 @@
-"""``D = A Bᵀ`` of FP8 matrices. ``spec`` says what is computed; ``wgmma`` is Hopper's kernel, ``mma`` the others'."""
+"""``D = A Bᵀ`` of FP8 matrices. ``spec`` defines the problem; ``wgmma`` is the kernel of Hopper, ``mma`` of other GPUs."""

@@ -248,7 +248,7 @@ def _cast_with_shared_scale(
     cast, rows = product.cast(role), _rows(x)
     args = product.cast_args(role, rowwise=True, columnwise=False)
     scale = args["scale"]
-    # Branch on the scale's value, which is equal on all ranks; what a rank's host knows of it may differ.
+    # Branch on the scale's value, which is equal on all ranks; ``scale_is_nonzero``, a fact of the host, may differ.
     if not isinstance(product.recipe, DelayedScaling) or not product.recipe.reduce_amax:  # each rank has its own scales
         scale = scaling.current_scale(amax_of_all(rows, group), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
     elif not args["scale_is_nonzero"] and not float(scale):  # type: ignore[arg-type]

@@ -2,4 +2,4 @@ from __future__ import annotations
 
 
 class EmulatorError(RuntimeError):
-    """A kernel that cannot be translated, or a launch that does what a GPU would not forgive."""
+    """A kernel cannot be translated, or a launch has an error that the emulator detects."""

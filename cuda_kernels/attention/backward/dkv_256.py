@@ -57,12 +57,12 @@ _ONE = np.float32(1)
 def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], flush: int = FLUSH) -> Kernel:
     """``dk`` or ``dv`` of the reference's ``backward``, in ``spec.out_dtype``.
 
-    Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written, and for dV only what it
-    depends on is read.
+    Parameters are those of :func:`.dkv.attention_dkv_kernel`. Only ``result`` is written; for dV, inputs that only dK
+    depends on are not read.
 
     Args:
         spec: compile-time options.
-        result: which of them.
+        result: the gradient that the kernel computes.
         flush: a multiple of 128; see :data:`FLUSH`.
     """
     assert spec.head_dim == 256

@@ -1,10 +1,10 @@
-"""Attention on CUDA tensors: planned once for tensors of one key; where there is no kernel, the specification computes.
+"""Attention ops on CUDA tensors. Calls are planned once per key; without a kernel, the specification runs.
 
-A *problem* says all that shapes, dtypes and options say; a *plan* is what computes it. :data:`PLANS` says for which
-architectures there is one.
+A *problem* is derived from shapes, dtypes and options; a *plan* runs its kernels. :data:`PLANS` lists the supported
+architectures.
 
-Nothing here waits for the device: how many blocks start follows from shapes, and ``cu_seqlens`` on a card stay there.
-Those on the host are copied at each call.
+Nothing here synchronizes with the device: the numbers of blocks follow from shapes, and ``cu_seqlens`` on the GPU are
+not read by the host. ``cu_seqlens`` on the host are copied at each call.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ from lightning_fp8.ops.plans import EmptyTensor, Fallback, cached, check_not_emp
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
 """``(q, k, v, call) -> (o, kept)``"""
 Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
-"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: L of keys, or T of ``thd``."""
+"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: the length of keys, or T for ``thd``."""
 
 CallKey = tuple[tuple[Any, ...], float | None, int | None]
-"""The options, flat, the softmax scale, and the number of sequences where lengths come with each call."""
+"""The options, flattened; the softmax scale; and the number of sequences if a call passes their lengths."""
 
 Rows = tuple[PackedRows, PackedRows]
-"""Of queries and of keys."""
+"""Those of queries, and those of keys."""
 Tables = TypeVar("Tables")
 
 
-# --- The problem as kernels see it ------------------------------------------------------------------------------------
+# --- The problem, as the kernels' launches define it ------------------------------------------------------------------
 
 
 class Heads(NamedTuple):
-    """A tensor of heads in one of the formats, with its channels side by side.
+    """Metadata of a tensor of heads in one of the formats, with contiguous channels.
 
     Attributes:
-        dtype: by its name.
+        dtype: its name.
         heads, head_dim: of the tensor.
         space: its packed rows.
-        strides: in elements.
+        strides: in elements, of sequences, rows and heads.
         aligned: whether its address is a multiple of four elements.
     """
 
@@ -96,9 +96,9 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, key: PlainKey, qkv_format: str, sequences: int) -> Heads:
-        """Those of a tensor with this key; ``sequences``: of ``thd``."""
+        """The metadata of a tensor with this key; ``sequences``: their number, used for ``thd``."""
         dtype, shape, strides, alignment = key
-        # a dimension of size 1 may have any stride, which no address depends on
+        # The stride of a dimension of size 1 is arbitrary, and is not used by any address.
         *outer, of_head = (0 if size == 1 else stride for size, stride in zip(shape[:-1], strides))
         if qkv_format == "thd":
             space, (of_sequence, of_row) = RowSpace(sequences, shape[0], True), (0, *outer)
@@ -110,7 +110,7 @@ class Heads(NamedTuple):
         return cls(DTYPE_NAMES[dtype], shape[-2], shape[-1], space, (of_sequence, of_row, of_head), aligned)
 
     def contiguous(self, qkv_format: str, heads: int, rows: int) -> Heads:
-        """A contiguous tensor of other ``heads`` and ``rows``, otherwise alike."""
+        """The metadata of a contiguous tensor with other ``heads`` and ``rows``, otherwise equal."""
         of_row = heads * self.head_dim
         of_sequence, of_row = {
             "thd": (0, of_row),
@@ -127,14 +127,14 @@ class Heads(NamedTuple):
 
 
 class LaunchedProblem(NamedTuple):
-    """What both passes compute with tensors of one key.
+    """The computation of both passes for tensors of one key.
 
     Attributes:
-        qkv_format: of all.
-        centered: keys are cast without the mean of some.
-        mean_rows: of so many first ones; None is all.
-        kernels: the problem as launches have it.
-        ragged: lengths come with each call.
+        qkv_format: of all tensors.
+        centered: whether a mean of keys is subtracted before they are cast.
+        mean_rows: the number of first rows in that mean; None is all.
+        kernels: the problem of the launches.
+        ragged: whether lengths are passed with each call.
     """
 
     qkv_format: str
@@ -145,7 +145,7 @@ class LaunchedProblem(NamedTuple):
 
     @classmethod
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
-        """That of queries (or of the output's gradient) and keys."""
+        """The problem of queries (or the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = call.attention
         spec = AttentionSpec(q.head_dim, q.dtype)
         softmax_scale = call.softmax_scale_of(q.head_dim)
@@ -156,7 +156,7 @@ class LaunchedProblem(NamedTuple):
 
     @property
     def mean_blocks(self) -> int:
-        """Blocks of keys that are summed for the means that are subtracted from keys; 0 where none are."""
+        """The number of blocks of keys whose sums form the subtracted means; 0 if no mean is subtracted."""
         keys = self.kernels.keys
         return (keys.blocks if self.mean_rows is None else keys.sequences) if self.centered else 0
 
@@ -166,14 +166,14 @@ class LaunchedProblem(NamedTuple):
         make: Callable[[PackedRows, PackedRows], Tables],
         take: Callable[[BatchTables], Tables],
     ) -> Callable[[AttentionCall], Tables]:
-        """A function of a call that gives a pass its tables, of those that come with the call if some do.
+        """Returns a function that maps a call to the tables of a pass. Tables that the call contains are used.
 
-        Where no lengths come with a call, they are made now, on the host: a copy from there is done when it returns,
-        whatever streams use it.
+        If no lengths are passed with calls, the tables are made once, on the host: a copy from pageable memory has
+        finished when it returns, so any stream may use them.
 
         Args:
-            make: makes the pass's tables of rows of queries and keys.
-            take: takes them from those of both passes.
+            make: makes the pass's tables from the rows of queries and keys.
+            take: takes the pass's tables from those of both passes.
         """
         spaces = self.kernels.queries, self.kernels.keys
         if not self.ragged:
@@ -192,14 +192,14 @@ class LaunchedProblem(NamedTuple):
 
 
 def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
-    """The rows of a batch on ``device``; ``queries``, ``keys``: ``cu_seqlens`` of both."""
+    """The packed rows of a batch on ``device``; ``queries`` and ``keys`` are ``cu_seqlens``."""
     of_queries = packed_rows(spaces[0], queries.to(device), device)
     same = keys is queries and spaces[0] == spaces[1]
     return of_queries, of_queries if same else packed_rows(spaces[1], keys.to(device), device)
 
 
 def visible(band: Band) -> Visible:
-    """``band`` as launches have it."""
+    """Converts ``band`` for launches."""
     return Visible(band.left, band.right, band.bottom_right)
 
 
@@ -207,10 +207,10 @@ def visible(band: Band) -> Visible:
 
 
 class ForwardPlan:
-    """The forward pass: casts, then one kernel. V gets both copies; the row copy is for the backward pass.
+    """The forward pass: casts, then one kernel. V is cast to rows and columns; the backward pass uses the rows.
 
     Raises:
-        KernelError: a kernel cannot be compiled or loaded.
+        KernelError: if a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
@@ -243,10 +243,10 @@ class ForwardPlan:
 
 
 class ForwardOfCodesPlan:
-    """The forward pass over codes of keys and values: the queries' cast, a transposed copy of V's codes, one kernel.
+    """The forward pass for FP8 keys and values: a cast of queries, a transposed copy of V's codes, then one kernel.
 
     Raises:
-        KernelError: a kernel cannot be compiled or loaded.
+        KernelError: if a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads) -> None:
@@ -274,10 +274,10 @@ class ForwardOfCodesPlan:
 
 
 class BackwardPlan:
-    """The backward pass: dO's cast, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+    """The backward pass: a cast of dO, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
 
     Raises:
-        KernelError: a kernel cannot be compiled or loaded.
+        KernelError: if a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
@@ -309,14 +309,14 @@ PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
     which: dict.fromkeys(("90a", *mma.ARCHITECTURES), (plan, HEAD_DIMS))
     for which, plan in (("forward", ForwardPlan), ("backward", BackwardPlan))
 }
-"""By pass and architecture: what plans it, and the channels of a head for which there are kernels."""
+"""By pass and architecture: the class of the plan, and the supported ``head_dim``."""
 
 
 def chosen(which: str, device: torch.device, head_dim: int) -> Any:
-    """What plans the ``"forward"`` or ``"backward"`` pass of heads of ``head_dim`` channels on ``device``.
+    """The class that plans the ``"forward"`` or ``"backward"`` pass for ``head_dim`` on ``device``.
 
     Raises:
-        KernelError: there are no kernels for it.
+        KernelError: if the architecture or ``head_dim`` is not supported.
     """
     plan, head_dims = PLANS[which].get(architecture_of(device), (None, ()))
     if head_dim in head_dims:
@@ -329,9 +329,9 @@ def chosen(which: str, device: torch.device, head_dim: int) -> Any:
 
 @torch.compiler.assume_constant_result
 def missing_kernel(device: torch.device, head_dim: int) -> str:
-    """Which pass of attention has no kernel on ``device`` for heads of ``head_dim`` channels; empty if none lacks one.
+    """Why FP8 attention with ``head_dim`` is not supported on ``device``; empty if it is.
 
-    Whoever asks trains: one pass in FP8 is of no use without the other.
+    Both passes are checked, since training needs both in FP8.
     """
     try:
         architecture = architecture_of(device)
@@ -347,15 +347,15 @@ def missing_kernel(device: torch.device, head_dim: int) -> str:
 def failing_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, center_keys: bool = True, of_codes: bool = False
 ) -> str:
-    """Why a kernel that attention needs on ``device`` cannot be made or loaded; empty if all can.
+    """Why a kernel that attention needs on ``device`` cannot be compiled or loaded; empty if all can.
 
-    Both passes are planned, for tensors that lie in vectors of four elements: which kernels start depends on nothing
-    else. It allocates nothing on the card.
+    Plans both passes, for tensors aligned to four elements. The kernels depend on nothing else. Allocates no memory
+    on the GPU.
 
     Args:
         dtype: of queries, keys and values.
-        center_keys: keys are cast without a mean.
-        of_codes: keys and values are gathered as codes.
+        center_keys: whether a mean of keys is subtracted before they are cast.
+        of_codes: whether keys and values are gathered as FP8 codes.
     """
     return _failing_kernel(device, dtype, head_dim, center_keys, of_codes)
 
@@ -371,7 +371,7 @@ def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cen
             "forward pass": _forward_plan(*on_device, key, key, key, call_key),
             "backward pass": _backward_plan(*on_device, key, 1, ROWS, call_key),
         }
-        if of_codes:  # a mean over ranks is subtracted in float32
+        if of_codes:  # a mean over all ranks is subtracted in float32
             of_keys = torch.float32 if center_keys else dtype, torch.Size((1, *shape)), (ROWS * head_dim, *strides), 0
             plans["cast of keys"] = _cast_plan(*on_device, of_keys)
     for which, plan in plans.items():
@@ -390,12 +390,12 @@ def _no_kernel(which: str, device: torch.device, head_dim: int) -> str:
 
 def require_operands(q: Heads, k: Heads, v: Heads) -> None:
     """Raises:
-    ValueError: shapes or dtypes do not fit.
+    ValueError: if shapes or dtypes do not match.
     """
     if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
-        raise ValueError(f"keys ({k}) are as many as values ({v}), of as many sequences as queries ({q})")
+        raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")
     if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
-        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) have one dtype and one number of channels")
+        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
 
 
 def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
@@ -414,7 +414,7 @@ def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
 
 
 def _moved(tables: Any, device: torch.device) -> Any:
-    """Tensors or None, in tuples of tuples, on ``device``."""
+    """Moves tensors to ``device``; ``tables`` may be None, a tensor, or nested tuples of these."""
     if tables is None or isinstance(tables, Tensor):
         return tables if tables is None else tables.to(device)
     moved = (_moved(table, device) for table in tables)
@@ -425,7 +425,7 @@ def _moved(tables: Any, device: torch.device) -> Any:
 
 
 def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    """The op ``attention_forward``."""
+    """Implements the op ``attention_forward``."""
     q, k, v = map(_with_channels_side_by_side, (q, k, v))
     plan = _forward_plan(
         q.device, q.is_cuda and current_device(), tensor_key(q), tensor_key(k), tensor_key(v), _call_key(call)
@@ -434,7 +434,7 @@ def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCa
 
 
 def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
-    """The op ``attention_backward``."""
+    """Implements the op ``attention_backward``."""
     do = _with_channels_side_by_side(do)
     heads = kept.k8.shape[0]
     plan = _backward_plan(do.device, do.is_cuda and current_device(), tensor_key(do), heads, key_rows, _call_key(call))
@@ -470,7 +470,7 @@ def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows:
 
 
 def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The op ``attention_cast``."""
+    """Implements the op ``attention_cast``."""
     x = _with_channels_side_by_side(x)
     return _cast_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x)
 
@@ -478,7 +478,7 @@ def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
 def attention_forward_of_codes_on_cuda(
     q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
-    """The op ``attention_forward_of_codes``."""
+    """Implements the op ``attention_forward_of_codes``."""
     q = _with_channels_side_by_side(q)
     plan = _forward_of_codes_plan(
         q.device, q.is_cuda and current_device(), tensor_key(q), k8.shape[0], key_rows, _call_key(call)
@@ -519,12 +519,12 @@ def _call_key(call: AttentionCall) -> CallKey:
 
 
 def _sequences(attention: Attention, sequences: int | None) -> tuple[str, int]:
-    """The format, and the sequences of ``thd``; of other formats, whose shape says it, 1."""
+    """The format, and the number of sequences for ``thd``; 1 for formats whose shape contains it."""
     qkv_format = attention.qkv_format
     if qkv_format != "thd":
         return qkv_format, 1
     if sequences is None:
-        raise EmptyTensor  # the specification says what is missing
+        raise EmptyTensor  # the specification raises the error for missing lengths
     return qkv_format, sequences
 
 
@@ -532,10 +532,10 @@ def tables_of_lengths(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, attention: Attention, query_rows: int, key_rows: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """The op ``attention_tables``."""
+    """Implements the op ``attention_tables``."""
     queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
     _, band, _, longest_query = attention
-    if longest_query is not None:  # memory is saved by it, which longer sequences would need
+    if longest_query is not None:  # memory was allocated for this length
         wrong = f"cu_seqlens_q has a sequence of more than {longest_query} rows; pass its max_seqlen_q"
         torch._assert_async((cu_seqlens_q.diff() <= longest_query).all(), wrong)  # type: ignore[call-overload]
     of_queries, of_keys = rows_on(device, (queries, keys), cu_seqlens_q, cu_seqlens_kv)
