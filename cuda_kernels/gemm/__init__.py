@@ -1,1 +1,1 @@
-"""``D = A Bᵀ`` of FP8 matrices. ``spec`` defines the problem; ``wgmma`` is the kernel of Hopper, ``mma`` of other GPUs."""
+"""``D = A Bᵀ`` of FP8 matrices. ``spec`` defines the problem; ``wgmma`` is for Hopper, ``mma`` for other GPUs."""
