@@ -19,7 +19,7 @@ def report(document: Mapping[str, Any]) -> str:
             f"| {place} | {outcome} | {each['seconds']:.0f} | {each['said'].replace('|', ' ')} | {each['log']} |"
         )
     title = "# First run" + " (dry run: nothing ran on a GPU)" * document["dry_run"]
-    head = ["| step | outcome | s | what it said | log |", "|---|---|---|---|---|"]
+    head = ["| step | outcome | s | message | log |", "|---|---|---|---|---|"]
     return "\n".join([title, "", *head, *rows, "", "## Next", "", *(f"- {line}" for line in _next(document)), ""])
 
 

@@ -319,7 +319,7 @@ def _last_word(text: str) -> str:
     """The last line that names an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\w*(Error|Exception)\b|CUDA_ERROR\w+|^FAILED|error:", line)]
-    return (errors or lines or ["said nothing"])[-1][:200]
+    return (errors or lines or ["no output"])[-1][:200]
 
 
 def _file_name(text: str) -> str:
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = stages(out, args.dry_run)
     names = args.stages.split(",") if args.stages else [stage.name for stage in planned]
     if unknown := set(names) - {stage.name for stage in planned}:
-        raise SystemExit(f"no stage is called {', '.join(unknown)}; there are {', '.join(s.name for s in planned)}")
+        raise SystemExit(f"unknown stages: {', '.join(unknown)}; stages are {', '.join(s.name for s in planned)}")
     document = run([s for s in planned if s.name in names], out, args.seconds, args.again, args.dry_run)
     print(f"\n{report(document)}\n{out / 'report.md'}")
     return int(any(each["outcome"] not in FINE for each in document["steps"].values()))

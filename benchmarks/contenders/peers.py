@@ -98,7 +98,7 @@ def _triton_blocks(x: Tensor) -> Callable[[], Any]:
 def _triton(device: torch.device) -> ModuleType:
     """The Triton kernels. Raises ImportError on the CPU; torch installs Triton even without a driver."""
     if device.type != "cuda":
-        raise ImportError("Triton runs on cards")
+        raise ImportError("Triton needs a GPU")
     from benchmarks.contenders import triton_casts
 
     return triton_casts

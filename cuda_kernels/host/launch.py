@@ -266,7 +266,7 @@ def card(index: int) -> proofs.Card:
 
 
 def is_cuda_device(device: torch.device) -> bool:
-    """Whether the CUDA driver launches kernels there."""
+    """Whether kernels on ``device`` are launched by the CUDA driver."""
     return device.type == "cuda"
 
 
@@ -376,7 +376,7 @@ EXECUTORS: dict[str, Executor] = {}
 They are called with the kernel, the number of blocks, and all parameters, with tensors for addresses.
 """
 PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
-"""For device types whose executor runs only proven kernels: from a kernel to its card and code, for proofs."""
+"""For device types whose executor runs only proven kernels: a function that returns a kernel's GPU and machine code."""
 _emulated_architecture = "90a"
 
 

@@ -25,7 +25,7 @@ _SWITCHED_FROM = ("sdpa", "flash", "lightning_fp8")
 _BUILT_IN = F.scaled_dot_product_attention
 _NO_FORWARD = ("torch.nn.modules.module", "lightning.", "pytorch_lightning.", "torch.nn.functional")
 
-OTHER_MEANS = "its forward did not come to torch.nn.functional.scaled_dot_product_attention"
+OTHER_MEANS = "its forward did not call torch.nn.functional.scaled_dot_product_attention"
 WEIGHTS = "need_weights=True has nn.MultiheadAttention compute the weights themselves; call it with need_weights=False"
 
 OUR = "our"

@@ -43,7 +43,7 @@ NEAR = 2e-2
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     if not fits(case.name, architecture_of(CARD)):
-        pytest.skip("for other cards")
+        pytest.skip("for other GPUs")
     case.run("cuda")
 
 

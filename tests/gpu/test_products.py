@@ -38,7 +38,7 @@ def fits(case: Case) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     if not fits(case):
-        pytest.skip("for other cards")
+        pytest.skip("for other GPUs")
     case.run("cuda")
 
 

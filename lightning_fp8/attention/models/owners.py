@@ -209,7 +209,7 @@ def was_traced(owner: Owner) -> bool:
 
 
 def _note_compiled_whole() -> None:
-    """The calling module is not known here."""
+    """Record a compiled call. The module that calls it is not known."""
     global _compiled_whole
     _compiled_whole = True
 
