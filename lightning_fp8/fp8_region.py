@@ -177,7 +177,7 @@ class fp8_autocast(ContextDecorator):
         enabled = plain(enabled)
         calibrating = plain(calibrating)
         self._check_arguments(enabled, calibrating, fp8_group)
-        recipe = DelayedScaling() if fp8_recipe is None else make_recipe(fp8_recipe)
+        recipe = make_recipe("delayed" if fp8_recipe is None else fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._regions: list[Any] = []
         self._reaches_attention = False

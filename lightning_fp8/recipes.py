@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
+import torch
+from torch.torch_version import TorchVersion
+
 from lightning_fp8.arguments import plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
 from lightning_fp8.recipe_arguments import translated, without_defaults
@@ -25,6 +28,10 @@ LONGEST_HISTORY = 2**16
 
 LARGEST_MARGIN = math.frexp(E4M3.max * 2**10)[1] - 1
 """Binary digits; with one more, a tensor's largest value would be less than half of E4M3's smallest: all is 0."""
+
+
+_TRACES_RECIPES = TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile(fullgraph=True) takes a function that makes a recipe."""
 
 
 def _require_format(recipe: Any, *allowed: Format) -> None:
@@ -87,6 +94,11 @@ class RecipeFields:
     _formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling() and not _TRACES_RECIPES:
+            raise RuntimeError(
+                "torch.compile before torch 2.13 cannot make a recipe: make it outside of the compiled function, or pass "
+                "the recipe's name"
+            )
         _take_plain(self)
         _require_name(self)
         _require_format(self, *self._formats)
@@ -278,6 +290,8 @@ RECIPES: dict[str, type[Recipe]] = {
 }
 """The recipes by name."""
 
+_FIELDS = {recipe: [field.name for field in dataclasses.fields(recipe)] for recipe in RECIPES.values()}
+
 # Megatron-LM's configuration keys: (key, field of the recipe); a recipe without the field ignores the key, as
 # Megatron does with amax settings of recipes that keep no history.
 _MEGATRON_FIELDS = {
@@ -292,9 +306,18 @@ _MEGATRON_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
 _MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
 
 
+_OF_FORWARD = {each: each.forward for each in Format}
+_OF_BACKWARD = {each: each.backward for each in Format}
+"""The formats of both passes. torch.compile does not read attributes of the members of an enum."""
+
+
 def float8_for(format: Format, role: Role) -> Float8:
     """The FP8 format that ``role`` takes under ``format``."""
-    return format.backward if role.is_gradient else format.forward
+    return (_OF_BACKWARD if role.is_gradient else _OF_FORWARD)[format]
+
+
+_AS_NAMED = {name: recipe() for name, recipe in RECIPES.items()}
+"""What names mean. They are made here: torch.compile(fullgraph=True) takes an object, and cannot make one of these."""
 
 
 def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
@@ -311,7 +334,7 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         TypeError: not a recipe, name or mapping.
     """
     if isinstance(recipe, str):
-        return _class_of(recipe)()
+        return _AS_NAMED[_known_name(recipe)]
     if isinstance(recipe, Mapping):
         fields = dict(recipe)
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
@@ -325,13 +348,17 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
 
 
 def _class_of(name: Any) -> type[Recipe]:
+    return RECIPES[_known_name(name)]
+
+
+def _known_name(name: Any) -> str:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
-    return RECIPES[name]
+    return name
 
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
-    valid = [field.name for field in dataclasses.fields(cls)]
+    valid = _FIELDS[cls]
     fields = translated(cls.__name__, fields)
     for field in fields:
         if field not in valid:
@@ -371,7 +398,7 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
 
 
 def _of_megatron(cls: type[Recipe], megatron_config: dict[str, Any], **fields: Any) -> Recipe:
-    valid = {field.name for field in dataclasses.fields(cls)}
+    valid = _FIELDS[cls]
     return cls(
         **{
             field: megatron_config[key]
