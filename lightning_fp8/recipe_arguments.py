@@ -36,7 +36,6 @@ class _AtDefault(NamedTuple):
 
 _ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"
 _BLOCKS = "blocks are 1 × 128 for inputs and gradients, 128 × 128 for weights; leave it out"
-_BACKWARD = {"backward_override": _AtDefault(None, "the products of the backward pass run in FP8; leave it out")}
 
 
 def _products(of_forward: MMParams) -> dict[str, _AtDefault]:
@@ -56,12 +55,10 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
             (False, False, False),
             "all three products of an FP8 layer run in FP8; keep the whole layer in BF16 with skip=",
         ),
-        **_BACKWARD,
     },
     "Float8CurrentScaling": {
         "use_power_2_scales": _Renamed("power_2_scale"),
         **_products(MMParams(use_split_accumulator=False)),
-        **_BACKWARD,
     },
     "Float8BlockScaling": {
         "use_f32_scales": _Renamed("power_2_scale", negated=True),
@@ -69,12 +66,10 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
         "w_block_scaling_dim": _AtDefault(2, _BLOCKS),
         "grad_block_scaling_dim": _AtDefault(1, _BLOCKS),
         **_products(MMParams()),
-        **_BACKWARD,
     },
     "MXFP8BlockScaling": {
         "margin": _AtDefault(0, "the scale of a block leaves no head room; leave it out"),
         "enable_2d_quantization": _AtDefault(False, "blocks are 1 × 32 of weights, too; leave it out"),
-        **_BACKWARD,
     },
 }
 """By recipe, those of its arguments in Transformer Engine that are no fields here."""

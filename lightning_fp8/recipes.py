@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_fp8.arguments import plain, require_bool, require_number
+from lightning_fp8.arguments import one_of, plain, require_bool, require_number
 from lightning_fp8.formats import E4M3, Float8, Format
 from lightning_fp8.recipe_arguments import translated, without_defaults
 from lightning_fp8.scaled import Cast, Layout, Role
@@ -86,18 +86,22 @@ class RecipeFields:
     Attributes:
         fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
         fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
+        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision: of the tensors
+            as they are (``"high_precision"``), or of the values that the forward's casts have (``"dequantized"``).
+            None computes them in FP8. Not of :class:`DelayedScaling`.
     """
 
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: Literal["high_precision", "dequantized"] | None = None
 
     _formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
 
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling() and not _TRACES_RECIPES:
             raise RuntimeError(
-                "torch.compile before torch 2.13 cannot make a recipe: make it outside of the compiled function, or pass "
-                "the recipe's name"
+                "torch.compile before torch 2.13 cannot make a recipe: make it outside of the compiled function, or "
+                "pass the recipe's name"
             )
         _take_plain(self)
         _require_name(self)
@@ -105,6 +109,8 @@ class RecipeFields:
         self._require_options()
         for field in ("fp8_dpa", "fp8_mha"):
             require_bool(field, getattr(self, field))
+        if self.backward_override is not None:
+            one_of("backward_override", self.backward_override, ("high_precision", "dequantized"))
         # Made under torch.compile, a recipe's numbers may pass for ones that vary.
         object.__setattr__(self, "_casts", {role: self._cast(role) for role in Role})
 
@@ -181,6 +187,11 @@ class DelayedScaling(RecipeFields):
     name: Literal["delayed"] = "delayed"
 
     def _require_options(self) -> None:
+        if self.backward_override is not None:
+            raise ValueError(
+                f"backward_override={self.backward_override!r} is not supported by DelayedScaling, which needs the "
+                "amaxes of gradients; use another recipe"
+            )
         too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
         _require_int(self, "margin", 0, LARGEST_MARGIN, too_small)
         _require_int(self, "interval", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 
 Slots = dict[Role, Slot]
+Delayed = deque[Callable[[], "Tensor | None"]]
+"""Gradients of a weight that wait, the oldest first; each is None where it was added to ``main_grad``."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The gradients of x, of the weight and of the bias; None where one is not needed."""
 
@@ -45,20 +49,20 @@ class MainGrad(NamedTuple):
             return self.add(ops.scaled_mm(a, b, out_dtype=torch.float32))
         self._forget_stale()
         ops.scaled_mm_accumulate(self.tensor, a, b)
-        return self._replacement()
+        return self.replacement()
 
     def add(self, gradient: Tensor) -> Tensor | None:
         """Add ``gradient``, rounded once; what the backward pass returns as the weight's gradient."""
         self._forget_stale()
         self.tensor.add_(gradient)
-        return self._replacement()
+        return self.replacement()
 
     def _forget_stale(self) -> None:
         stale = not torch.compiler.is_compiling() and self.tensor.__dict__.pop(_STALE, False)
         if stale or getattr(self.weight, "overwrite_main_grad", False):
             self.tensor.zero_()
 
-    def _replacement(self) -> Tensor | None:
+    def replacement(self) -> Tensor | None:
         """Zeros where the weight has ``grad_added_to_main_grad``: Megatron's hooks run for a gradient alone.
 
         With ``zero_out_wgrad`` Megatron adds them to ``main_grad``, and others may have added to them before. Else all
@@ -87,9 +91,10 @@ class Product:
         observe: whether casts of the forward and the backward pass write amaxes to them.
         cached_weight: the FP8 copies of the weight, where micro-batches share them.
         main_grad: where the weight's gradient goes instead of ``grad``.
+        delayed: where the weight's gradients wait until the layer's ``backward_dw``; None computes them at once.
     """
 
-    __slots__ = ("_casts", "_span", "cached_weight", "main_grad", "observe", "recipe", "slots")
+    __slots__ = ("_casts", "_span", "cached_weight", "delayed", "main_grad", "observe", "recipe", "slots")
 
     def __init__(
         self,
@@ -98,12 +103,14 @@ class Product:
         observe: bool,
         cached_weight: Quantized | None = None,
         main_grad: MainGrad | None = None,
+        delayed: Delayed | None = None,
     ) -> None:
         self.recipe = recipe
         self.slots = slots
         self.observe = observe
         self.cached_weight = cached_weight
         self.main_grad = main_grad
+        self.delayed = delayed
         self._casts = {role: recipe.cast(role) for role in LINEAR_ROLES}
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
@@ -213,18 +220,39 @@ class Product:
         return ops.scaled_mm(dy8.rowwise, w8.columnwise, out_dtype=dtype)  # type: ignore[arg-type]
 
     def weight_gradient(self, dy8: Quantized, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
-        """``dyᵀ x`` in ``dtype``, or what :class:`MainGrad` returns for it."""
-        assert dy8.columnwise is not None
+        """``dyᵀ x`` in ``dtype``, or what :class:`MainGrad` returns for it; None where it is :attr:`delayed`."""
+        dy_t = dy8.columnwise
+        assert dy_t is not None
+        if self.delayed is not None:
+            return self._later(lambda: self._weight_gradient(dy_t, x_t, dtype))
+        return self._weight_gradient(dy_t, x_t, dtype)
+
+    def _weight_gradient(self, dy_t: ScaledTensor, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
         if self.main_grad is None:
-            return ops.scaled_mm(dy8.columnwise, x_t, out_dtype=dtype)
-        return self.main_grad.add_product(dy8.columnwise, x_t)
+            return ops.scaled_mm(dy_t, x_t, out_dtype=dtype)
+        return self.main_grad.add_product(dy_t, x_t)
+
+    def high_precision_weight_gradient(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """:meth:`weight_gradient` of ``dy [R, N]`` and ``x [R, K]``, which are not cast."""
+
+        def compute() -> Tensor | None:
+            dw = dy.t() @ x
+            return dw.to(dtype) if self.main_grad is None else self.main_grad.add(dw)
+
+        return compute() if self.delayed is None else self._later(compute)
+
+    def _later(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        assert self.delayed is not None
+        self.delayed.append(compute)
+        return None if self.main_grad is None else self.main_grad.replacement()
 
     def gradients(
         self, dy: Tensor, weight: Tensor, x_t: ScaledTensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`input_gradient` and :meth:`weight_gradient` of ``dy [R, N]``."""
         results: tuple[Tensor, Tensor | None] | None = None
-        if not torch.compiler.is_compiling() and self.cached_weight is None and self.main_grad is None:
+        redirected = self.main_grad is not None or self.delayed is not None
+        if not torch.compiler.is_compiling() and self.cached_weight is None and not redirected:
             dy_scale, dy_amax, dy_scale_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
             dy_cast = asked(dy, self._casts[Role.GRAD_OUTPUT], True, True, dy_scale_is_nonzero)
@@ -319,22 +347,29 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.sum(0, dtype=torch.float32).to(dtype)
 
 
-# --- Gradients that are added to main_grad ----------------------------------------------------------------------------
+# --- Gradients that go elsewhere than to grad -------------------------------------------------------------------------
 
 
-class MainGradFunction(torch.autograd.Function):
-    """A weight of a product in high precision, whose gradient is added to ``main_grad`` instead."""
+class RedirectedFunction(torch.autograd.Function):
+    """A weight of a product in high precision, whose gradient is added to ``main_grad``, or waits in ``delayed``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad | None, delayed: Delayed | None) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.main_grad = main_grad
+        ctx.main_grad, ctx.delayed = main_grad, delayed
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if dw is None else ctx.main_grad.add(dw), None  # a weight without part in the loss has no gradient
+    def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:
+        main_grad: MainGrad | None = ctx.main_grad
+        if dw is None:  # a weight without part in the loss has no gradient
+            return None, None, None
+        if ctx.delayed is None:
+            assert main_grad is not None
+            return main_grad.add(dw), None, None
+        ctx.delayed.append(lambda: dw if main_grad is None else main_grad.add(dw))
+        return None if main_grad is None else main_grad.replacement(), None, None
 
 
 def mark_stale(main_grad: Tensor) -> None:
@@ -343,6 +378,61 @@ def mark_stale(main_grad: Tensor) -> None:
     Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
     """
     setattr(main_grad, _STALE, True)
+
+
+# --- Gradients in high precision --------------------------------------------------------------------------------------
+
+
+class HighPrecisionGradientsFunction(torch.autograd.Function):
+    """``y [R, N] = x [..., K] wᵀ + bias`` in FP8, whose gradients are products in high precision.
+
+    They multiply x and the weight as they are, or with the recipe's ``backward_override="dequantized"`` the values that
+    the casts of the forward have. The gradient of y is not cast.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        dtype: torch.dtype,
+        shared: InputCast | None,
+    ) -> Tensor:
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        x8, y = product.forward_of_input(x, weight, bias, dtype, shared, columnwise=False)
+        ctx.dequantized = product.recipe.backward_override == "dequantized"
+        kept: tuple[Tensor | None, ...] = (x, None)
+        if ctx.dequantized:
+            assert x8.rowwise is not None
+            kept = x8.rowwise.data, x8.rowwise.scale_inv
+        ctx.save_for_backward(*(kept if needs_wgrad else (None, None)), weight if needs_dgrad else None)
+        ctx.product, ctx.x_shape, ctx.dtype = product, x.shape, dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale_inv, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dtype: torch.dtype = ctx.dtype
+        dx = dw = None
+        if needs_dgrad:
+            if ctx.dequantized:
+                w8 = product.cached_weight or product.quantize(weight, Role.WEIGHT, again=True)
+                assert w8.rowwise is not None
+                weight = w8.rowwise.dequantize(dtype)
+            dx = (dy @ weight.to(dtype)).to(x_dtype).view(ctx.x_shape)
+        if needs_wgrad:
+            if ctx.dequantized:
+                x = ScaledTensor(x, scale_inv, product.cast(Role.INPUT).layout).dequantize(dtype)
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            dw = product.high_precision_weight_gradient(dy, rows, weight_dtype)
+        return dx, dw, bias_gradient(dy, bias_dtype) if needs_bias_grad else None, None, None, None
 
 
 # --- Second derivatives -----------------------------------------------------------------------------------------------

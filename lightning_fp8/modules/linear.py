@@ -46,6 +46,7 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
         parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
             (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
+        delay_wgrad_compute: backward passes leave the weight's gradient to :meth:`backward_dw`.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``parallel_mode`` the features above are
             those of all ranks together, and ``in_features``, ``out_features`` and parameters this rank's.
 
@@ -82,6 +83,7 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if split_rows is not None:
             self._split_parameters(split_rows)
+        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
         self.initialization = Initialization.told(init_method, None, parallel)
         self.initialization.fill(*self.weights_and_biases())
         cut_linear(self, parallel.get("parallel_mode"), TensorParallel.asked(parallel))

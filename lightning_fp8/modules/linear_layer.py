@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +15,13 @@ from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import (
+    Delayed,
+    HighPrecisionGradientsFunction,
     LinearFunction,
     MainGrad,
-    MainGradFunction,
     ObserveGradFunction,
     Product,
+    RedirectedFunction,
     mark_stale,
 )
 from lightning_fp8.functions.shared_input import input_cast
@@ -48,6 +51,9 @@ class LinearLayer(WeightCachingModule):
     kind: ClassVar[str] = "Linear"
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
+    delayed_wgrads: tuple[Delayed, ...] | None = None
+    """With ``delay_wgrad_compute``, what waits for :meth:`backward_dw`, of each of :attr:`gemms`."""
+    wgrad_accumulation_and_reduce_hooks: tuple[Callable[[], Any], ...] = ()
     bias_names: tuple[str, ...] = ("bias",)
     output_layout: Any = None
     """The DTensor placement that a row-parallel layer gives its output; None leaves it a sum of parts."""
@@ -82,16 +88,13 @@ class LinearLayer(WeightCachingModule):
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         x = input if input.dtype is dtype else input.to(dtype)
         if is_sharded(weight):
+            self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
             return (y, bias) if self.return_bias else y
         shared = None
-        if not torch.is_grad_enabled():
-            weight = weight.detach()  # else the function casts for a gradient that is not needed
         if not torch.compiler.is_compiling():
             shared = input_cast(input, dtype, product.recipe, product.slots[Role.INPUT], observe=product.observe)
-        y = LinearFunction.apply(x, weight, added_bias, product, dtype, shared)
-        if type(y) is tuple:
-            y = y[0]
+        y = self._multiplied(x, weight, added_bias, product, dtype, shared)
         if input.dim() != 2:  # here, not in the function: views that one makes cannot be changed in place
             y = y.view(*input.shape[:-1], weight.shape[0])
         return (y, bias) if self.return_bias else y
@@ -99,10 +102,29 @@ class LinearLayer(WeightCachingModule):
     def _forward_outside_fp8(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> Tensor:
-        weight = self._in_main_grad(weight, is_first_microbatch)
+        weight = self._redirected(weight, is_first_microbatch)
         if context.calibrating and not context.enabled and self.fp8:
             return self._calibrating_forward(input, weight, bias)
         return self._high_precision(input, weight, bias)
+
+    def _multiplied(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype, shared: Any = None
+    ) -> Tensor:
+        """``x wᵀ + bias [R, N]``, whose gradients are computed as the recipe says."""
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # else the function casts for a gradient that is not needed
+        if product.recipe.backward_override is not None:
+            of_cast: Tensor = HighPrecisionGradientsFunction.apply(x, weight, bias, product, dtype, shared)
+            return of_cast
+        y: Any = LinearFunction.apply(x, weight, bias, product, dtype, shared)
+        return y[0] if type(y) is tuple else y  # type: ignore[no-any-return]
+
+    def _refuse_backward_override(self, product: Product, instead: str) -> None:
+        """Raises:
+        NotImplementedError: the recipe computes gradients in high precision.
+        """
+        if (override := product.recipe.backward_override) is not None:
+            raise NotImplementedError(f"backward_override={override!r} is not supported by {instead}")
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -220,10 +242,18 @@ class LinearLayer(WeightCachingModule):
             and not is_sharded(weights[0])
         ):
             products = self._with_cached_weights(products, weights, is_first_microbatch, context)
-        if self.fuse_wgrad_accumulation:
+        if self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
+            waiting = self.delayed_wgrads or [None] * len(products)
             products = [
-                Product(recipe, each.slots, observe, each.cached_weight, self._main_grad(weight, is_first_microbatch))
-                for each, weight in zip(products, weights)
+                Product(
+                    recipe,
+                    each.slots,
+                    observe,
+                    each.cached_weight,
+                    self._main_grad(weight, is_first_microbatch),
+                    delayed,
+                )
+                for each, weight, delayed in zip(products, weights, waiting)
             ]
         return products, autocast_dtype(input.device.type) or input.dtype
 
@@ -261,14 +291,65 @@ class LinearLayer(WeightCachingModule):
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
 
-    def _in_main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        """The weight of a product in high precision; a view that passes wgrad on where that goes to ``main_grad``."""
-        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
-        view: Tensor = weight if main_grad is None else MainGradFunction.apply(weight, main_grad)
+    def _redirected(self, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> Tensor:
+        """The weight of a product in high precision; a view that passes wgrad on where that does not go to ``grad``."""
+        main_grad = self._main_grad(weight, is_first_microbatch)
+        delayed = None if self.delayed_wgrads is None or not torch.is_grad_enabled() else self.delayed_wgrads[gemm]
+        if main_grad is None and delayed is None:
+            return weight
+        view: Tensor = RedirectedFunction.apply(weight, main_grad, delayed)
         return view
+
+    def backward_dw(self) -> None:
+        """With ``delay_wgrad_compute``, compute the weights' gradients of the oldest backward pass that has waited.
+
+        They are added to ``grad``, or to ``main_grad``. In high precision the backward pass has computed them, and they
+        are added here. Call it as often as the layer has run in forward passes with gradients.
+
+        Raises:
+            RuntimeError: no backward pass has waited.
+            NotImplementedError: weights are sharded.
+        """
+        if self.delayed_wgrads is None or not any(weight.requires_grad for weight in self.weights_and_biases()[0]):
+            return
+        names = [self.weight_names] if len(self.delayed_wgrads) == 1 else [(name,) for name in self.weight_names]
+        for delayed, of_gemm in zip(self.delayed_wgrads, names):
+            weights = [getattr(self, name) for name in of_gemm]
+            if any(map(is_sharded, weights)):
+                raise NotImplementedError(
+                    "delay_wgrad_compute=True is not supported for weights that are DTensors, as those of FSDP2: it "
+                    "sums gradients in the backward pass; leave it out"
+                )
+            if not delayed:
+                raise RuntimeError(
+                    "backward_dw() has no backward pass to complete: call it once for each forward and backward pass"
+                )
+            with torch.no_grad():
+                gradient = delayed.popleft()()
+                if gradient is not None and not self.fuse_wgrad_accumulation:
+                    for weight, piece in zip(weights, gradient.split([len(weight) for weight in weights])):
+                        weight.grad = piece if weight.grad is None else weight.grad.add_(piece)
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def need_backward_dw(self) -> bool:
+        """Whether the layer was made with ``delay_wgrad_compute``."""
+        return self.delayed_wgrads is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook`` after each :meth:`backward_dw`, as Megatron's DistributedDataParallel asks."""
+        self.wgrad_accumulation_and_reduce_hooks = (*self.wgrad_accumulation_and_reduce_hooks, hook)
+
+    def _delay_wgrads(self, delays: bool) -> None:
+        """Let gradients of weights wait for :meth:`backward_dw`."""
+        self.delayed_wgrads = tuple(deque() for _ in self.gemms) if delays else None
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
         """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""
+        if self.delayed_wgrads is not None and torch.compiler.is_compiling():
+            raise NotImplementedError("torch.compile does not support delay_wgrad_compute=True; leave it out")
+        if not self.fuse_wgrad_accumulation:
+            return None
         main_grad = getattr(weight, "main_grad", None)
         grad = torch.is_grad_enabled()
         # Reentrant checkpointing computes its forward without gradients, and every kind of it repeats the forward in

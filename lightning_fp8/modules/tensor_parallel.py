@@ -248,6 +248,7 @@ class CutLayer(GroupTaker, LinearLayer):
             )
         if product is None:
             return high_precision_linear(x.to(autocast_dtype(x.device.type) or x.dtype), weight, bias, parallel)
+        self._refuse_backward_override(product, "tensor-parallel layers; leave it out")
         require_shared_scales(self.running_context().group, parallel.group)
         if not torch.is_grad_enabled():
             weight = weight.detach()

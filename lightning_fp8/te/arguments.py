@@ -36,6 +36,7 @@ class ParallelArguments(TypedDict, total=False):
         tp_size: their number, where ``tp_group`` is not given yet.
         sequence_parallel: outside of column and row layers the first dimension of tensors is cut, too.
         return_layernorm_output_gathered: the norm's output is given whole.
+        delay_wgrad_compute: of a linear layer: backward passes leave weights' gradients to ``backward_dw()``.
         get_rng_state_tracker: gives the tracker whose state is forked, under ``rng_tracker_name``, while weights are
             initialized.
         save_original_input: taken, and without effect: results are the same, and the backward pass keeps the FP8 copy,
@@ -131,8 +132,9 @@ _UNSUPPORTED = {
     "ub_overlap_rs": _Unsupported(False, _NO_OVERLAP),
     "ub_overlap_rs_dgrad": _Unsupported(False, _NO_OVERLAP),
     "ub_tp_comm_overlap": _Unsupported(False, _NO_OVERLAP),
-    "delay_wgrad_compute": _Unsupported(False, "backward computes the weight's gradient at once; leave it out"),
-    "activation_params": _Unsupported({}, "no activation takes any; leave it out"),
+    "delay_wgrad_compute": _Unsupported(
+        False, "Linear, LayerNormLinear and LayerNormMLP take it, and modules of several layers do not; leave it out"
+    ),
     "return_max_logit": _Unsupported(False, "scores are not kept; compute them from a query and all keys yourself"),
     "num_splits": _Unsupported(1, "leave it at 1"),
 }
@@ -154,6 +156,7 @@ _REMOVED = {
     "apply_query_key_layer_scaling": "scores are scaled once, in float32",
 }
 _OF_ONE_MODULE: dict[tuple[str, str], Callable[[str, Any], Any] | None] = {
+    **{(module, "delay_wgrad_compute"): require_bool for module in ("Linear", "LayerNormLinear", "LayerNormMLP")},
     **{("TransformerLayer", name): None for name in ParallelArguments.__annotations__ if name.startswith("ub_")},
 }
 """Where a name means something else. A TransformerLayer's ``ub_...`` have no effect without ``ub_tp_comm_overlap``."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.arguments import one_of
+from lightning_fp8.arguments import one_of, require_number
 from lightning_fp8.ops.activation import is_gated
+from lightning_fp8.scaling import FLOAT32_MAX
 
 
 def _qgelu(x: Tensor) -> Tensor:
@@ -36,6 +37,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "glu": torch.sigmoid,
 }
+_CLAMPED = "clamped_swiglu"
+_CLAMPED_PARAMS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+"""Transformer Engine's defaults."""
 _OLDER_NAMES = {"squared_relu": "srelu"}
 
 
@@ -45,13 +49,38 @@ def activation_named(name: str) -> str:
     Raises:
         ValueError: no activation has the name.
     """
-    one_of("activation", name, (*_FUNCTIONS, *_OLDER_NAMES))
+    one_of("activation", name, (*_FUNCTIONS, _CLAMPED, *_OLDER_NAMES))
     return _OLDER_NAMES.get(name, name)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """``activation(x)``; a gated one is ``activation(x[..., :F]) * x[..., F:]`` of ``x [..., 2 F]``."""
+def activation_function(activation: str, params: Mapping[str, float] | None = None) -> Callable[[Tensor], Tensor]:
+    """The function called ``activation``: of ``x [..., F]``, of a gated one of ``[..., 2 F]``, to ``[..., F]``.
+
+    Raises:
+        ValueError, TypeError: ``params`` that it does not take, or that are no numbers.
+    """
+    if activation != _CLAMPED:
+        if params:
+            raise ValueError(f"activation={activation!r} takes no activation_params; {_CLAMPED!r} does")
+        return partial(_activate, activation)
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(f"activation_params={params!r} must be a mapping of {', '.join(_CLAMPED_PARAMS)} to numbers")
+    for name, value in (params or {}).items():
+        one_of("activation_params", name, _CLAMPED_PARAMS)
+        require_number(name, value, largest=FLOAT32_MAX)
+    return partial(_clamped_swiglu, params={**_CLAMPED_PARAMS, **(params or {})})
+
+
+def _activate(activation: str, x: Tensor) -> Tensor:
     if not is_gated(activation):
         return _FUNCTIONS[activation](x)
     x, gate = x.chunk(2, -1)
     return _FUNCTIONS[activation](x) * gate
+
+
+def _clamped_swiglu(x: Tensor, params: Mapping[str, float]) -> Tensor:
+    limit = params["limit"]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, gate = wide.chunk(2, -1)
+    a, gate = a.clamp(max=limit), gate.clamp(-limit, limit)
+    return (a * torch.sigmoid(params["alpha"] * a) * (gate + params["glu_linear_offset"])).to(x.dtype)

@@ -87,6 +87,7 @@ class LayerNormLinear(NormedLayer):
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features, **factory)) if bias else None)
         if split_rows is not None:
             self._split_parameters(split_rows)
+        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
         self.initialization = Initialization.told(init_method or default_init_method, nn.init.zeros_, parallel)
         self.reset_parameters()
         tensor_parallel, mode = TensorParallel.asked(parallel), parallel.get("parallel_mode")
@@ -164,6 +165,11 @@ class LayerNormLinear(NormedLayer):
         """y and, if it is asked for, the norm's output."""
         tensors = x.reshape(-1, self.in_features), self.layer_norm_weight, self.layer_norm_bias, weight, bias
         (product,), dtype = self._products(x, (weight,), tensors, context, is_first_microbatch)
+        if product.recipe.backward_override is not None:
+            normalized = self._normalized(x)
+            rows = normalized.reshape(-1, self.in_features)
+            y = self._multiplied(rows, weight, bias, product, dtype)
+            return y.view(*x.shape[:-1], self.out_features), normalized
         outputs = LayerNormLinearFunction.apply(
             *detached(*tensors), self.norm, product, dtype, self.return_layernorm_output
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
+from lightning_fp8.functions.linear import Product
 from lightning_fp8.functions.norm import Norm
-from lightning_fp8.modules.fused.activations import activate, activation_named
+from lightning_fp8.modules.fused.activations import activation_function, activation_named
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
 from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
@@ -23,6 +25,8 @@ from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
 from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments
+
+_NO_OVERRIDE = "LayerNormMLP; use LayerNormLinear, an activation and Linear"
 
 
 class LayerNormMLP(NormedLayer):
@@ -41,7 +45,12 @@ class LayerNormMLP(NormedLayer):
         bias: whether the linear layers have biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"`` (its tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"`` (``"squared_relu"``), ``"silu"``,
-            or gated ``"geglu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``, ``"swiglu"``, ``"glu"``.
+            or gated ``"geglu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``, ``"swiglu"``, ``"glu"``,
+            ``"clamped_swiglu"``.
+        activation_params: of ``"clamped_swiglu"``, gpt-oss's: ``limit`` (7.0), ``alpha`` (1.702) and
+            ``glu_linear_offset`` (1.0). With a the first half of its input and g the second it is
+            ``a' sigmoid(alpha a') (clamp(g, -limit, limit) + glu_linear_offset)``, ``a' = min(a, limit)``. It is not
+            fused with casts.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
         init_method: called on ``fc1_weight``; ``None`` is normal with deviation 0.023. Biases start at 0.
         output_layer_init_method: the same for ``fc2_weight``.
@@ -83,6 +92,7 @@ class LayerNormMLP(NormedLayer):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         zero_centered_gamma: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
@@ -109,11 +119,13 @@ class LayerNormMLP(NormedLayer):
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
         self.activation = activation_named(activation)
+        self.activate = activation_function(self.activation, activation_params)
         self.in_features = self.out_features = self.hidden_size
         register_norm(self, self.norm, self.hidden_size, **factory)
         for name, (rows, columns) in self.matrices.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
+        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
         self.initializations = tuple(
             Initialization.told(method or default_init_method, nn.init.zeros_, parallel)
             for method in (init_method, output_layer_init_method)
@@ -175,7 +187,7 @@ class LayerNormMLP(NormedLayer):
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
             calibrating = context.calibrating and not context.enabled and self.fp8
-            w1, w2 = (self._in_main_grad(weight, is_first_microbatch) for weight in weights)
+            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights))
             y, normalized = self._in_high_precision(inp, (w1, w2), calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
@@ -192,7 +204,7 @@ class LayerNormMLP(NormedLayer):
             others = self.fc1_bias, added_bias, self.layer_norm_weight
             (fc1, fc2), dtype = self._products(x, (w1, w2), others, context, is_first_microbatch)
         else:
-            w1, w2 = (self._in_main_grad(weight, is_first_microbatch) for weight in (w1, w2))
+            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate((w1, w2)))
 
         def computed(x: Tensor) -> tuple[Tensor, Tensor]:
             normalized = self._normalized(x)
@@ -200,7 +212,7 @@ class LayerNormMLP(NormedLayer):
                 self._observe(0, normalized, w1)
             h = self._multiply("column", normalized, w1, self.fc1_bias, fc1, dtype)
             h = self._observed(0, h) if calibrating else h
-            a = activate(h, self.activation)
+            a = self.activate(h)
             if calibrating:
                 self._observe(1, a, w2)
             y = self._multiply("row", a, w2, added_bias, fc2, dtype)
@@ -221,8 +233,33 @@ class LayerNormMLP(NormedLayer):
         parameters = weights[0], self.fc1_bias, weights[1], added_bias
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         (fc1, fc2), dtype = self._products(x, weights, tensors, context, is_first_microbatch)
+        self._refuse_backward_override(fc1, _NO_OVERRIDE)
+        if self.activation not in ops.ACTIVATIONS:
+            return self._unfused_in_fp8(x, weights, added_bias, fc1, fc2, dtype)
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
         return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
+
+    def _unfused_in_fp8(
+        self,
+        x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        added_bias: Tensor | None,
+        fc1: Product,
+        fc2: Product,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """y and the norm's output; the linear layers cast what norm and activation give in high precision."""
+        (w1, w2), b1 = weights, self.fc1_bias
+
+        def computed(x: Tensor) -> tuple[Tensor, Tensor]:
+            normalized = self._normalized(x)
+            a = self.activate(self._multiplied(normalized.reshape(-1, self.hidden_size).to(dtype), w1, b1, fc1, dtype))
+            return self._multiplied(a, w2, added_bias, fc2, dtype).view(*x.shape[:-1], self.hidden_size), normalized
+
+        if not (self.checkpoint and torch.is_grad_enabled()):
+            return computed(x)
+        both: tuple[Tensor, Tensor] = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
+        return both
 
     def _in_high_precision(self, x: Tensor, weights: tuple[Tensor, Tensor], calibrating: bool) -> tuple[Tensor, Tensor]:
         if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more
@@ -238,9 +275,9 @@ class LayerNormMLP(NormedLayer):
         added_bias = None if self.return_bias else self.fc2_bias
         if not calibrating:
             h = F.linear(normalized, w1, self.fc1_bias)
-            return F.linear(activate(h, self.activation), w2, added_bias), normalized
+            return F.linear(self.activate(h), w2, added_bias), normalized
         h = self._calibrating_forward(normalized, w1, self.fc1_bias)
-        return self._calibrating_forward(activate(h, self.activation), w2, added_bias, gemm=1), normalized
+        return self._calibrating_forward(self.activate(h), w2, added_bias, gemm=1), normalized
 
     def extra_repr(self) -> str:
         return (

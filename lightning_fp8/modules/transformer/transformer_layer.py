@@ -54,8 +54,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         parallel_attention_mlp: attention and MLP read the same input, and are added to it at once.
         layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
         bias: whether linear layers have biases.
-        activation: of the MLP, see :class:`lightning_fp8.LayerNormMLP`.
-        activation_params: refused; no activation here has any.
+        activation, activation_params: of the MLP, see :class:`lightning_fp8.LayerNormMLP`.
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
         layer_number, name, seq_length, micro_batch_size: taken, and without effect.
         ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
@@ -191,7 +190,12 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
                 attention_type="cross",
             )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, **everywhere
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            **everywhere,
         )
         self.layernorm = None
         if output_layernorm:

@@ -41,7 +41,7 @@ COLUMN_OR_ROW = {
     "parallel_mode": [None, "column", "row", Refused("both", "use one of 'column', 'row'", ValueError)],
     "symmetric_ar_type": [None, Refused("one_shot", "torch.distributed's all_reduce")],
     "ub_name": ["qkv"],
-    "delay_wgrad_compute": [False, Refused(True, "computes the weight's gradient at once")],
+    "delay_wgrad_compute": [False, True],
     "rng_tracker_name": ["model-parallel-rng"],
     "skip_weight_param_allocation": [Refused(False, "was removed from Transformer Engine", TypeError)],
 }
@@ -99,8 +99,8 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
     | {
         "activation": [
             *ACTIVATIONS,
-            "swiglu",
-            Refused("clamped_swiglu", "activation='clamped_swiglu' is unknown", ValueError),
+            *("swiglu", "clamped_swiglu"),
+            Refused("mish", "activation='mish' is unknown", ValueError),
         ],
         "output_layer_init_method": [None, constant],
         "set_parallel_mode": MULTIHEAD["set_parallel_mode"],
@@ -138,7 +138,7 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
         **{name: [True, False] for name in OVERLAP},
         "bias": [False],
         "activation": ["gelu", "relu", "reglu", "geglu", "swiglu"],
-        "activation_params": [None, Refused({"limit": 7.0}, "no activation takes any")],
+        "activation_params": [None, Refused({"limit": 7.0}, "'gelu' takes no activation_params", ValueError)],
         "attn_input_format": ["sbhd", "bshd"],
         "attention_softmax_in_fp32": [Refused(True, "softmax is computed in float32", TypeError)],
         "apply_query_key_layer_scaling": [Refused(True, "scores are scaled once", TypeError)],
