@@ -293,7 +293,6 @@ class MXFP8BlockScaling(RecipeFields):
 Recipe: TypeAlias = (
     DelayedScaling | Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling | MXFP8BlockScaling
 )
-RecipeName: TypeAlias = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.__dataclass_fields__["name"].default: recipe  # type: ignore[union-attr]

@@ -11,8 +11,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightning_fp8.version import __version__
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 COMMANDS = {
     "doctor": "lightning_fp8.doctor",
@@ -65,7 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _lightning_cli(argv: Sequence[str] | None) -> None:
     if importlib.util.find_spec("jsonargparse") is None:
         raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+
+    class SaveConfigBesideLogs(SaveConfigCallback):
+        """Without a logger that would be the working directory, in which config.yaml may be the user's."""
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            if trainer.loggers:
+                super().setup(trainer, pl_module, stage)
 
     # A console script does not see the working directory, where the user's classes live.
     if os.getcwd() not in sys.path:
@@ -73,6 +84,7 @@ def _lightning_cli(argv: Sequence[str] | None) -> None:
     LightningCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,
+        save_config_callback=SaveConfigBesideLogs,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
         args=None if argv is None else list(argv),  # Lightning warns of arguments that come twice

@@ -154,4 +154,4 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
 
     def extra_repr(self) -> str:
         bias = getattr(self, self.bias_names[0]) is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fp8={self.fp8}"

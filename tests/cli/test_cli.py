@@ -137,12 +137,18 @@ def test_the_printed_configuration_is_the_plugin_at_its_defaults(
 
 
 def test_fit_trains_from_yaml(tmp_path: Path) -> None:
+    """What ran is saved beside the logs, and not over a file of the user's."""
     small = ["--model.width", "32", "--model.depth", "3", "--model.heads", "2", "--data.length", "16"]
     quick = ["--trainer.max_steps", "3", "--trainer.limit_val_batches", "1", "--trainer.enable_progress_bar", "false"]
-    quick += ["--trainer.default_root_dir", str(tmp_path)]  # Lightning saves the configuration there
+    quick += ["--trainer.default_root_dir", str(tmp_path), "--config", str(tmp_path / "config.yaml")]
+    (tmp_path / "config.yaml").write_text("seed_everything: 1  # mine\n")
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "update_slots", lambda owned: (seen.append(1), update_slots(owned))[1])
         main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
     assert len(seen) == 3
-    assert (tmp_path / "config.yaml").is_file()
+    assert (tmp_path / "config.yaml").read_text() == "seed_everything: 1  # mine\n"
+    logger = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", str(tmp_path / "logs")]
+    main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick, *logger])
+    (saved,) = (tmp_path / "logs").rglob("config.yaml")
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["width"] == 32

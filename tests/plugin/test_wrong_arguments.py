@@ -219,7 +219,7 @@ def test_a_recipe_for_export_may_be_a_name() -> None:
 
 
 def test_a_linear_of_parts_prints() -> None:
-    assert "in_features=4, out_features=6, bias=True" in repr(fp8.Linear(4, 6, parameters_split=["a", "b"]))
+    assert "in_features=4, out_features=6, bias=True, fp8=True" in repr(fp8.Linear(4, 6, parameters_split=["a", "b"]))
     assert "bias=False" in repr(fp8.Linear(4, 6, bias=False, parameters_split=["a", "b"]))
 
 
