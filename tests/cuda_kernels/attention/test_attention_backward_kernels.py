@@ -127,7 +127,14 @@ def test_rows_that_lie_anywhere(emulator: Emulator) -> None:
 # --- Machine code -----------------------------------------------------------------------------------------------------
 
 
-WIDTHS = [64, *(pytest.param(channels, marks=thorough) for channels in (96, 128))]
+SPECS = pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(64, "float32"),  # whose kernels the default run's cases launch, too
+        *(pytest.param(AttentionSpec(channels, "bfloat16"), marks=thorough) for channels in (64, 96, 128)),
+    ],
+    ids=str,
+)
 STORES = {"LDS", "STS", "LDSM", "STSM", "PRMT"}
 
 
@@ -136,9 +143,9 @@ def packed_codes(names: Counter[str]) -> int:
 
 
 @needs_compilers
-@pytest.mark.parametrize("channels", WIDTHS)
-def test_a_tile_of_keys_in_machine_code(channels: int) -> None:
-    code = code_of(attention_dq_kernel(AttentionSpec(channels, "bfloat16")))
+@SPECS
+def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
+    code, channels = code_of(attention_dq_kernel(spec)), spec.head_dim
     found, names = sass.counts_in_a_step(code)
     assert [*sass.faults_of_steps(code, {channels // 32, 4}, ahead=4)] == []
     assert not sass.gpu_wide_barriers(code)
@@ -150,9 +157,9 @@ def test_a_tile_of_keys_in_machine_code(channels: int) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("channels", WIDTHS)
-def test_a_tile_of_queries_in_machine_code(channels: int) -> None:
-    code = code_of(attention_dkv_kernel(AttentionSpec(channels, "bfloat16")))
+@SPECS
+def test_a_tile_of_queries_in_machine_code(spec: AttentionSpec) -> None:
+    code, channels = code_of(attention_dkv_kernel(spec)), spec.head_dim
     found, names = sass.counts_in_a_step(code)
     assert [*sass.faults_of_steps(code, {channels // 32, 2})] == []
     assert not sass.gpu_wide_barriers(code)

@@ -32,6 +32,7 @@ def test_case(case: Case, emulator: Emulator) -> None:
     assert emulator.launched
 
 
+@thorough
 @needs_compilers
 def test_any_number_of_tiles(emulator: Emulator) -> None:
     """Of 128 channels, where two tiles are a round of the loop: blocks that visit one to four."""

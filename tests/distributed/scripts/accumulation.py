@@ -1,6 +1,6 @@
 """Run by two processes: TransformerLayers that accumulate gradients on ranks, beside one process with all the data.
 
-``python -m tests.distributed.scripts.accumulation FOLDER``, with RANK, WORLD_SIZE and MASTER_* set.
+``python -m tests.distributed.scripts.accumulation FOLDER KIND...``, with RANK, WORLD_SIZE and MASTER_* set.
 """
 
 from __future__ import annotations
@@ -101,6 +101,6 @@ def compared(kind: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    report = {kind: compared(kind) for kind in ("ddp", "unused", "sharded")}
+    report = {kind: compared(kind) for kind in sys.argv[2:]}
     (Path(sys.argv[1]) / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()
