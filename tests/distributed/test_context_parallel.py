@@ -108,7 +108,7 @@ def test_a_layer_turns_queries_by_their_positions_and_observes_its_part(ranks: l
         ),
         ("length", "ValueError: a sequence of 30 rows does not divide into "),
         ("group", "TypeError: cp_group is object; pass a torch.distributed.ProcessGroup"),
-        ("ranks", "ValueError: cp_global_ranks=[5, 6], and cp_group has ranks [0, 1"),
+        ("ranks", "ValueError: cp_global_ranks=[5, 6], but cp_group has ranks [0, 1"),
         ("two groups", "NotImplementedError: cp_comm_type='a2a+p2p', with two groups, is not supported"),
         ("pickled", "RuntimeError: this attention was pickled with a context-parallel group"),
         ("unlike", "query_layer=(2, 6, 2, 16)"),

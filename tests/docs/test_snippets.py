@@ -18,8 +18,7 @@ from lightning_fp8.cli.main import main
 from tests.convert.zoo import stand_in_for_torchvision
 from tests.docs.given import ON_ONE_RANK, Data, Model, given
 from tests.docs.pages import PAGES, ROOT, Block, blocks
-
-pytestmark = pytest.mark.thorough
+from tests.tiers import thorough
 
 RUN_ELSEWHERE = {"onnx.md"}
 """Pages whose blocks another test runs, and looks at what they leave."""
@@ -38,6 +37,7 @@ def few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
 
 
+@thorough
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.name not in RUN_ELSEWHERE and blocks(page, "python")],
@@ -68,6 +68,7 @@ def missing_packages(block: Block) -> list[str]:
     return [name for name in imported if name in NOT_EVERYWHERE and find_spec(name) is None]
 
 
+@thorough
 @pytest.mark.parametrize("block", [block for page in PAGES for block in blocks(page, "yaml")], ids=str)
 def test_yaml_is_taken_by_a_users_own_cli(block: Block, few_steps: None) -> None:
     Path("my.yaml").write_text(block.text)
@@ -94,6 +95,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(" ".join(command.split()) for command in found))
 
 
+@thorough
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_known_with_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, *words = shlex.split(command)
