@@ -112,7 +112,10 @@ def test_flops_of_attention_whose_queries_have_more_heads() -> None:
         model(torch.randn(2, 6, 32)).sum().backward()
     summary = watched.finish()
     assert summary.flops_in_fp8 == 2 * 2 * (2 * 6) * 32 * (32 + 16)  # no gradient of the input
-    assert summary.flops == summary.flops_in_fp8 + 7 * 2 * 2 * 4 * 6 * 6 * 8
+    product = 2 * 2 * 4 * 6 * 6 * 8
+    # torch 2.8 composes it of products on the CPU, and keeps the scores that others compute again.
+    assert summary.flops is not None
+    assert summary.flops - summary.flops_in_fp8 in (6 * product, 7 * product)
 
 
 def test_a_formula_that_raises_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
