@@ -128,7 +128,7 @@ def plan_attention(
         )
         decided = kept or reason_for_bf16(name) or why
         reason = decided or _why_not_in_training(module, how)
-        decision = LayerDecision(name, (), not reason, reason or "eligible", ATTENTION)
+        decision = LayerDecision(name, (), not reason, reason, ATTENTION)
         place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config)
         planned.append(PlannedAttention(decision, not decided, place))
     return planned
@@ -209,7 +209,7 @@ def judged(
     """
     fp8, high_precision, evaluations = counts
     if not layer.fp8:  # as decided for the module at that time
-        return replace(layer, fp8=True, ran=True, reason="eligible") if fp8 else layer
+        return replace(layer, fp8=True, ran=True, reason="") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"

@@ -95,9 +95,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
-                decisions.append(
-                    LayerDecision(gemm_name(name, gemm), shape, not reason, reason or "eligible", parameters=size)
-                )
+                decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
         decisions += _other_matrices(module, name)
     if not policy.fuse:
         return ConversionSummary(tuple(decisions))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from textwrap import wrap
+
+from lightning_fp8.convert.table import WIDTH, Row, grouped, rendered
 
 LINEAR = "linear"
 ATTENTION = "dot product attention"
@@ -19,7 +22,7 @@ class LayerDecision:
             is no layer's ``weight``, the parameter's.
         shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
         fp8: whether FP8 is planned; False is high precision.
-        reason: why.
+        reason: why it does not run in FP8; empty where it does.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of its own), ``"recurrent"``,
             ``"parameter"``, or ``"dot product attention"``, which has no matrix.
         parameters: elements of its weight.
@@ -43,7 +46,7 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The decisions for the matrices of a model, in registration order. ``str()`` is a table.
+    """The decisions for the matrices of a model, in registration order. ``str()`` is :meth:`table`.
 
     Its heading is "planned" as long as it is not known of any layer whether it ran in FP8, and then "ran in".
 
@@ -114,12 +117,21 @@ class ConversionSummary:
         step."""
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
+    def table(self, verbose: bool = False) -> str:
+        """The decisions in lines of at most 80 columns, equal ones of equal layers in one line; the counts last.
+
+        Args:
+            verbose: a line for each decision, as long as it is.
+        """
+        rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
+        heading = "ran in" if self._ran else "planned"
+        if verbose:
+            return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.fallbacks])
+        fallbacks = [line for text in self.fallbacks for line in wrap(text, WIDTH)]
+        return "\n".join([*rendered(grouped(rows), heading), *self._verdict(WIDTH), *fallbacks])
+
     def __str__(self) -> str:
-        table = [("layer", "out × in", "ran in" if self._ran else "planned", "because")]
-        table += [(layer.name, " × ".join(map(str, layer.shape)), layer.precision, layer.reason) for layer in self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in table]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], self.verdict(), *self.fallbacks])
+        return self.table()
 
     @property
     def _ran(self) -> bool:
@@ -128,6 +140,10 @@ class ConversionSummary:
 
     def verdict(self) -> str:
         """The counts in one line."""
+        return " ".join(self._verdict())
+
+    def _verdict(self, width: int | None = None) -> list[str]:
+        """The counts in one line, or in two where one is too long."""
         linears = sum(layer.kind == LINEAR for layer in self.layers)
         counts = f"{self.num_fp8} of {linears} linear layers {'ran' if self._ran else 'planned'} in FP8"
         if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
@@ -140,4 +156,7 @@ class ConversionSummary:
             )
             if value is not None
         ]
-        return ": ".join([counts, *([", ".join(shares)] if shares else [])])
+        if not shares:
+            return [counts]
+        lines = [f"{counts}:", ", ".join(shares)]
+        return lines if width is not None and sum(map(len, lines)) >= width else [" ".join(lines)]

@@ -110,12 +110,12 @@ def test_a_generated_function_that_a_forward_calls_is_read() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.attend(x)
 
-    assert attentions(planned(nn.Sequential(Calling())))["0"] == ("FP8", "eligible")
+    assert attentions(planned(nn.Sequential(Calling())))["0"] == ("FP8", "")
 
 
 def test_without_dropout_it_is_fp8() -> None:
     summary = planned(Layers(attention_dropout=0.0))
-    assert attentions(summary)[SECOND] == ("FP8", "eligible")
+    assert attentions(summary)[SECOND] == ("FP8", "")
     assert "2 of 4 attentions" in summary.verdict()
 
 
@@ -144,7 +144,7 @@ def test_under_fabric_the_table_says_what_ran(dropout: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         stepped(fabric, model, optimizer)
-    right = ("BF16", "attention_dropout=0.1 in training") if dropout else ("FP8", "eligible")
+    right = ("BF16", "attention_dropout=0.1 in training") if dropout else ("FP8", "")
     assert attentions(plugin.summary)[SECOND] == right
 
 

@@ -112,13 +112,13 @@ def test_summary_as_data() -> None:
 def test_summary_as_a_table() -> None:
     model = LanguageModel(blocks=3)
     summary = plan_conversion(model, Policy())
-    lines = str(summary).splitlines()
+    lines = summary.table(verbose=True).splitlines()
     assert lines[0].split("  ")[0].strip() == "layer"
     assert " planned " in lines[0]
     assert set(lines[1]) == {"-"}
     for line, layer in zip(lines[2:-1], summary.layers, strict=True):
         assert line.startswith(layer.name)
-        assert f" {layer.precision} " in line
+        assert f" {layer.precision} " in f"{line} "
         assert "{} × {}".format(*layer.shape) in line
         assert line.endswith(layer.reason)
     # Of 3 x 2 x 16 x 32, 16 x 16 and 40 x 16 elements, 2 x 16 x 32 and 16 x 16.

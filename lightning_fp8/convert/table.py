@@ -1,0 +1,168 @@
+"""The table of a conversion: rows of equal layers in one line, 80 columns wide; or a line for each row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from textwrap import wrap
+from typing import TypeVar
+
+WIDTH = 80
+_NARROWEST_REASON = 24
+_INDENT = 4
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: a module's, or a pattern of several: ``layers.{1-30}.mlp.{gate,up}_proj``, ``layers.0.*``.
+        shape: as text; empty where the modules of the line have several.
+        precision: ``"FP8"`` or another.
+        reason: empty for what runs as planned.
+        count: how many modules the line stands for.
+    """
+
+    name: str
+    shape: str
+    precision: str
+    reason: str
+    count: int = 1
+
+
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    """Fewer rows that say the same, in the order of the first of each.
+
+    Three rules, one after the other: all rows below a module that have one reason are ``module.*``; rows whose names
+    differ in a number, as of blocks, have a range of numbers; rows whose names differ in one other part have its
+    alternatives in braces.
+    """
+    found = _subtrees(rows)
+    deepest = max((row.name.count(".") + 1 for row in found), default=0)
+    for place in reversed(range(deepest)):
+        found = _merged(found, place, str.isdecimal, _ranges)
+    for place in reversed(range(deepest)):
+        found = _merged(found, place, lambda part: "{" not in part and part != "*", _alternatives)
+    return found
+
+
+def rendered(rows: Iterable[Row], heading: str, width: int | None = WIDTH) -> list[str]:
+    """Lines of ``width`` at most; longer reasons continue below, and longer names have ``...`` in their middle.
+
+    Args:
+        heading: of the column of precisions, ``"planned"`` or ``"ran in"``.
+        width: None lets a line be as long as it is.
+    """
+    cells = [(row.name, row.shape, row.precision, f"×{row.count}" * (row.count > 1), row.reason) for row in rows]
+    head = ("layer", "out × in", heading, "")
+    widths = [max(len(line[column]) for line in (head, *cells)) for column in range(4)]
+    if width is not None:
+        widths[0] = max(min(widths[0], width - sum(widths[1:]) - 6), len("layer"))
+    before = sum(size + 2 for size in widths if size)
+
+    def start_of(name: str, *others: str) -> str:
+        columns = zip((_shortened(name, widths[0]), *others), widths)
+        return "  ".join(cell.ljust(size) for cell, size in columns if size)
+
+    lines: list[str] = []
+    for *fixed, reason in cells:
+        start = start_of(*fixed)
+        if not reason or width is None or before + len(reason) <= width:
+            lines.append(f"{start}  {reason}".rstrip())
+        elif width - before >= _NARROWEST_REASON:
+            first, *more = wrap(reason, width - before, break_on_hyphens=False)
+            lines += [f"{start}  {first}", *(" " * before + line for line in more)]
+        else:
+            below = wrap(reason, width - _INDENT, break_on_hyphens=False)
+            lines += [start.rstrip(), *(" " * _INDENT + line for line in below)]
+    above_reasons = "because" if width is None or before + len("because") <= width else ""  # else all are below
+    top = f"{start_of(*head)}  {above_reasons}".rstrip()
+    return [top, "-" * max(map(len, [top, *lines])), *lines]
+
+
+def _shortened(name: str, width: int) -> str:
+    if len(name) <= width:
+        return name
+    left = (width - 3) // 2
+    return f"{name[:left]}...{name[len(name) - (width - 3 - left) :]}"
+
+
+def _subtrees(rows: Sequence[Row]) -> list[Row]:
+    """``module.*`` for the outermost modules below which all rows have one reason and one precision."""
+    below: dict[str, list[Row]] = {}
+    for row in rows:
+        for prefix in _prefixes(row.name):
+            below.setdefault(prefix, []).append(row)
+
+    def alike(first: Row, *others: Row) -> bool:
+        same = all((row.reason, row.precision) == (first.reason, first.precision) for row in others)
+        return bool(first.reason and others) and same
+
+    whole = {prefix for prefix, of_prefix in below.items() if alike(*of_prefix)}
+    found: dict[str, Row] = {}
+    for number, row in enumerate(rows):
+        outermost = next((prefix for prefix in _prefixes(row.name) if prefix in whole), None)
+        if outermost is None:
+            found[f"{number}"] = row
+        elif f"{outermost}.*" not in found:
+            shapes = {each.shape for each in below[outermost]}
+            shape = shapes.pop() if len(shapes) == 1 else ""
+            found[f"{outermost}.*"] = Row(f"{outermost}.*", shape, row.precision, row.reason, len(below[outermost]))
+    return list(found.values())
+
+
+def _prefixes(name: str) -> list[str]:
+    """Of ``a.b.c``: ``a``, ``a.b``."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _merged(
+    rows: Sequence[Row], place: int, fits: Callable[[str], bool], together: Callable[[list[str]], str]
+) -> list[Row]:
+    """Rows that differ in nothing but the part of their names at ``place``, which ``together`` writes as one."""
+    groups: dict[Hashable, list[Row]] = {}
+    for number, row in enumerate(rows):
+        parts = row.name.split(".")
+        mergeable = place < len(parts) and fits(parts[place])
+        others = (*parts[:place], *parts[place + 1 :], len(parts)) if mergeable else number
+        groups.setdefault((others, row.shape, row.precision, row.reason, row.count), []).append(row)
+    found = []
+    for alike in groups.values():
+        first = alike[0]
+        if len(alike) > 1:
+            parts = first.name.split(".")
+            parts[place] = together([row.name.split(".")[place] for row in alike])
+            first = replace(first, name=".".join(parts), count=sum(row.count for row in alike))
+        found.append(first)
+    return found
+
+
+def _ranges(numbers: list[str]) -> str:
+    """``{0,2-4}`` of 0, 2, 3 and 4."""
+    runs: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return f"{{{','.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}}}"
+
+
+def _alternatives(parts: list[str]) -> str:
+    """``{gate,up}_proj`` of ``gate_proj`` and ``up_proj``: what is shared is outside, up to an underscore."""
+    before = re.sub(r"[^_]*$", "", _shared_start(parts))
+    after = re.sub(r"^[^_]*", "", _shared_start([part[len(before) :][::-1] for part in parts])[::-1])
+    middle = [part[len(before) : len(part) - len(after)] for part in parts]
+    if not all(middle):
+        before, after, middle = "", "", parts
+    return f"{before}{{{','.join(middle)}}}{after}"
+
+
+def _shared_start(texts: list[str]) -> str:
+    length = next((at for at, letters in enumerate(zip(*texts)) if len(set(letters)) > 1), min(map(len, texts)))
+    return texts[0][:length]
