@@ -14,7 +14,7 @@ import torch
 import cuda_kernels
 import lightning_fp8
 
-_PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-bindings", "cuda-core", "lightning")
+_PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-bindings", "cuda-core", "lightning", "transformers")
 
 
 def describe() -> dict[str, Any]:

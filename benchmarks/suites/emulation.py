@@ -24,7 +24,7 @@ from lightning_fp8.recipes import RECIPES
 BF16 = "BF16"
 LIMITS = {**dict.fromkeys(RECIPES, 1.6), "mxfp8": 1.7}
 """Limits of a recipe's cost, relative to BF16."""
-SECONDS = 8.0
+SECONDS = 20.0
 """Measuring time per recipe; a step takes tenths of a second."""
 
 
