@@ -9,6 +9,7 @@ is affected by their use of caches and clocks. Recipes are therefore compared by
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -46,6 +47,8 @@ def unavailable(plan: Plan) -> str | None:
 
 def run(plan: Plan) -> Iterator[Result]:
     plan.say("emulation: a training step of a Llama on one thread")
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # no tables of layers
     names = (None, *RECIPES)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -54,11 +57,11 @@ def run(plan: Plan) -> Iterator[Result]:
         bf16, *others = measure(ProcessorClock(), steps, plan.seconds(SECONDS))
     finally:
         torch.set_num_threads(num_threads)
-    name, shape = "training step of a Llama", _tokens(plan.dry)
-    yield Result(name, BF16, shape, "bfloat16", times=bf16)
+    work, shape = "training step of a Llama", _tokens(plan.dry)
+    yield Result(work, BF16, shape, "bfloat16", times=bf16)
     for recipe, times in zip(RECIPES, others):
         over, target = {BF16: bf16.low / times.low}, {f"over {BF16}": 1 / LIMITS[recipe]}
-        yield Result(name, f"{OURS}, {recipe}", shape, "bfloat16", times=times, over=over, target=target)
+        yield Result(work, f"{OURS}, {recipe}", shape, "bfloat16", times=times, over=over, target=target)
 
 
 def _tokens(dry: bool) -> tuple[int, int]:
