@@ -37,8 +37,8 @@ class FP8Tensor(Tensor):
     Attributes:
         scaling: the layout of scales in :attr:`cast`.
         codes: the dtype of the operands in :attr:`cast`.
-        recipe: the only recipe whose layers use the operands; None if every recipe does whose casts have the same
-            format and blocks.
+        recipe: the recipe whose layers use the operands; None for every recipe whose casts have the same format and
+            blocks.
         observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
         takers: the slots of the layers that have used the operands; shared by views.
         high_precision_init_val: of a primary weight, its values before the first cast, on the CPU.

@@ -127,7 +127,7 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
             input: bfloat16, float16 or float32; ``inp`` is the same by Transformer Engine's name.
             is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy; see
                 :meth:`lightning_fp8.modules.linear_layer.LinearLayer.forward`.
-            fp8_output, fp8_grad, weight, bias: refused where they ask for anything.
+            fp8_output, fp8_grad, weight, bias: refused unless at their defaults.
 
         Raises:
             TypeError, ValueError: an input that does not fit the layer; the message says what would.

@@ -272,8 +272,8 @@ def projection_parameters(attention: Projecting, projection: str, parameters: Ma
 
     Args:
         projection: the name of its module in ``attention``.
-        parameters: by name, without prefix, of this rank or of all tensor-parallel ranks together; what fits nothing
-            stays as it is.
+        parameters: by name, without prefix, of this rank or of all tensor-parallel ranks together; others are
+            returned unchanged.
     """
     if (order := attention.projection_rows.get(projection)) is None:
         return dict(parameters)

@@ -147,7 +147,7 @@ def read_te_state(value: Any) -> TEState:
 
     Raises:
         ForeignState: the value is no Transformer Engine state.
-        CheckpointError: it is damaged, or asks for a foreign class.
+        CheckpointError: it is damaged, or names a class that is not allowed.
     """
     if value is None:
         return TEState("any version, without FP8")

@@ -20,20 +20,20 @@ from lightning_fp8.te.keys import INV_FREQ
 class RotaryPositionEmbedding(nn.Module):
     """Angles ``position * rotary_base ** (-2 i / dim)`` of each pair of channels, for ``rotary_pos_emb``.
 
-    Its frequencies are no buffer: they stay float32 in a model of another dtype, in which far positions would be wrong
-    by whole turns, and a ``state_dict`` has none of them.
+    The frequencies are not a buffer. They stay float32 when a model is cast, since in a lower precision the angles of
+    far positions would be off by whole turns, and they are not in the ``state_dict``.
 
     Args:
         dim: channels of a head.
         rotary_percent: the part of the channels that turns, from the first on.
-        seq_len_interpolation_factor: positions are divided by it (arXiv:2306.15595), where
-            ``pretrained_max_position_embeddings`` is given, too; beyond their product by as much as is needed.
+        seq_len_interpolation_factor: together with ``pretrained_max_position_embeddings``, positions are divided by
+            ``max(factor, max_seq_len / pretrained_max_position_embeddings)`` (arXiv:2306.15595); alone it has no effect.
         pretrained_max_position_embeddings: positions that the model was trained with.
         rotary_base: of the geometric sequence of frequencies.
         interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + dim / 2``.
 
     Raises:
-        ValueError, TypeError: an argument that is no such number; channels that are no even number of at least 2.
+        ValueError, TypeError: an argument that is not positive; an odd number of turning channels, or none.
     """
 
     def __init__(

@@ -227,14 +227,15 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
         The result has the input's dtype, or torch.autocast's, which ``hidden_states`` are cast to first, as in
-        Transformer Engine: the residual stream takes half of the memory. Add ``MultiheadAttention`` and
-        ``LayerNormMLP`` to a stream of float32 yourself where autocast shall keep one, as torch's own layers do.
+        Transformer Engine: the residual stream takes half of the memory. To keep
+        a float32 stream under autocast, as torch's own layers do, add the outputs of ``MultiheadAttention`` and
+        ``LayerNormMLP`` to it yourself.
 
         Args:
             hidden_states: bfloat16, float16 or float32.
             attention_mask: of self attention; True is masked out.
-            encoder_output: of the same format; what a decoder's cross attention looks at.
-            enc_dec_attn_mask: of cross attention; an encoder has none, and a warning says so of all ``enc_dec``.
+            encoder_output: of the same format; what a decoder's cross attention attends to.
+            enc_dec_attn_mask: of cross attention. An encoder has none: any ``enc_dec`` argument gives a warning there.
             self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal: the constructor's where None.
             call: :class:`lightning_fp8.modules.transformer.AttentionArguments`; both attentions are called with it, as
