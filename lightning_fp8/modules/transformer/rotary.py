@@ -27,7 +27,7 @@ class RotaryPositionEmbedding(nn.Module):
         dim: channels of a head.
         rotary_percent: the part of the channels that turns, from the first on.
         seq_len_interpolation_factor: together with ``pretrained_max_position_embeddings``, positions are divided by
-            ``max(factor, max_seq_len / pretrained_max_position_embeddings)`` (arXiv:2306.15595); alone it has no effect.
+            ``max(factor, max_seq_len / pretrained_max_position_embeddings)`` (arXiv:2306.15595); alone, no effect.
         pretrained_max_position_embeddings: positions that the model was trained with.
         rotary_base: of the geometric sequence of frequencies.
         interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + dim / 2``.
