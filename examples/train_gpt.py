@@ -6,7 +6,7 @@
     python examples/train_gpt.py --recipe bf16            # the baseline
     python examples/train_gpt.py --modules                # of lightning_fp8.TransformerLayers
     STEPS=20 python examples/train_gpt.py                 # a look at it, as --steps 20
-    lightning-fp8 fit --config configs/delayed.yaml       # from YAML: 256 wide, 6 blocks, 300 steps
+    lightning-fp8 fit --config configs/delayed.yaml       # the same from YAML
 
 The first takes half a minute of processor time. The model is a small Llama: RMSNorm, rotary embeddings, causal
 attention, SwiGLU. Nothing in it knows about FP8; with ``--modules`` its blocks are

@@ -37,10 +37,8 @@ def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, save
     if not isinstance(recipe, DelayedScaling):
         return
     if restored := len(history.names) - len(new_slots):
-        rank_zero_info(
-            f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored, "
-            f"after {history.updates} updates"
-        )
+        age = f", after {history.updates} updates" if history.updates else ""  # not in Transformer Engine's files
+        rank_zero_info(f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored{age}")
     if new_slots:
         is_foreign = state["names"] and len(new_slots) == len(history.names)
         (rank_zero_warn if is_foreign else rank_zero_info)(
