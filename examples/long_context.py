@@ -93,7 +93,7 @@ class Llama(L.LightningModule):
 def plant_sink(model: LlamaForCausalLM) -> None:
     """Give the first token a large key, which all queries point at, and a value near 0.
 
-    Its key lies in the channel that the rotary embedding turns least: by 0.3 rad over 2,048 bytes. The scaled score is
+    Its key is in the channel that the rotary embedding turns least: by 0.3 rad over 2,048 bytes. The scaled score is
     near 10 where those of other keys are near 0.
     """
     embedding = model.get_input_embeddings().weight
