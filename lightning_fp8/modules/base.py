@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
 from lightning_fp8.fp8_region import current_context
+from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
@@ -123,7 +124,12 @@ class FP8Module(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # torch swaps the contents of tensor subclasses with those of new ones, which have no attributes of others.
+        own = [(name, dict(vars(each))) for name, each in self._parameters.items() if isinstance(each, FP8Tensor)]
         super()._apply(fn, recurse)
+        for name, attributes in own:
+            of_others = {key: value for key, value in attributes.items() if key not in FP8Tensor.ATTRIBUTES}
+            vars(self._parameters[name]).update(of_others)
         history = self.history
         if history is not None:
             device = next((parameter.device for parameter in self.parameters()), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
+from lightning_fp8 import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast, fp8_model_init
 
 Call = Callable[[Linear, Tensor, bool], Tensor]
 MICRO_BATCHES = 3
@@ -233,6 +233,17 @@ def test_attributes_stay_where_the_parameter_stays() -> None:
     assert linear.weight is weight
     assert linear.weight.overwrite_main_grad
     assert bool((linear.weight.main_grad == 7.0).all())
+
+
+@pytest.mark.parametrize("move", [lambda layer: layer.half(), lambda layer: layer.cpu(), lambda layer: layer.float()])
+def test_attributes_of_an_fp8_weight_stay(move: Any) -> None:
+    with fp8_model_init():
+        linear = Linear(16, 16, params_dtype=torch.bfloat16)
+    weight = linear.weight
+    weight.overwrite_main_grad, weight.probe = True, "x"  # type: ignore[assignment]
+    move(linear)
+    assert linear.weight is weight
+    assert (linear.weight.overwrite_main_grad, linear.weight.probe) == (True, "x")
 
 
 def test_a_main_grad_that_does_not_fit() -> None:
