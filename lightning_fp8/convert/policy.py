@@ -128,11 +128,9 @@ def reason_small(name: str, shape: Sequence[int], linears: Set[str]) -> str:
             they have few FLOPs at any rank, and are all that trains.
     """
     parts = name.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        wrapper = ".".join(parts[:depth])
-        base = f"{wrapper}.base_layer".strip(".")
-        if base in linears and name != base:
-            return f"an adapter of {wrapper or base}"
+    bases = {".".join([*parts[:depth], "base_layer"]) for depth in range(len(parts))}
+    if bases & linears - {name}:
+        return "an adapter (LoRA) of another layer"
     small, large = sorted(shape)
     if small <= NARROW and large > 8 * small:
         return f"narrow: to cast {large} features takes longer than FP8 saves in a product with {small}"

@@ -158,7 +158,7 @@ def test_adapters_stay_in_bf16_at_any_rank() -> None:
         block.q_proj.lora_B = nn.ModuleDict({"default": nn.Linear(12, 16, bias=False)})
         block.fc = nn.Linear(16, 16)
     assert fp8_names(model) == ["blocks.1.q_proj.base_layer", "blocks.1.fc"]
-    assert reasons(model)["blocks.1.q_proj.lora_B.default"] == "an adapter of blocks.1.q_proj"
+    assert reasons(model)["blocks.1.q_proj.lora_B.default"] == "an adapter (LoRA) of another layer"
 
 
 def test_head_made_of_our_linear_runs_in_fp8() -> None:
