@@ -27,8 +27,8 @@ class FP8Callback(Callback):
     The scales are updated by every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through
     Lightning or not, in one collective; see ``FP8FabricPrecision.update_scales``. A checkpoint with
     Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. After the first training step the
-    plugin's table says what really ran, and a warning names what did not; layers that nothing called are only named at
-    the end of the first epoch, or after 50 steps.
+    plugin's table shows what ran in FP8, and a warning names layers that did not. Layers that were not called are named
+    at the end of the first epoch, or after 50 steps.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.

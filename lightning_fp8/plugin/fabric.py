@@ -74,20 +74,18 @@ class FP8FabricPrecision(FabricPrecision):
             everything else runs under ``torch.autocast``.
         attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
         cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter;
-            ``None`` does so where the Trainer accumulates gradients and no weight is sharded, and never in Fabric. A
-            change of a weight's ``data`` in place, as ``weight.data.mul_(...)``, leaves no trace: layers go on with the
-            copies of before, in the Trainer until an epoch or an evaluation begins or an optimizer steps, in Fabric
-            until one steps. Who makes such changes in between needs ``False``; in-place changes of the weight itself
-            under ``torch.no_grad()`` are seen.
+            ``None`` does so where the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
+            In-place changes of the weight itself under ``torch.no_grad()`` are detected. In-place changes of its
+            ``data``, as ``weight.data.mul_(...)``, are not: the old copies are used until an optimizer steps, in the
+            Trainer also until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
         fuse: let norms and activations of known model families cast for the layers that read them; see
             :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message lists what would.
 
-    ``summary`` is the table of the model that was converted or judged last; with several models that is one of them.
-    What really ran it says after an optimizer's step, or ``update_scales()``; forwards and backwards alone leave it as
-    planned.
+    ``summary`` is the table of the model that was converted, or whose first step ended, last. It shows what is planned,
+    and from the first optimizer step (or ``update_scales()``) on what ran.
     """
 
     def __init__(

@@ -25,13 +25,13 @@ from lightning_fp8.te.arguments import PassesContextParallelGroup, checked_argum
 class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention):  # type: ignore[misc]
     """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
-    Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (or ``fp8_mha``, which is taken for it), all products run
-    in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
+    Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (``fp8_mha`` has the same effect), all products run in
+    FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
     more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
-    tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning say why.
+    tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning give the reason.
 
-    It casts by the tensors' own amaxes under every recipe. Delayed scaling keeps Transformer Engine's slots beside it,
-    observed where tensors pass (``qkv``, ``o``, ``do``, ``dqkv``) and for checkpoints alone (``s``, ``dp``).
+    It casts by the tensors' own amaxes under every recipe. Delayed scaling also keeps Transformer Engine's slots:
+    ``qkv``, ``o``, ``do`` and ``dqkv`` record amaxes, ``s`` and ``dp`` are for checkpoints only.
 
     Args:
         num_attention_heads: of queries.
@@ -41,7 +41,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, sequences one after the other.
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, the two with
             ``_bottom_right``, or ``"arbitrary"``.
-        window_size: keys before and after the diagonal that a query sees; -1 is all.
+        window_size: keys before and after the diagonal that a query attends to; -1 is all.
         bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
         tp_group, tp_size: the ranks over which heads are divided, and their number. ``num_attention_heads`` and
             ``num_gqa_groups`` are those of all ranks together, inputs and ``softmax_offset`` this rank's.
@@ -55,8 +55,9 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:
-        reason: why the last forward inside ``fp8_autocast`` ran in high precision; before any, why this module will
-            under every recipe. Empty where it ran, or may run, in FP8. A compiled forward leaves it alone.
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before the first one, why this
+            module cannot run in FP8 under any recipe. Empty if it ran, or can run, in FP8. A compiled forward does not
+            change it.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; the message says what would.

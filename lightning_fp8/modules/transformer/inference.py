@@ -55,7 +55,7 @@ class CachedKeys(NamedTuple):
 class InferenceParams:
     """A cache of keys and values for each attention that is called with it, under ``torch.no_grad()``.
 
-    Before each forward of the model :meth:`pre_step` says how many rows each sequence brings::
+    Before each forward of the model, :meth:`pre_step` sets the number of new rows of each sequence::
 
         params = InferenceParams(max_batch_size=1, max_sequence_length=128)
         rows = prompt  # [s, 1, h]
@@ -63,20 +63,20 @@ class InferenceParams:
             params.pre_step({0: len(rows)})
             rows = next_row(model(rows, inference_params=params))
 
-    or, as before Transformer Engine 2.2, ``sequence_len_offset`` is raised after it.
+    or, as before Transformer Engine 2.2, ``sequence_len_offset`` is raised after each forward.
 
-    An attention module keeps its rows once in a step; a call of :meth:`pre_step` or :meth:`reset`, or a value given to
-    ``sequence_len_offset``, the same one too, begins the next.
+    An attention module stores its rows once in a step. A step begins with a call of :meth:`pre_step` or :meth:`reset`,
+    or with an assignment to ``sequence_len_offset``, of the same value too.
 
     Args:
         max_batch_size: sequences at a time.
         max_sequence_length: rows of each.
-        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len, qkv_format: taken, and not needed: the first keys
-            and values say them.
-        is_paged, total_num_pages, page_size, custom_cache_manager: refused where they ask for another kind of cache.
+        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len, qkv_format: taken, and not needed: they follow
+            from the first keys and values.
+        is_paged, total_num_pages, page_size, custom_cache_manager: refused if they select another kind of cache.
 
     Attributes:
-        sequence_len_offset: rows that every sequence already has, where :meth:`pre_step` is never called.
+        sequence_len_offset: rows that every sequence already has; used if :meth:`pre_step` is never called.
 
     Raises:
         ValueError: sizes that are not positive.
