@@ -28,7 +28,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
     Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (``fp8_mha`` has the same effect), all products run in
     FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
     more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
-    tensors' own precision, as everything does outside ``fp8_autocast``, and :attr:`reason` and a warning give the reason.
+    tensors' own precision, as everything does outside ``fp8_autocast``, with a warning and :attr:`reason`.
 
     It casts by the tensors' own amaxes under every recipe. Delayed scaling also keeps Transformer Engine's slots:
     ``qkv``, ``o``, ``do`` and ``dqkv`` record amaxes, ``s`` and ``dp`` are for checkpoints only.
