@@ -17,7 +17,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = f"lightning_fp8 {__version__}"
 
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 
 autodoc_typehints = "none"  # they are in the signatures
