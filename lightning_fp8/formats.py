@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -28,6 +29,9 @@ class Float8:
     name: str
     dtype: torch.dtype
     max: float
+
+    def __reduce__(self) -> Any:  # there is one object of each format: copies and pickles of a model have it, too
+        return float8_of, (self.dtype,)
 
 
 E4M3 = Float8("E4M3", torch.float8_e4m3fn, 448.0)

@@ -126,7 +126,7 @@ def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | N
         return None
     numbers = _bits(x)
     out = torch.empty(x.shape, dtype=torch.uint8)
-    of = (numbers.itemsize, float8 is E4M3)
+    of = (numbers.itemsize, float8 == E4M3)
     if not _by_blocks("encode", of, x, numbers, scale, block, out.numpy()):
         return None
     return out

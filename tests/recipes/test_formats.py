@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -97,3 +99,9 @@ def test_hybrid_casts_gradients_to_e5m2() -> None:
 def test_a_dtype_that_is_no_fp8_is_refused() -> None:
     with pytest.raises(ValueError, match="torch.bfloat16 is not an FP8 format"):
         float8_of(torch.bfloat16)
+
+
+@pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)
+def test_copies_and_pickles_of_a_format_are_the_format(float8: Float8) -> None:
+    assert copy.deepcopy(float8) is float8
+    assert pickle.loads(pickle.dumps(float8)) is float8
