@@ -276,6 +276,14 @@ class Product:
         return ScaledTensor(data, scale_inv, self._casts[Role.INPUT].layout)
 
 
+def without_gradient(x: Tensor) -> Tensor:
+    """``x``, detached; FP8 weights cannot be under ``torch.inference_mode``, which is left for it."""
+    if type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
+        return x.detach()
+    with torch.inference_mode(False):
+        return x.detach()
+
+
 class LinearFunction(torch.autograd.Function):
     """``y [R, N] = x [..., K] wᵀ + bias`` with its three GEMMs in FP8; leading dimensions of x become rows.
 

@@ -23,6 +23,7 @@ from lightning_fp8.functions.linear import (
     Product,
     RedirectedFunction,
     mark_stale,
+    without_gradient,
 )
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced, note_traced_outside_fp8
@@ -112,7 +113,7 @@ class LinearLayer(WeightCachingModule):
     ) -> Tensor:
         """``x wᵀ + bias [R, N]``, whose gradients are computed as the recipe says."""
         if not torch.is_grad_enabled():
-            weight = weight.detach()  # else the function casts for a gradient that is not needed
+            weight = without_gradient(weight)  # else the function casts for a gradient that is not needed
         if product.recipe.backward_override is not None:
             of_cast: Tensor = HighPrecisionGradientsFunction.apply(x, weight, bias, product, dtype, shared)
             return of_cast

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.functions.linear import ObserveGradFunction, Product
+from lightning_fp8.functions.linear import ObserveGradFunction, Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.parallel.collectives import require_shared_scales
 from lightning_fp8.parallel.function import Parallel, parallel_linear
@@ -251,7 +251,7 @@ class CutLayer(GroupTaker, LinearLayer):
         self._refuse_backward_override(product, "tensor-parallel layers; leave it out")
         require_shared_scales(self.running_context().group, parallel.group)
         if not torch.is_grad_enabled():
-            weight = weight.detach()
+            weight = without_gradient(weight)
         return parallel_linear(x.to(dtype), weight, bias, product, dtype, parallel)
 
     def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import plain, refuse_sharded, require_positive
+from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import CutLayer
@@ -33,7 +34,7 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, without gradients where none are enabled: a function keeps and casts only what those need."""
     if torch.is_grad_enabled():
         return [*tensors]
-    return [None if tensor is None else tensor.detach() for tensor in tensors]
+    return [None if tensor is None else without_gradient(tensor) for tensor in tensors]
 
 
 class NormedLayer(PassesContextParallelGroup, CutLayer):

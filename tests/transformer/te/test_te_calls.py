@@ -128,3 +128,15 @@ def test_save_original_input_has_no_effect() -> None:
             y = layer(x)
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, layer.weight])])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
+def test_fp8_weights_in_inference_mode(kind: Any, recipe: str) -> None:
+    with torch.no_grad(), lightning_fp8.fp8_model_init(recipe=recipe):
+        layer = made(kind, 32, 32)
+    x = torch.randn(4, 32)
+    with fp8_autocast(fp8_recipe=recipe):
+        with torch.inference_mode():
+            found = layer(x)
+        assert torch.equal(found, layer(x))
