@@ -34,6 +34,10 @@ class _AtDefault(NamedTuple):
     instead: str
 
 
+_ONE_PRODUCT = (
+    "one product alone is not kept in high precision; Float8CurrentScaling(backward_override='high_precision') keeps "
+    "both of the backward pass"
+)
 _ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"
 _BLOCKS = "blocks are 1 × 128 for inputs and gradients, 128 × 128 for weights; leave it out"
 
@@ -53,7 +57,7 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
         "scaling_factor_compute_algo": _AtDefault(None, "scales are fp8_max 2**-margin / amax; leave it out"),
         "override_linear_precision": _AtDefault(
             (False, False, False),
-            "all three products of an FP8 layer run in FP8; keep the whole layer in BF16 with skip=",
+            _ONE_PRODUCT,
         ),
     },
     "Float8CurrentScaling": {
@@ -76,7 +80,7 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
 
 _OF_LAYERS = "it is an argument of FP8Precision and convert_module"
 MEGATRON_KEYS = {
-    "fp8_wgrad": _AtDefault(True, "all three products of an FP8 layer run in FP8; leave it out"),
+    "fp8_wgrad": _AtDefault(True, _ONE_PRODUCT),
     "fp8_param": _AtDefault(False, "construct or convert the model inside of fp8_model_init()"),
     "fp8_output_proj": _AtDefault(False, "make the output head as lightning_fp8.Linear"),
     "fp8_quantizer_factory": _AtDefault(None, "a recipe sets the cast of each tensor; leave it out"),

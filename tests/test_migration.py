@@ -295,7 +295,7 @@ def test_transformer_engines_defaults_make_the_default_recipe(recipe: str) -> No
 
 OTHERS: list[tuple[str, str, Any, str]] = [
     ("DelayedScaling", "scaling_factor_compute_algo", max, "scales are fp8_max"),
-    ("DelayedScaling", "override_linear_precision", (False, False, True), "keep the whole layer in BF16 with skip="),
+    ("DelayedScaling", "override_linear_precision", (False, False, True), "keeps both of the backward pass"),
     ("Float8CurrentScaling", "fp8_gemm_fprop", te_recipe.MMParams(), "accumulates fast"),
     ("Float8CurrentScaling", "fp8_gemm_wgrad", te_recipe.MMParams(use_split_accumulator=False), "in float32"),
     ("MXFP8BlockScaling", "margin", 1, "leave it out"),

@@ -174,7 +174,7 @@ class Float8LinearConfig:
             )
         if value.scaling_type is not ScalingType.DYNAMIC:
             raise NotImplementedError(
-                f"{name}={value!r} is not supported: all three products of an FP8 layer run in FP8; keep the whole "
+                f"{name}={value!r} is not supported: one product alone is not kept in high precision; keep the whole "
                 "layer in high precision by module_filter_fn"
             )
         if value.scaling_granularity is not self.cast_config_input.scaling_granularity:
@@ -213,8 +213,9 @@ class Float8LinearConfig:
             raise ValueError(f"recipe_name={recipe_name!r} is unknown; use one of {', '.join(map(repr, known))}")
         if name == Float8LinearRecipeName.ROWWISE_WITH_GW_HP.value:
             raise NotImplementedError(
-                f"recipe_name={name!r} is not supported: all three products of an FP8 layer run in FP8; use 'rowwise', "
-                "and keep sensitive layers in high precision by module_filter_fn"
+                f"recipe_name={name!r} is not supported: one product alone is not kept in high precision; use "
+                "'rowwise', or fp8_autocast with Float8RowwiseScaling(backward_override='high_precision'), which keeps "
+                "both of the backward pass"
             )
         if name == Float8LinearRecipeName.TENSORWISE.value:
             return Float8LinearConfig()
