@@ -7,6 +7,7 @@ Rows are shared among as many threads as torch computes with.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,7 @@ OF_A_THREAD = 2**17
 _SUBNORMAL = 5e-324
 _LENGTHS = (32, 128)
 _INFINITY = {2: 0x7F80, 4: 0x7F800000}
-_NUMBERS: dict[torch.dtype, tuple[torch.dtype, type]] = {
-    torch.bfloat16: (torch.int16, np.uint16),
-    torch.float32: (torch.int32, np.uint32),
-}
+_NUMBERS: dict[torch.dtype, type] = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""
@@ -101,7 +99,8 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
     """
     codes, scale = torch.empty(amax.shape, dtype=torch.uint8), torch.empty(amax.shape, dtype=torch.float32)
     reciprocal = np.float32(1.0 / fp8_max)
-    _loops().e8m0_codes(amax.numpy().reshape(-1), reciprocal, codes.numpy().reshape(-1), scale.numpy().reshape(-1))
+    flat = (_array(each, kind).reshape(-1) for each, kind in ((codes, np.uint8), (scale, np.float32)))
+    _loops().e8m0_codes(_array(amax, np.float32).reshape(-1), reciprocal, *flat)
     return codes, scale
 
 
@@ -112,7 +111,7 @@ def e8m0_decode(codes: Tensor) -> Tensor | None:
         return None
     codes = codes.contiguous()
     values = torch.empty(codes.shape, dtype=torch.float32)
-    _loops().e8m0_values(codes.numpy().reshape(-1), values.numpy().reshape(-1))
+    _loops().e8m0_values(_array(codes, np.uint8).reshape(-1), _array(values, np.float32).reshape(-1))
     return values
 
 
@@ -127,7 +126,7 @@ def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | N
     numbers = _bits(x)
     out = torch.empty(x.shape, dtype=torch.uint8)
     of = (numbers.itemsize, float8 == E4M3)
-    if not _by_blocks("encode", of, x, numbers, scale, block, out.numpy()):
+    if not _by_blocks("encode", of, x, numbers, scale, block, _array(out, np.uint8)):
         return None
     return out
 
@@ -153,16 +152,15 @@ def _in_order(data: Tensor, decoded: Callable[[Tensor], Tensor | None]) -> Tenso
     if not _applies(data) or not (data.is_contiguous() or data.t().is_contiguous()):
         return None
     stored = data if data.is_contiguous() else data.t()
-    if _largest(stored, stored.view(torch.uint8).numpy()) >= (0x7F if data.dtype == E4M3.dtype else 0x7C):
+    if _largest(stored, _array(stored, np.uint8)) >= (0x7F if data.dtype == E4M3.dtype else 0x7C):
         return None
     values = decoded(stored)
     return values if stored is data or values is None else values.t()
 
 
 def _decode(data: Tensor) -> Tensor:
-    codes = data.view(torch.int8).numpy()
-    out = torch.empty(data.shape, dtype=torch.int16)
-    values = out.numpy().view(np.uint16)
+    codes, out = _array(data, np.int8), torch.empty(data.shape, dtype=torch.int16)
+    values = _array(out, np.uint16)
     run = _loops().decode(data.dtype == E4M3.dtype)
     _over_rows(data, 1, lambda start, stop: run(codes[start:stop].reshape(-1), values[start:stop].reshape(-1)))
     return out.view(torch.bfloat16)
@@ -170,9 +168,8 @@ def _decode(data: Tensor) -> Tensor:
 
 def _decode_scaled(data: Tensor, scale_inv: Tensor, block: Block) -> Tensor | None:
     out = torch.empty(data.shape, dtype=torch.int16)
-    codes = data.view(torch.int8).numpy()
     of = (data.dtype == E4M3.dtype,)
-    found = _by_blocks("decode", of, data, codes, scale_inv, block, out.numpy().view(np.uint16))
+    found = _by_blocks("decode", of, data, _array(data, np.int8), scale_inv, block, _array(out, np.uint16))
     return out.view(torch.bfloat16) if found else None
 
 
@@ -187,7 +184,8 @@ def _by_blocks(name: str, of: tuple[Any, ...], x: Tensor, numbers: Any, scale: T
         run = getattr(loops, f"{name}_blocks")(*of, length)
     else:
         return False
-    factors = scale.contiguous().numpy()
+    scale = scale.contiguous()
+    factors = _array(scale, np.float32)
 
     def of_rows(start: int, stop: int) -> None:
         of_these = factors[start // block_rows : ceil_div(stop, block_rows)]
@@ -199,8 +197,16 @@ def _by_blocks(name: str, of: tuple[Any, ...], x: Tensor, numbers: Any, scale: T
 
 def _bits(x: Tensor) -> Any:
     """The bits of a tensor's numbers as an array of unsigned integers."""
-    signed, unsigned = _NUMBERS[x.dtype]
-    return x.detach().view(signed).numpy().view(unsigned)
+    return _array(x, _NUMBERS[x.dtype])
+
+
+def _array(x: Tensor, dtype: type) -> Any:
+    """An array of the elements of contiguous ``x``, read as ``dtype``, valid as long as ``x``.
+
+    ``Tensor.numpy`` fixes the size of the memory for good, and FSDP resizes that of gathered parameters.
+    """
+    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(x.shape)
 
 
 def _finite(amax: Any) -> Tensor | None:

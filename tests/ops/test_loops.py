@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -185,3 +186,26 @@ def test_small_tensors_are_cast_without_numba(monkeypatch: pytest.MonkeyPatch) -
         a = ops.quantize(torch.randn(64, 64).bfloat16(), Cast(E4M3, layout)).rowwise
         assert isinstance(a, ScaledTensor)
         assert ops.scaled_mm(a, a).shape == (64, 64)
+
+
+@FORMATS
+@pytest.mark.parametrize("rows", [16, 260])
+def test_a_copied_format_is_the_same_format(float8: Float8, rows: int) -> None:
+    """A deep copy of a model has one of its own."""
+    x, cast = numbers(rows, 512, torch.bfloat16), Cast(float8, Layout.TENSOR, power_2_scale=True)
+    for each in (cast, copy.deepcopy(cast)):
+        operand = ops.quantize(x, each, rowwise=True, columnwise=False).rowwise
+        assert operand is not None
+        expected = float8_reference.cast(x.float().numpy(), 1 / operand.scale_inv.item(), float8.name)
+        assert np.array_equal(operand.data.view(torch.uint8).numpy(), expected)
+
+
+def test_memory_can_be_resized_after_a_cast() -> None:
+    """FSDP frees gathered parameters so."""
+    x = numbers(260, 512, torch.bfloat16)
+    operand = ops.quantize(x, Cast(E4M3, Layout.BLOCK_1X128), rowwise=True, columnwise=False).rowwise
+    assert operand is not None
+    cpu.decode(operand.data)
+    for each in (x, operand.data, operand.scale_inv):
+        each.untyped_storage().resize_(0)
+        assert each.untyped_storage().nbytes() == 0
