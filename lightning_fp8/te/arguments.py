@@ -93,7 +93,7 @@ _VALUES: dict[str, Callable[[str, Any], Any]] = {
             *("bias", "return_bias", "fuse_wgrad_accumulation", "return_layernorm_output", "zero_centered_gamma"),
             *("elementwise_affine", "checkpoint", "input_layernorm", "fuse_qkv_params", "qkv_weight_interleaved"),
             *("rotary_pos_interleaved", "qk_norm_before_rope", "apply_residual_connection_post_layernorm"),
-            *("output_layernorm", "parallel_attention_mlp", "center_keys"),
+            *("output_layernorm", "parallel_attention_mlp", "center_keys", "return_max_logit"),
             *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered", "save_original_input"),
         ),
         require_bool,
@@ -135,7 +135,6 @@ _UNSUPPORTED = {
     "delay_wgrad_compute": _Unsupported(
         False, "Linear, LayerNormLinear and LayerNormMLP take it, and modules of several layers do not; leave it out"
     ),
-    "return_max_logit": _Unsupported(False, "scores are not kept; compute them from a query and all keys yourself"),
     "num_splits": _Unsupported(1, "leave it at 1"),
 }
 _UNSUPPORTED_IN_FORWARD = {

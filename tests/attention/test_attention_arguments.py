@@ -44,7 +44,6 @@ FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
         ({"cp_comm_type": "p2q"}, ValueError, "cp_comm_type='p2q' is unknown; use one of 'p2p', 'all_gather', 'a2a'"),
         ({"cp_comm_type": "a2a+p2p"}, NotImplementedError, "with two groups, is not supported; pass one cp_group"),
         ({"cp_global_ranks": [0, 1]}, ValueError, r"cp_global_ranks=\[0, 1\] without cp_group"),
-        ({"return_max_logit": True}, NotImplementedError, "return_max_logit=True is not supported"),
         ({"num_splits": 2}, NotImplementedError, "num_splits=2 is not supported: leave it at 1"),
     ],
 )

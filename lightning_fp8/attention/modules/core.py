@@ -20,7 +20,7 @@ from lightning_fp8.attention.context_parallel import (
 )
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.modules import arguments
-from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted
+from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted, max_logits
 from lightning_fp8.attention.modules.sequences import Sequences
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.fp8_region import FP8Context
@@ -191,6 +191,14 @@ class CoreAttention(FP8Module):
         o = self._high_precision(call, q, k, v)
         ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
+
+    def max_logits(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The largest score of each head, float32 ``[heads]``."""
+        sequences = call.sequences
+        (q, k, _), lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
+        scores = (*q.shape[:3], k.shape[2])
+        extras = fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
+        return max_logits(q, k, self.softmax_scale, call.band, lengths, extras)
 
     def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker

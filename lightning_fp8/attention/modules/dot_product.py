@@ -51,7 +51,9 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
         layer_number, attention_type, name: taken, and without effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see :meth:`set_context_parallel_group`.
-        return_max_logit, num_splits: refused if they ask for it.
+        return_max_logit: return the largest score of each head, float32 ``[heads]``, beside the output; it takes a
+            product of queries and keys more. Not with context parallelism.
+        num_splits: refused if it asks for more than 1.
         center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
 
     Attributes:
@@ -109,6 +111,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.layer_number, self.name = layer_number, name
         self.center_keys = center_keys
+        self.return_max_logit = return_max_logit
         self._rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.empty(self.sizes.heads, dtype=torch.float32))
@@ -173,7 +176,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         bf16_backward: bool = False,
         num_splits: int | None = None,
         score_mod: Any = None,
-    ) -> Tensor:
+    ) -> Any:
         """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads come out side by side.
 
         Args:
@@ -204,7 +207,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
 
         Returns:
             ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype (or torch.autocast's). A query that
-            sees no key, and padding, give 0.
+            sees no key, and padding, give 0. With ``return_max_logit`` a pair with the largest score of each head.
 
         Raises:
             ValueError, TypeError: arguments that do not fit; the message says what would.
@@ -275,11 +278,18 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         if self.context_parallel is not None:
             self._check_context_parallel(qkv_format, mask_type, core_attention_bias_type, band.left, band.right, q, k)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout)
-        core = self.way_to_run(CoreCall(sequences, band, extras), reason, q, k, v)
+        call = CoreCall(sequences, band, extras)
+        core = self.way_to_run(call, reason, q, k, v)
         if checkpoint_core_attention and torch.is_grad_enabled():
             tracker = self._rng_state_tracker if dropout else None
-            return checkpoint(core, q, k, v, get_rng_state_tracker=tracker).flatten(-2)
-        return core(q, k, v).flatten(-2)
+            output = checkpoint(core, q, k, v, get_rng_state_tracker=tracker).flatten(-2)
+        else:
+            output = core(q, k, v).flatten(-2)
+        if not self.return_max_logit:
+            return output  # type: ignore[no-any-return]
+        if self.context_parallel is not None:
+            raise NotImplementedError("return_max_logit=True is not supported with context parallelism; leave it out")
+        return output, self.max_logits(call, q, k, v)
 
     def _check_context_parallel(
         self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor

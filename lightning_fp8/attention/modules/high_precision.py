@@ -163,6 +163,44 @@ def attention(
     return o if zero is None else o.masked_fill(zero, 0.0)
 
 
+_ROWS_OF_LOGITS = 128
+
+
+@torch.no_grad()
+def max_logits(
+    q: Tensor, k: Tensor, softmax_scale: float, band: Band, lengths: Lengths | None, extras: Extras
+) -> Tensor:
+    """The largest score of each head, float32 ``[H]``, of q ``[B, H, Lq, D]`` and k ``[B, H / G, Lk, D]``.
+
+    Of the scaled scores with their bias, masked; -inf of a head that sees nothing. The scores of 128 queries are in
+    memory at a time.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
+    of = lengths or Lengths(*(torch.full((1,), n, device=q.device) for n in (num_queries, num_keys)))
+    alibi = None if extras.slopes is None else _alibi(extras.slopes, num_queries, num_keys, band, of)
+    largest = torch.full((q.shape[1],), -math.inf, device=q.device)
+    for start in range(0, num_queries, _ROWS_OF_LOGITS):
+        rows = slice(start, min(start + _ROWS_OF_LOGITS, num_queries))
+        scores = q[:, :, rows].float() @ k * softmax_scale
+        for added in (extras.bias, alibi):
+            scores = scores if added is None else scores + _rows_of(added, rows)
+        unseen = hidden(band, rows, slice(0, num_keys), of, padded=lengths is not None)
+        if unseen is not None:
+            scores = scores.masked_fill(unseen[:, None], -math.inf)
+        if extras.mask is not None:
+            scores = scores.masked_fill(_rows_of(extras.mask, rows), -math.inf)
+        if lengths is not None:
+            scores = scores.masked_fill(_padding(lengths.queries, num_queries)[:, :, rows], -math.inf)
+            scores = scores.masked_fill(_padding(lengths.keys, num_keys).transpose(2, 3), -math.inf)
+        largest = torch.maximum(largest, scores.amax((0, 2, 3)))
+    return largest
+
+
+def _rows_of(x: Tensor, rows: slice) -> Tensor:
+    return x[..., rows, :] if x.dim() > 1 and x.shape[-2] > 1 else x
+
+
 def _padding(lengths: Tensor, rows: int) -> Tensor:
     """True where a padded batch holds no row of a sequence: ``[B, 1, L, 1]``."""
     return (torch.arange(rows, device=lengths.device) >= lengths[:, None])[:, None, :, None]
