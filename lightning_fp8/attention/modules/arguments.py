@@ -89,6 +89,29 @@ def forget_what_was_told() -> None:
     _told.clear()
 
 
+def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, Any, Any]:
+    """Queries, keys and values, which may come packed along ``dim`` of one tensor, as views.
+
+    Raises:
+        TypeError: a packed tensor beside what it holds, or one that is missing.
+        ValueError: another ``dim``, or another number of tensors along it.
+    """
+    if qkv is None and kv is None:
+        if q is None or k is None or v is None:
+            raise TypeError("pass query_layer, key_layer and value_layer, or qkv_layer, or query_layer and kv_layer")
+        return q, k, v
+    if k is not None or v is not None or (qkv is None) == (q is None) or (qkv is not None and kv is not None):
+        raise TypeError("qkv_layer comes alone, and kv_layer with query_layer; leave out what they hold")
+    if dim not in (-3, -2):
+        raise ValueError(f"qkv_interleave_dim={dim!r} must be -3, as [..., 3, h, d], or -2, as [..., h, 3, d]")
+    name, packed, parts = ("qkv_layer", qkv, 3) if kv is None else ("kv_layer", kv, 2)
+    if not isinstance(packed, Tensor) or packed.dim() < 3 or packed.shape[dim] != parts:
+        shape = list(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise ValueError(f"{name} must have {parts} tensors in dimension {dim}, qkv_interleave_dim; it is {shape}")
+    *first, k, v = packed.unbind(dim)
+    return (first[0] if first else q), k, v
+
+
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
     TypeError: dtypes differ, and torch.autocast makes them no one.

@@ -151,9 +151,9 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
         attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
@@ -176,11 +176,16 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         bf16_backward: bool = False,
         num_splits: int | None = None,
         score_mod: Any = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
     ) -> Any:
         """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads come out side by side.
 
         Args:
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
+            qkv_layer, kv_layer: queries, keys and values, or keys and values, in one tensor, in place of theirs: along
+                ``qkv_interleave_dim``, -3 of ``[..., 3, h, d]`` or -2 of ``[..., h, 3, d]``.
             attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
                 for queries and keys; of ``"arbitrary"`` as ``core_attention_bias``; else a warning says that it has
                 no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine: a padding mask that says
@@ -235,7 +240,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             fast_zero_fill=fast_zero_fill,
             pad_between_seqs=pad_between_seqs,
         )
-        q, k, v = query_layer, key_layer, value_layer
+        q, k, v = arguments.unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
         arguments.check_dtypes(q, k, v)

@@ -27,7 +27,15 @@ def evaluated(expression: str) -> Any:
     """What the call of a row gives."""
     ours = {name: getattr(lightning_fp8, name) for name in lightning_fp8.__all__}
     q, starts = torch.randn(8, 2, 4, 8), torch.tensor([0, 8, 16])
-    names = {**ours, "te": te, "run_under": run_under, "x": torch.randn(8, 2, 32), "q": q, "starts": starts}
+    names = {
+        **ours,
+        "te": te,
+        "torch": torch,
+        "run_under": run_under,
+        "x": torch.randn(8, 2, 32),
+        "q": q,
+        "starts": starts,
+    }
     return eval(expression.strip("`"), names)
 
 

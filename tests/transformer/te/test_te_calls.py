@@ -140,3 +140,23 @@ def test_fp8_weights_in_inference_mode(kind: Any, recipe: str) -> None:
         with torch.inference_mode():
             found = layer(x)
         assert torch.equal(found, layer(x))
+
+
+@pytest.mark.parametrize("dim", [-3, -2])
+@pytest.mark.parametrize("recipe", [{"name": "tensorwise", "fp8_dpa": True}, None])
+def test_packed_queries_keys_and_values(dim: int, recipe: Any) -> None:
+    core = lightning_fp8.DotProductAttention(4, 8)
+    packed = torch.randn(7, 2, *((3, 4) if dim == -3 else (4, 3)), 8, requires_grad=True)
+    q, k, v = (each.detach().clone().requires_grad_() for each in packed.unbind(dim))
+    with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        expected = core(q, k, v)
+        of_qkv = core(qkv_layer=packed, qkv_interleave_dim=dim)
+        of_kv = core(q, kv_layer=torch.stack([k, v], dim), qkv_interleave_dim=dim)
+    assert torch.equal(of_qkv, expected)
+    assert torch.equal(of_kv, expected)
+    of_qkv.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(packed.grad, torch.stack([q.grad, k.grad, v.grad], dim))  # type: ignore[list-item]
+    for call in ({"qkv_layer": packed, "key_layer": k}, {"kv_layer": packed}, {"query_layer": q}):
+        with pytest.raises(TypeError):
+            core(**call)
