@@ -148,6 +148,9 @@ class fp8_autocast(ContextDecorator):
     region itself: a forward of the same layer in another context, between a checkpointed forward and its backward pass,
     changes what is recomputed. Regions nest, the innermost rules. Regions are thread-local.
 
+    A region may be inside of a function that ``torch.compile(fullgraph=True)`` compiles. Before torch 2.13 its recipe
+    is then a name, None, or an object that was made outside; one that is made there, or a mapping, is refused.
+
     A step of a ``torch.optim.Optimizer`` updates the delayed scales of the layers whose parameters it holds, from the
     amaxes since its last step. Where no such optimizer steps, call ``update_fp8_scales(model)`` after each step; until
     then tensors are scaled by their own amaxes. If several recipes or groups are in use between two steps, the last
