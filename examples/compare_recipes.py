@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from train_gpt import GPT, StdlibBytes
 
-from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8 import FP8Precision
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.recipes import RECIPES
 
@@ -123,7 +123,7 @@ def fitted(
         logger=False,
         enable_checkpointing=bool(resumable),
         enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *callbacks, *([] if in_bf16 else [FP8Callback()])],
+        callbacks=[curve, TQDMProgressBar(refresh_rate=20), *callbacks],
         **resumable,
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(**fp8)]}),
     )

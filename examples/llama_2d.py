@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fp8 import FP8Callback, FP8Precision
+from lightning_fp8 import FP8Precision
 from lightning_fp8.parallel.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from lightning_fp8.recipes import RECIPES
 
@@ -158,7 +158,7 @@ def main() -> None:
         )
     precision: dict[str, Any] = {"precision": "bf16-true"}
     if options.recipe != "bf16":
-        precision = {"plugins": [FP8Precision(recipe=options.recipe)], "callbacks": [FP8Callback()]}
+        precision = {"plugins": [FP8Precision(recipe=options.recipe)]}
     trainer = L.Trainer(
         accelerator=options.accelerator,
         devices=local_ranks,

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_fp8 import FP8Callback, FP8Precision, TransformerLayer
+from lightning_fp8 import FP8Precision, TransformerLayer
 from lightning_fp8.recipes import RECIPES
 
 BYTES = 256
@@ -272,7 +272,7 @@ def train(recipe: str, args: argparse.Namespace) -> tuple[GPT, dict[str, float],
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5), *([] if in_bf16 else [FP8Callback()])],
+        callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5)],
         **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),
     )
     model = GPT(width=args.width, depth=args.depth, modules=args.modules)

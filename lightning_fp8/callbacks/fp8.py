@@ -1,34 +1,27 @@
-"""FP8Callback: what a Trainer knows and the plugin needs: steps, epochs, evaluation, and foreign checkpoints."""
+"""FP8Callback: foreign checkpoints in a Trainer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_fp8.convert.conversion import plan_conversion
-from lightning_fp8.convert.first_step import FirstStep
-from lightning_fp8.delayed.watch import PATIENCE
-from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.plugin.precision import FP8Precision
-from lightning_fp8.proofs import first_steps
-from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.te.load import load_hook, planned_fp8_roles
 from lightning_fp8.te.remap import LoadReport
 from lightning_fp8.te.torch_file import CheckpointError
 
 
-class FP8Callback(Callback):
-    """Tells :class:`lightning_fp8.FP8Precision` when steps, epochs and evaluation begin; takes foreign checkpoints.
+class FP8Callback(TrainerHooks):
+    """Lets a Trainer with :class:`lightning_fp8.FP8Precision` resume checkpoints of Transformer Engine.
 
-    The scales are updated by every step of a ``torch.optim.Optimizer`` that holds parameters of the model, through
-    Lightning or not, in one collective; see ``FP8FabricPrecision.update_scales``. A checkpoint with
-    Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. After the first training step the
-    plugin's table shows what ran in FP8, and a warning names layers that did not. Layers that were not called are named
-    at the end of the first epoch, or after 50 steps.
+    A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. Training in FP8 and
+    our own checkpoints do not need this callback.
 
     Attributes:
         te_report: what became of each FP8 state of the last such checkpoint.
@@ -39,11 +32,15 @@ class FP8Callback(Callback):
 
     te_report: LoadReport | None = None
     _load_hook: Any = None
-    _first_step: FirstStep | None = None
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        plugin = _plugin(trainer)
-        plugin.attach_callback()
+        plugin = trainer.precision_plugin
+        if not isinstance(plugin, FP8Precision):
+            raise MisconfigurationException(
+                f"FP8Callback needs FP8Precision, but the Trainer's precision is {type(plugin).__name__}; add it: "
+                "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()]), without precision="
+            )
 
         def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
             if state is not None:
@@ -62,100 +59,10 @@ class FP8Callback(Callback):
         # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_if_scales_are_missing(trainer)
-        summary = _plugin(trainer).summary
-        if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
-            rank_zero_info("FP8 is emulated on the CPU: it computes what a GPU would, and is slower than BF16")
-        layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
-        idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
-        if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
-            for history in _plugin(trainer).histories.values():
-                history.watch.has_warned_of_eval = True  # the warning below names them
-            rank_zero_warn(
-                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
-                "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
-                "Lightning keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
-            )
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        plugin = _plugin(trainer)
-        plugin.kept_weights.epoch_begins()
-        for history in plugin.histories.values():
-            history.watch.patience = PATIENCE * trainer.accumulate_grad_batches
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        plugin = _plugin(trainer)
-        plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
-        if self._first_step is None and plugin.plan is not None:
-            self._first_step = plugin.watched = FirstStep(pl_module, plugin.plan)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Behind the closure that ran the step, and before the parameters change."""
-        first_steps.read([pl_module])
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Compare the table with what ran."""
-        if self._first_step is not None and (summary := self._first_step.after_step()) is not None:
-            _plugin(trainer).report_first_step(summary)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An epoch has called whatever is called."""
-        if self._first_step is not None and (summary := self._first_step.settle()) is not None:
-            _plugin(trainer).report_first_step(summary)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Layers that not every step calls may have run since."""
-        plugin = _plugin(trainer)
-        if self._first_step is not None and plugin.summary is not None:
-            plugin.summary = self._first_step.later(plugin.summary)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn != "fit":
-            _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _plugin(trainer).kept_weights.validation_ends()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "")
-
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._first_step is not None:
-            self._first_step.stop()  # if it failed
-            self._first_step = None
-        _plugin(trainer).release()
+        if isinstance(trainer.precision_plugin, FP8Precision):
+            super().teardown(trainer, pl_module, stage)
         if self._load_hook is not None:
             self._load_hook.remove()
             self._load_hook = None
-
-
-def _say_if_scales_are_missing(trainer: Trainer) -> None:
-    """Say that weights were loaded without the scales of delayed scaling."""
-    plugin = _plugin(trainer)
-    scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
-    if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):
-        rank_zero_info(
-            f"{trainer.ckpt_path} has no FP8 scales: until the first update each tensor is scaled by its own amax"
-        )
-
-
-def _plugin(trainer: Trainer) -> FP8Precision:
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, FP8Precision):
-        raise MisconfigurationException(
-            f"FP8Callback needs FP8Precision, but the Trainer's precision is {type(plugin).__name__}; add it: "
-            "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()]), without precision="
-        )
-    return plugin

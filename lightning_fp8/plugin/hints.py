@@ -53,7 +53,7 @@ def extend_parsers() -> None:
             raise
 
     ArgumentParser.error = error  # type: ignore[method-assign]
-    ArgumentParser.instantiate_classes = instantiate_classes  # type: ignore[method-assign]
+    ArgumentParser.instantiate_classes = instantiate_classes  # type: ignore
 
 
 def plugins_in(value: Any) -> Iterator[Spec]:

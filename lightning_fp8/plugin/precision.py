@@ -25,6 +25,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
+from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
 
 _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead"
@@ -32,24 +33,22 @@ _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; give Fabric FP8FabricPrecisi
 
 # Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
 class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
-    """FP8 training as a precision plugin of the Trainer, together with :class:`lightning_fp8.FP8Callback`.
+    """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
 
-    ``Trainer(plugins=[FP8Precision(recipe="delayed")], callbacks=[FP8Callback()])``. Arguments and errors are
-    :class:`FP8FabricPrecision`'s.
+    Arguments and errors are :class:`FP8FabricPrecision`'s. The scales are updated by every step of a
+    ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or not, in one collective; see
+    ``FP8FabricPrecision.update_scales``. To resume a checkpoint of Transformer Engine add
+    :class:`lightning_fp8.FP8Callback` to the Trainer.
     """
 
-    _has_callback = False
     watched: FirstStep | None = None
-    """What FP8Callback watches: its FLOPs are counted."""
+    """The first training steps, whose FLOPs are counted."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        trainer = module._trainer if isinstance(module, LightningModule) else None
-        if trainer is not None and not self._has_callback:
-            raise MisconfigurationException(
-                "FP8Precision needs FP8Callback, which tells it when steps begin and what they ran in FP8; add it: "
-                "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()])"
-            )
+        trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        if trainer is not None and not any(isinstance(each, TrainerHooks) for each in trainer.callbacks):
+            trainer.callbacks.insert(0, TrainerHooks())  # ModelCheckpoint stays the last
         if trainer is not None and isinstance(trainer.strategy, DDPStrategy) and (layers := pieces_of(module)):
             raise MisconfigurationException(
                 f"{layers}: DDP would give all ranks the pieces of rank 0. Use ModelParallelStrategy with "
@@ -71,15 +70,10 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         return is_new
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> None:
-        return None  # the callback knows when a step begins
-
-    def attach_callback(self) -> None:
-        """Note that the running Trainer has an ``FP8Callback``, without which nothing is converted."""
-        self._has_callback = True
+        return None  # the Trainer's hooks know when a step begins
 
     def release(self) -> None:
         """Leave the models' scales to whoever trains them next; called when the Trainer is done."""
-        self._has_callback = False
         self.watched = None
         self.detach_attention()
         for history in self.histories.values():

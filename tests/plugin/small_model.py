@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
-from lightning_fp8 import (
-    FP8Callback,
-)
 
 
 class Mlp(LightningModule):
@@ -52,12 +49,12 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(torch.randn(16, 16, generator=generator)), batch_size=8)
 
 
-def trainer(*plugins: Any, callbacks: tuple[Callback, ...] | None = None, **options: Any) -> Trainer:
+def trainer(*plugins: Any, callbacks: tuple[Callback, ...] = (), **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         devices=1,
         plugins=list(plugins) or None,
-        callbacks=list((FP8Callback(),) if callbacks is None else callbacks),
+        callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,

@@ -21,6 +21,7 @@ import lightning_fp8
 from lightning_fp8 import (
     DelayedScaling,
     Float8CurrentScaling,
+    FP8Callback,
     FP8FabricPrecision,
     FP8Precision,
     fp8_autocast,
@@ -41,25 +42,16 @@ def test_the_policys_defaults_are_the_same_wherever_it_is_given(takes_them: Any)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_trainer_without_the_callback(stage: str) -> None:
-    module = Mlp()
-    with pytest.raises(MisconfigurationException, match=r"needs FP8Callback.*callbacks=\[FP8Callback\(\)\]"):
-        getattr(trainer(FP8Precision(), callbacks=()), stage)(module, loader())
-    assert module.steps == 0
-    assert not any(isinstance(layer, lightning_fp8.Linear) for layer in module.layers)
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_callback_without_the_plugin(stage: str) -> None:
     module = Mlp()
     with pytest.raises(MisconfigurationException, match=r"FP8Callback needs FP8Precision.*plugins=\[FP8Precision"):
-        getattr(trainer(), stage)(module, loader())
+        getattr(trainer(callbacks=(FP8Callback(),)), stage)(module, loader())
     assert module.steps == 0
 
 
 def test_callback_with_another_precision_names_it() -> None:
     with pytest.raises(MisconfigurationException, match="but the Trainer's precision is HalfPrecision"):
-        trainer(precision="bf16-true").fit(Mlp(), loader())
+        trainer(callbacks=(FP8Callback(),), precision="bf16-true").fit(Mlp(), loader())
 
 
 def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
@@ -114,11 +106,25 @@ def test_a_plugin_is_written_as_it_is_made(cls: type[FP8FabricPrecision], writte
     assert repr(eval(text, {"torch": torch, **names})) == text
 
 
-def test_the_callback_of_an_earlier_trainer_does_not_count() -> None:
-    plugin = FP8Precision()
-    trainer(plugin).fit(Mlp(), loader())
-    with pytest.raises(MisconfigurationException, match="needs FP8Callback"):
-        trainer(plugin, callbacks=()).fit(Mlp(), loader())
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_training_is_the_same_with_the_callback_and_without(recipe: str) -> None:
+    """To the bit, of weights and scales, over two fits; the user's callbacks are what they were."""
+    trained = []
+    for callbacks in ((), (FP8Callback(),)):
+        torch.manual_seed(0)
+        module, plugin = Mlp(), FP8Precision(recipe)
+        for _ in range(2):
+            running = trainer(plugin, callbacks=callbacks, accumulate_grad_batches=2, max_epochs=3)
+            before = list(running.callbacks)
+            running.fit(module, loader(), loader())
+            running.validate(module, loader(), verbose=False)
+            assert running.callbacks == before
+        assert plugin.summary is not None
+        assert plugin.summary.layers[1].ran
+        scales = [history.scale.clone() for history in plugin.histories.values()]
+        trained.append([*(weight.detach().clone() for weight in module.parameters()), *scales])
+    assert len(trained[0]) == 8 + 1
+    assert all(map(torch.equal, *trained))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -330,7 +336,7 @@ def test_training_on_the_cpu_says_once_that_fp8_is_emulated(
     skip: tuple[str, ...], is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_fp8.callbacks.fp8.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_fp8.plugin.trainer_hooks.rank_zero_info", said.append)
     fp8_trainer(fp8={"skip": skip}, max_epochs=2).fit(Regression(), regression_data())
     assert sum("emulated on the CPU" in line for line in said) == is_said
 

@@ -82,7 +82,7 @@ def test_training_after_a_search_for_the_learning_rate_is_as_without(tmp_path: P
 
 def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_fp8.callbacks.fp8.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_fp8.plugin.trainer_hooks.rank_zero_info", said.append)
     trainer, model = train(2, "delayed")
     trainer.save_checkpoint(tmp_path / "full.ckpt")
     live = trainer.test(model, regression_data(seed=5), verbose=False)

@@ -140,7 +140,6 @@ def test_layers_that_are_called_later_have_run_in_the_end() -> None:
 
 def test_a_forward_that_was_replaced_after_conversion() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
-    plugin.attach_callback()
     plugin.convert_module(module)
     layer = module.blocks[1].fc
     layer.forward = lambda x: F.linear(x, layer.weight)
