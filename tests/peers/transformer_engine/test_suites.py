@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[3]
 CHECKOUT = os.environ.get("LIGHTNING_FP8_TE_CHECKOUT", "")
 ROWS = {"numerics": 16, "sanity": 60, "recipe": 200, "deferred_init": 20}
