@@ -45,6 +45,8 @@ def _loops() -> Any:
 
 
 def _applies(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # Dynamo traces NumPy
+        return False
     return x.is_cpu and x.numel() >= LEAST and x.dim() == 2 and _SUBNORMAL != 0.0 and _loops() is not None
 
 
@@ -107,7 +109,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
 def e8m0_decode(codes: Tensor) -> Tensor | None:
     """``2**(code - 127)`` as float32; None also where a code is NaN."""
     is_small = not codes.is_cpu or codes.numel() < LEAST // 32
-    if is_small or _SUBNORMAL == 0.0 or _loops() is None or int(codes.amax()) == 255:
+    if torch.compiler.is_compiling() or is_small or _SUBNORMAL == 0.0 or _loops() is None or int(codes.amax()) == 255:
         return None
     codes = codes.contiguous()
     values = torch.empty(codes.shape, dtype=torch.float32)
