@@ -103,15 +103,15 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
         return bool(first.reason and others) and same
 
     whole = {prefix for prefix, of_prefix in below.items() if alike(*of_prefix)}
-    found: dict[str, Row] = {}
+    found: dict[int | str, Row] = {}
     for number, row in enumerate(rows):
         outermost = next((prefix for prefix in _prefixes(row.name) if prefix in whole), None)
         if outermost is None:
-            found[f"{number}"] = row
-        elif f"{outermost}.*" not in found:
+            found[number] = row
+        elif outermost not in found:
             shapes = {each.shape for each in below[outermost]}
             shape = shapes.pop() if len(shapes) == 1 else ""
-            found[f"{outermost}.*"] = Row(f"{outermost}.*", shape, row.precision, row.reason, len(below[outermost]))
+            found[outermost] = Row(f"{outermost}.*", shape, row.precision, row.reason, len(below[outermost]))
     return list(found.values())
 
 

@@ -277,7 +277,7 @@ class Product:
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """``x``, detached; FP8 weights cannot be under ``torch.inference_mode``, which is left for it."""
+    """``x.detach()``. FP8 weights cannot be detached in ``torch.inference_mode``, which is disabled for them."""
     if type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
         return x.detach()
     with torch.inference_mode(False):
@@ -359,7 +359,7 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RedirectedFunction(torch.autograd.Function):
-    """A weight of a product in high precision, whose gradient is added to ``main_grad``, or waits in ``delayed``."""
+    """The weight of a product in high precision. Its gradient is added to ``main_grad``, or waits in ``delayed``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: MainGrad | None, delayed: Delayed | None) -> Tensor:
