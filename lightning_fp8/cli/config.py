@@ -20,7 +20,7 @@ from lightning_fp8.recipes import RECIPES
 
 
 def configuration(name: str) -> str:
-    """YAML with the plugin, at its defaults, for the recipe ``name``, and the callback."""
+    """YAML with the plugin, at its defaults, for the recipe ``name``."""
     from lightning_fp8.plugin.precision import FP8Precision  # imports Lightning, which takes seconds
 
     recipe = RECIPES[name]()
@@ -32,14 +32,12 @@ def configuration(name: str) -> str:
         (
             f"# {type(recipe).__name__}: {(type(recipe).__doc__ or '').strip().splitlines()[0]}",
             "# Use: lightning-fp8 fit --config FILE --model my_module.MyModel --data my_module.MyData,",
-            "# or with a LightningCLI of your own. What is left out has the value that stands here.",
+            "# or with a LightningCLI of your own. These are the defaults.",
             "trainer:",
             "  plugins:",
             "    - class_path: lightning_fp8.FP8Precision",
             "      init_args:",
             *_lines(arguments, indent=8),
-            "  callbacks:",
-            "    - class_path: lightning_fp8.FP8Callback",
             "",
         )
     )

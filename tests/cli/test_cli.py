@@ -133,7 +133,6 @@ def test_the_printed_configuration_is_the_plugin_at_its_defaults(
     assert set(given["init_args"]["recipe"]) == {field.name for field in dataclasses.fields(RECIPES[name])}
     cli = LightningCLI(BoringModel, args=["--config", "my.yaml", "--trainer.logger=false"], run=False)
     assert repr(cli.trainer.precision_plugin) == repr(lightning_fp8.FP8Precision(name))
-    assert any(isinstance(callback, lightning_fp8.FP8Callback) for callback in cli.trainer.callbacks)
 
 
 def test_fit_trains_from_yaml(tmp_path: Path) -> None:
