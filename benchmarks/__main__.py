@@ -34,7 +34,7 @@ from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "host", "training", "emulation")
+SUITES = ("casts", "products", "attention", "hardware", "models", "host", "training", "emulation")
 
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",

@@ -22,9 +22,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ BUDGET = 1800
 NOT_FOR_THIS_CARD = 77
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
 """Makes kernels' barriers trap after some time, so that a hang becomes an error of the driver."""
+_RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,15 @@ class Step:
 
 
 class Stage(NamedTuple):
-    """Steps that may take ``limit`` seconds together; steps that do not fit are left to the next call."""
+    """Steps that may take ``limit`` seconds together; steps that do not fit are left to the next call.
+
+    ``at_once`` steps run at the same time: more than one where nothing is timed.
+    """
 
     name: str
     limit: int
     steps: Sequence[Step]
+    at_once: int = 1
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
@@ -142,13 +149,14 @@ def stages(out: Path, dry: bool) -> list[Stage]:
     dry_run, emulated = (["--dry-run"], ["--emulated"]) if dry else ([], [])
     kernels = [name for name in KERNELS if name in DRY_KERNELS or not dry]
     profiles = {name: kernel for name, kernel in PROFILED.items() if name in ("cast", "fprop") or not dry}
-    workers = "0" if dry else str(min(8, os.cpu_count() or 1))
+    processors = os.cpu_count() or 1
+    at_once = 1 if dry else max(1, min(8, processors // 2))
+    few_threads = {} if dry else {"OMP_NUM_THREADS": str(max(1, processors // at_once))}
+    workers = "0" if dry else str(max(1, min(8, processors // 3)))
 
-    def suite(name: str, limit: int, *options: str, results: str = "", **more: Any) -> Step:
-        results = results or name
-        path = str(out / f"{results}.json")
-        command = python("-m", "benchmarks", "--only", name, "--json", path, *options, *dry_run)
-        return Step(results, command, limit, **more)
+    def suite(name: str, limit: int, **more: Any) -> Step:
+        command = python("-m", "benchmarks", "--only", name, "--json", str(out / f"{name}.json"), *dry_run)
+        return Step(name, command, limit, **more)
 
     def sanitized(tool: str, names: Sequence[str], **more: Any) -> Step:
         checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7"]
@@ -156,13 +164,27 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         return Step(
             f"{tool}, {names[0]}",
             [*checker, *python("-m", "tests.cuda_kernels.run_case", *emulated, *cases)],
-            45,
+            100,
+            few_threads,
             **more,
         )
 
     def tested(name: str, limit: int, **more: Any) -> Step:
-        options = ["-n", workers, "-q", "-rf", "--maxfail=30", "-k", "not sanitizer", "-p", "no:cacheprovider"]
-        return Step(name, python("-m", "pytest", *options, f"tests/gpu/test_{name}.py"), limit, **more)
+        options = [
+            "-n",
+            workers,
+            "--dist",
+            "load",
+            "-q",
+            "-rf",
+            "--maxfail=30",
+            "--thorough",
+            "-k",
+            "not sanitizer",
+            "-p",
+            "no:cacheprovider",
+        ]
+        return Step(name, python("-m", "pytest", *options, f"tests/gpu/test_{name}.py"), limit, few_threads, **more)
 
     def profiled(name: str, kernel: str, **more: Any) -> Step:
         kept = ["--force-overwrite", "--export", str(out / f"ncu-{_file_name(name)}"), "--page", "details"]
@@ -183,28 +205,23 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         Stage("doctor", 110, [Step("doctor", doctor, 110)]),
         Stage("compile", 150, [Step("compile", compiler, 150)]),
         Stage("kernels", 280, [
-            Step(name, python("-m", "tests.cuda_kernels.run_case", *emulated, name), 45, traps=True)
+            Step(name, python("-m", "tests.cuda_kernels.run_case", *emulated, name), 60, few_threads, traps=True)
             for name in kernels
-        ]),
+        ], at_once),
         Stage("tests", 250, [
-            tested("casts", 90), tested("products", 90, **starts("products")),
-            tested("attention", 90, **starts("attention")),
-        ]),
-        Stage("sanitizer", 120, [
+            tested("casts", 160), tested("products", 160, **starts("products")),
+            tested("attention", 160, **starts("attention")),
+        ], at_once),
+        Stage("sanitizer", 160, [
             sanitized(tool, names, **starts(names[0]))
             for names in SANITIZED for tool in TOOLS[: 1 if dry else None]
             if any(name in kernels for name in names)
+        ], at_once),
+        Stage("products", 240, [suite("products", 240, **starts("products"))]),
+        Stage("attention", 190, [
+            suite("attention", 150, **starts("attention")), suite("hardware", 40, **starts("attention")),
         ]),
         Stage("casts", 170, [suite("casts", 170)]),
-        Stage("products", 320, [
-            suite("products", 80, "--libraries", results="libraries"),
-            suite("products", 240, **starts("products")),
-        ]),
-        Stage("attention", 210, [
-            *([] if dry else [suite("attention", 60, "--libraries", results="attention_libraries")]),
-            suite("attention", 110, **starts("attention")),
-            suite("hardware", 40, **starts("attention")),
-        ]),
         Stage("host", 40, [suite("host", 40)]),
         Stage("choose", 20, [Step("choose", chooser, 20, needs=out / "products.json")]),
         Stage("ncu", 130, [profiled(name, kernel, **starts(name)) for name, kernel in profiles.items()]),
@@ -237,15 +254,16 @@ def run(planned: Sequence[Stage], out: Path, seconds: float, again: bool = False
             if again or known.get(place, {}).get("outcome", WAITING) in NOT_DONE:
                 known[place] = _told(WAITING)
     for stage in planned:
-        stage_end = time.monotonic() + stage.limit + 1
-        for step in stage.steps:
-            place = f"{stage.name}/{step.name}"
-            if known[place]["outcome"] not in NOT_DONE:
-                continue
-            known[place] = told = _outcome(step, place, known, out, min(end, stage_end))
-            print(f"{place}: {told['outcome']} ({told['seconds']:.0f} s) {told['said']}", flush=True)
-            write(document, path)
-            write_text(report(document), out / "report.md")
+        stage_end = min(end, time.monotonic() + stage.limit + 1)
+        steps = {f"{stage.name}/{step.name}": step for step in stage.steps}
+        places = [place for place in steps if known[place]["outcome"] in NOT_DONE]
+        tell = partial(_outcome, known=known, out=out, end=stage_end)
+        with _ended_processes(), ThreadPool(stage.at_once) as threads:
+            for place, told in zip(places, threads.imap(tell, [(place, steps[place]) for place in places])):
+                known[place] = told
+                print(f"{place}: {told['outcome']} ({told['seconds']:.0f} s) {told['said']}", flush=True)
+                write(document, path)
+                write_text(report(document), out / "report.md")
     return document
 
 
@@ -253,8 +271,9 @@ def _told(outcome: str, said: str = "", seconds: float = 0.0, log: str = "") -> 
     return {"outcome": outcome, "seconds": seconds, "said": said, "log": log}
 
 
-def _outcome(step: Step, place: str, known: Mapping[str, Any], out: Path, end: float) -> dict[str, Any]:
-    """Run the step, unless it has to be skipped or does not fit into the time left."""
+def _outcome(planned: tuple[str, Step], known: Mapping[str, Any], out: Path, end: float) -> dict[str, Any]:
+    """Run the step at a place, unless it has to be skipped or does not fit into the time left."""
+    place, step = planned
     hung = [other for other, each in known.items() if each["outcome"] == "hung"]
     for other in hung:
         if step.unless_hung and other.startswith(step.unless_hung):
@@ -286,12 +305,14 @@ def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        _RUNNING.add(process)
         try:
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             _end(process)
+            _RUNNING.discard(process)
     seconds, name = round(time.monotonic() - begin, 1), f"logs/{log.name}"
     if status is None:
         return _told("hung", f"still running after {limit:g} s", seconds, name)
@@ -300,6 +321,17 @@ def _started(command: Sequence[str], log: Path, limit: float, variables: Mapping
     died = f"ended by {signal.Signals(-status).name}; " if status < 0 else ""
     outcome = "not for this card" if status == NOT_FOR_THIS_CARD else "failed"
     return _told(outcome, died + _last_word(log.read_text(errors="replace")), seconds, name)
+
+
+@contextmanager
+def _ended_processes() -> Iterator[None]:
+    """Ends the processes of other threads if this one is interrupted."""
+    try:
+        yield
+    except BaseException:
+        for process in tuple(_RUNNING):
+            _end(process)
+        raise
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

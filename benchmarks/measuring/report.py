@@ -21,6 +21,7 @@ def table(document: dict[str, Any]) -> str:
         "products": _products,
         "attention": _attention,
         "hardware": _hardware,
+        "models": _models,
         "host": _host,
         "training": _training,
         "emulation": _emulation,
@@ -254,6 +255,19 @@ def _training(entries: list[Entry]) -> str:
         for entry in entries
     )
     return _markdown(("on the CPU", "ms (quartiles)", f"against {entries[0]['name']}"), rows)
+
+
+def _models(entries: list[Entry]) -> str:
+    rows = (
+        (
+            f"{entry['name']}, {entry['by']}",
+            _quartiles(entry, 2),
+            *(f"{ratio:.2f}" for ratio in (entry["over"] or {"": 1.0}).values()),
+            entry["note"] or {True: "", False: "**differs**", None: ""}[entry["correct"]],
+        )
+        for entry in entries
+    )
+    return _markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", "first loss"), rows)
 
 
 # --- Emulation --------------------------------------------------------------------------------------------------------

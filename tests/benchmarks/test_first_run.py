@@ -146,6 +146,20 @@ def test_a_kernel_that_hangs_is_tried_with_traps(tmp_path: Path) -> None:
     assert "719" in (tmp_path / "logs" / "stage-kernel.traps.log").read_text()
 
 
+def test_steps_of_a_stage_run_at_the_same_time(tmp_path: Path) -> None:
+    meet = """
+import sys, time
+from pathlib import Path
+folder, own, other = Path(sys.argv[1]), *sys.argv[2:]
+(folder / own).touch()
+while not (folder / other).exists():
+    time.sleep(0.05)
+"""
+    steps = [Step(own, python("-c", meet, str(tmp_path), own, other), 60) for own, other in ("ab", "ba")]
+    document = first_run.run([Stage("meeting", 600, steps, at_once=2)], tmp_path, 600)
+    assert outcomes(document) == {"meeting/a": "ok", "meeting/b": "ok"}
+
+
 def test_what_would_hang_too_is_left_out(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     kernels = Stage("kernels", 600, [quick("product, one", HANGS, limit=2), quick("amax", "pass")])
@@ -300,7 +314,7 @@ def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             steps = [replace(step, command=python("-c", "")) for step in steps]
         if stage.name == "tests":
             steps[1:] = [replace(step, command=python("-c", "")) for step in steps[1:]]
-        return Stage(stage.name, 3000, steps)
+        return Stage(stage.name, 3000, steps, stage.at_once)
 
     document = first_run.run([rehearsed(stage) for stage in stages(out, True)], out, 3000, dry=True)
     found = outcomes(document)
@@ -316,7 +330,6 @@ def test_the_whole_run_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "sanitizer/memcheck, amax": "ok",
         "sanitizer/memcheck, product, cluster of 2": "left out",
         "casts/casts": "ok",
-        "products/libraries": "ok",
         "products/products": "left out",
         "attention/attention": "ok",
         "attention/hardware": "ok",
