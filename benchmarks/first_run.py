@@ -209,8 +209,8 @@ def stages(out: Path, dry: bool) -> list[Stage]:
             for name in kernels
         ], at_once),
         Stage("tests", 250, [
-            tested("casts", 160), tested("products", 160, **starts("products")),
-            tested("attention", 160, **starts("attention")),
+            tested("casts", 130), tested("products", 130, **starts("products")),
+            tested("attention", 130, **starts("attention")),
         ], at_once),
         Stage("sanitizer", 160, [
             sanitized(tool, names, **starts(names[0]))
