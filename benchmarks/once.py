@@ -39,7 +39,7 @@ def prepared(name: str, plan: Plan) -> Callable[[], Any]:
     if name in works:
         work = works[name]
         layouts = products.PAIRS[work.scaling]
-        left, right = (products.operand(rows, work.k, layout, plan) for rows, layout in zip((work.m, work.n), layouts))
+        left, right = products.operands(work, plan)
         gemm = Gemm(*layouts, work.out, work.fast)
         return lambda: scaled_mm_op.call(left.data, left.scale_inv, right.data, right.scale_inv, gemm, None)
     if name in ATTENTION:

@@ -73,6 +73,7 @@ def _candidates(runs: tuple[Run, ...], plan: Plan) -> Iterator[Candidate]:
     right = None
     for each in runs:
         result = Result("training step of a Llama", each.by, _tokens(plan.dry), "bfloat16")
+        plan.say(f"models: {each.by}")
         try:
             step = training_step(each, plan)
             loss = float(step())
@@ -104,15 +105,15 @@ def training_step(contender: Run, plan: Plan) -> Callable[[], Tensor]:
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).bfloat16()
+    with plan.device:  # drawing on the CPU would take seconds
+        model = LlamaForCausalLM(config).bfloat16()
     plugin = None
     if contender.recipe is not None:
         recipe: Any = contender.recipe
         plugin = FP8FabricPrecision(recipe=recipe, attention=contender.attention, first_last_layers_bf16=False)
         plugin.convert_module(model)
-    model.to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=plan.device.type == "cuda")
-    tokens = torch.randint(0, config.vocab_size, _tokens(plan.dry)).to(plan.device)
+    tokens = torch.randint(0, config.vocab_size, _tokens(plan.dry), device=plan.device)
     forward = torch.compile(model) if contender.compiled else model
 
     def step() -> Tensor:

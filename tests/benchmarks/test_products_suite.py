@@ -22,7 +22,6 @@ from benchmarks.suites import casts, products
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.launch import executing
-from lightning_fp8.scaled import Layout
 from tests.benchmarks.cublaslt_stand_in import CublasLt, stand_in
 from tests.benchmarks.test_benchmarks import CUBLASLT
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
@@ -160,16 +159,16 @@ def test_what_a_suite_times_is_called_once() -> None:
     assert codes.shape == casts.TINY.casts[0]
     assert torch.equal(codes.t().float(), codes_t.float())
     work = products.TINY[0]
-    left, right = (products.operand(rows, work.k, Layout.TENSOR, plan) for rows in (work.m, work.n))
-    assert products._close(once.prepared(work.name, plan)(), products._some_rows(left, right))
+    exam = products.Exam(*products._some_rows(*products.operands(work, plan)), work.k)
+    assert exam.passes(once.prepared(work.name, plan))
     with pytest.raises(ValueError, match="'norm' is not one of 'cast', "):
         once.prepared("norm", plan)
 
 
 def test_a_wrong_product_is_noticed() -> None:
-    left, right = (products.operand(rows, 64, Layout.TENSOR, Plan(torch.device("cpu"))) for rows in (40, 30))
-    exact = products._some_rows(left, right)
+    left, right = products.operands(products.Work("", 40, 30, 64), Plan(torch.device("cpu")))
+    exam = products.Exam(*products._some_rows(left, right), 64)
     result = left.dequantize() @ right.dequantize().t()
-    assert products._close(result.bfloat16(), exact)
+    assert exam.passes(result.bfloat16)
     result[-1, -1] += 0.1 * result.abs().max()
-    assert not products._close(result.bfloat16(), exact)
+    assert not exam.passes(result.bfloat16)

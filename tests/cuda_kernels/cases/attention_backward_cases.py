@@ -236,8 +236,9 @@ def check_dq(problem: Problem, device: str) -> None:
     statistics[:, fields.CORRECTED] = torch.nan
     on.run_dq(statistics)
     on.assert_near("dq")
-    tolerance = 1e-4 * float(right[:, fields.CORRECTED].abs().max())
-    torch.testing.assert_close(statistics.cpu(), right, rtol=1e-4, atol=tolerance)
+    near = 1e-4 if device == "cpu" else 2e-3  # a GPU's tensor cores keep about 14 bits of sums
+    tolerance = near * float(right[:, fields.CORRECTED].abs().max())
+    torch.testing.assert_close(statistics.cpu(), right, rtol=near, atol=tolerance)
 
 
 def check_dkv(problem: Problem, device: str) -> None:

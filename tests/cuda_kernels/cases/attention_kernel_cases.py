@@ -217,7 +217,9 @@ def assert_near(
     rounding = {FP32: 0.0, FP16: 2.0**-11, BF16: 2.0**-8}[dtype]
     assert (a - b).norm() <= (tolerance + rounding) * b.norm()
     largest = b.abs().amax(dim=(0, 1))
-    assert ((a - b).abs() <= b.abs() * 2 * rounding + largest * 0.02).all(), (a - b).abs().max()
+    # On a GPU a probability's code may be the neighbour of the expected one, 2^-3 of its value apart.
+    code = 0.02 if tolerance < 1e-2 else 2.0**-3
+    assert ((a - b).abs() <= b.abs() * 2 * rounding + largest * code).all(), (a - b).abs().max()
 
 
 def _cast(dtype: torch.dtype, channels: int, **how: Any) -> Case:
