@@ -18,7 +18,9 @@ def multiplies_bf16() -> bool:
 
 
 def made_on() -> str:
-    """A sentence's part on how BF16 was computed here, for a report."""
+    """A sentence's part on the device here and how it computed BF16, for a report."""
+    if torch.cuda.is_available():
+        return f"one {torch.cuda.get_device_name()}, torch {torch.__version__}"
     slow = ", which has no BF16: layers in BF16 multiply in float32 and round their results"
     return f"the CPU, torch {torch.__version__}{'' if multiplies_bf16() else slow}"
 

@@ -174,8 +174,9 @@ def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
     """The config with the least estimated time; a library only if no kernel of ours is legal.
 
     The estimate counts clocks. From NVIDIA's data sheets, a multiprocessor of Hopper multiplies 4,096 FP8 numbers and
-    moves 128 bytes to or from shared memory per clock. Loading 28 bytes per clock, and the costs of promotion and of a
-    tile's end, are assumptions, not measurements.
+    moves 128 bytes to or from shared memory per clock. Loading 64 bytes per clock, and 2 % for a cluster, fit the tiles
+    timed in benchmarks/results/2026-11-26-h200-products.json: the chosen tile takes 0.6 % longer than the fastest, in
+    the geometric mean. The costs of promotion and of a tile's end are assumptions.
     """
     configs = legal_configs(problem)
     if not configs:
@@ -190,9 +191,10 @@ def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
     if isinstance(config, GemmConfig):
         loaded_rows = float(config.a_rows_loaded + config.b_rows_loaded)
     rounds = ceil_div(num_tiles(problem.m, problem.n, config), resident_blocks(config, problem.multiprocessors))
-    k_iter = max(rows * columns * TILE_K / 4096, loaded_rows * TILE_K / 28)
+    k_iter = max(rows * columns * TILE_K / 4096, loaded_rows * TILE_K / 64)
     if isinstance(config, GemmConfig):
         k_iter = max(k_iter, shared_memory_cycles(config, problem.spec), _promotion_cycles(config, problem.spec))
+        k_iter *= 1.02 if config.cluster > 1 else 1.0
     epilogue = 1500 + rows * columns / 16
     epilogues = 1 if isinstance(config, GemmConfig) and config.pingpong else rounds
     return rounds * ceil_div(problem.k, TILE_K) * k_iter + epilogues * epilogue

@@ -2,7 +2,7 @@
 
 A file has the measurements on one GPU: each is a GEMM, its sizes, and the fastest choice. The user's file, written by
 ``lightning-fp8 bench --tune``, is in the folder of compiled kernels. Files shipped with the package, written by
-``python -m benchmarks choose``, are in the folder ``measured`` beside this module; there are none yet.
+``python -m benchmarks choose``, are in the folder ``measured`` beside this module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Norms on CUDA tensors, and their gradients: planned once for tensors of one key.
 
-There are three ways to normalize and cast, with a class of launches for each.
+There are two ways to normalize and cast, with a class of launches for each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_kernels.casts.transpose import transpose_kernel
 from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.tile import num_tiles
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
-from cuda_kernels.norm.bands import BAND, normalize_bands_kernel
 from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
 from cuda_kernels.norm.rows import THREADS, RowLayout, cast_row_layout
 from cuda_kernels.norm.statistics import (
@@ -78,9 +79,10 @@ class NormLaunches:
 
 
 class OneReadNorm(NormLaunches):
-    """Statistics and the cast from one read of x, whose rows stay in registers: one scale, no transposed operand.
+    """Statistics and the cast from one read of x, whose rows stay in registers: one scale.
 
-    Where the scale is not given, or may be 0, a second kernel follows, which returns at once unless it is.
+    Where the scale is not given, or may be 0, a second kernel follows, which returns at once unless it is. The
+    transposed operand is made from the codes, by another.
     """
 
     def __init__(
@@ -90,10 +92,17 @@ class OneReadNorm(NormLaunches):
         cast, device = variant.cast, x_key.device
         fp8 = cast.float8.name.lower()
         self._outputs = CastOutputs(device, cast, x_key.rows, x_key.columns)
+        self._transpose: Callable[..., None] | None = None
+        strides = self._outputs.strides
+        if cast.columnwise:
+            self._transpose = launch.bind(
+                transpose_kernel(4), num_tiles(x_key.rows, x_key.columns), device, ("codes", "stride", "out"),
+                rows=x_key.rows, columns=x_key.columns, out_stride=strides.out_t_stride,
+            )  # fmt: skip
         kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
         num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
         blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
-        stride = self._outputs.strides[0]
+        stride = strides.out_stride
         scalars = x_key.rows, x_key.columns, float(self._offset), norm.eps
         self._normalize = launch.Launch(kernel, blocks, (*scalars, stride), device).run
         self._cast_again: Callable[..., None] | None = None
@@ -112,7 +121,7 @@ class OneReadNorm(NormLaunches):
         pointer = self._pointer
         cast_again = self._cast_again
         weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, scale, amax)
-        outputs = data, scale_inv, _, _ = self._outputs.allocate()
+        outputs = data, scale_inv, data_t, _ = self._outputs.allocate()
         statistics = self._allocate(*self._statistics)
         block_amax_ptr: Argument = 0
         if cast_again is not None:
@@ -123,36 +132,8 @@ class OneReadNorm(NormLaunches):
         self._normalize(*inputs, amax_ptr, *results)
         if cast_again is not None:
             cast_again(*inputs, *results)
-        return NormOutputs(*outputs, statistics)
-
-
-class BandNorm(NormLaunches):
-    """The statistics of a band of rows, and then its codes, row by row and transposed, in one launch.
-
-    One scale, which is given and not 0.
-    """
-
-    def __init__(self, x_key: TensorKey, spec: NormSpec, norm: Norm, aligned: bool, variant: CastVariant) -> None:
-        super().__init__(x_key, norm)
-        cast, device = variant.cast, x_key.device
-        self._outputs = CastOutputs(device, cast, x_key.rows, x_key.columns)
-        kernel = normalize_bands_kernel(spec, aligned, cast.float8.name.lower(), cast.rowwise, variant.has_amax)
-        stride, _, stride_t, _ = self._outputs.strides
-        scalars = x_key.rows, x_key.columns, norm.eps, stride, stride_t
-        self._run = launch.Launch(kernel, ceil_div(x_key.rows, BAND), scalars, device).run
-
-    def run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
-        scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
-    ) -> NormOutputs:  # fmt: skip
-        pointer = self._pointer
-        weight_ptr, bias_ptr, scale_ptr, amax_ptr = self._pointers(weight, bias, scale, amax)
-        outputs = data, scale_inv, data_t, _ = self._outputs.allocate()
-        statistics = self._allocate(*self._statistics)
-        self._run(
-            pointer(x), self._stride, weight_ptr, bias_ptr, pointer(statistics), self._offset,
-            scale_ptr, amax_ptr, pointer(data), pointer(scale_inv), pointer(data_t),
-        )  # fmt: skip
+        if self._transpose is not None:
+            self._transpose(pointer(data), self._outputs.strides.out_stride, pointer(data_t))
         return NormOutputs(*outputs, statistics)
 
 
@@ -236,10 +217,8 @@ def _plan(
         row_layout = cast_row_layout(spec.dtype, x_key.columns)
     one_scale = cast.layout.has_one_scale and not variant.has_overflow_counts
     launches: NormLaunches
-    if row_layout and one_scale and cast.rowwise and not cast.columnwise:
+    if row_layout and one_scale and cast.rowwise:
         launches = OneReadNorm(x_key, spec, norm, row_layout, variant)
-    elif one_scale and variant.scale_is_known and cast.columnwise:
-        launches = BandNorm(x_key, spec, norm, aligned, variant)
     else:
         launches = TwoReadNorm(x_key, spec, norm, row_layout, aligned, variant)
     return launches.run

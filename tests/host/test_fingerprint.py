@@ -43,7 +43,7 @@ from cuda_kernels.device import tile
 from cuda_kernels.gemm import mma, wgmma
 from cuda_kernels.gemm.spec import MmaConfig, GemmSpec, Scaling, GemmConfig
 from cuda_kernels.host import compile_cache
-from cuda_kernels.norm import backward, bands, cast, rows, statistics
+from cuda_kernels.norm import backward, cast, rows, statistics
 rms, spread = statistics.NormSpec("bfloat16", "bfloat16", False, False), rows.cast_row_layout("bfloat16", 4096)
 plain, products = tile.tensor_loader("bfloat16", 4), [GemmSpec("e4m3", "e4m3", each, "bfloat16") for each in Scaling]
 sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, promote=False)
@@ -64,7 +64,6 @@ kernels = {
     "sums": column_sums.column_sums_kernel("float32"),
     "statistics": statistics.statistics_of_rows_kernel("bfloat16", False, spread),
     "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),
-    "bands": bands.normalize_bands_kernel(rms, True, "e4m3", True, True),
     "norm_backward": backward.norm_backward_kernel(
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False),
@@ -129,7 +128,7 @@ def copied(source: Path, folder: Path) -> Path:
 
 
 CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quantize_gated_gelu", "quantize_norm"}
-CASTS |= {"normalize", "bands"}
+CASTS |= {"normalize"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
 ATTENTION = {f"attention_{name}" for name in ("forward", "forward_128", "delta", "dq", "dkv", "dq_256", "dkv_256")}
@@ -137,7 +136,7 @@ ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq
 ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),
-    ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize", "bands"}),
+    ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize"}),
     ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
     ("gemm/epilogue.py", "thread >> 5) * 16", "thread >> 5) * 8", set()),  # stores from registers are in none of these

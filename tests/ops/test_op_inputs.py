@@ -158,7 +158,7 @@ OPS: dict[str, Case] = {
         norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True), *BESIDE),
         {1: OF_NORM, **beside_a_cast(5)},
     ),
-    "norm, bands": (
+    "norm, transposed": (
         norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), ONE, ONE.clone(), None),
         {1: OF_NORM, 5: named("scale", SCALAR), 6: named("amax", SCALAR)},
     ),
