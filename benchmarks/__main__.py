@@ -32,6 +32,7 @@ from benchmarks.measuring import machine, report
 from benchmarks.measuring.files import write
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS
+from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
 SUITES = ("casts", "products", "attention", "hardware", "models", "host", "training", "emulation")
@@ -59,11 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             raise SystemExit(f"{args.results}: {error}") from error
     elif args.command == "table":
-        document = _read(args.results)
+        documents = [_read(path) for path in args.results]
         if args.readme:
-            args.readme.write_text(report.insert(args.readme.read_text(), report.readme_table(document)))
+            args.readme.write_text(report.insert(args.readme.read_text(), summary(documents)))
         else:
-            print(report.table(document))
+            print("\n\n".join(map(report.table, documents)))
     else:
         return _run(args.only, args.dry_run, args.libraries, args.json)
     return 0
@@ -142,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     emulation = commands.add_parser("emulation", help="time training steps of FP8 on the CPU beside BF16's")
     emulation.add_argument("--json", type=Path, default=argparse.SUPPRESS, help="write the results to this file")
     table = commands.add_parser("table", help="print results as Markdown")
-    table.add_argument("results", type=Path)
-    table.add_argument("--readme", type=Path, help="write the casts' table between this file's markers instead")
+    table.add_argument("results", type=Path, nargs="+")
+    table.add_argument("--readme", type=Path, help="write a summary between this file's markers instead")
     choose = commands.add_parser("choose", help="write the products' fastest plans to the package's folder")
     choose.add_argument("results", type=Path)
     choose.add_argument("--out", type=Path, help="another file")

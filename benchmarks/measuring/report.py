@@ -1,4 +1,4 @@
-"""Formatted results: Markdown tables, the README's table, the plot."""
+"""Formatted results: Markdown tables, the plot."""
 
 from __future__ import annotations
 
@@ -26,22 +26,10 @@ def table(document: dict[str, Any]) -> str:
         "training": _training,
         "emulation": _emulation,
     }
-    parts = [_provenance(document)]
+    parts = [provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
     parts += [f"**{name} broke off**: {error.splitlines()[-1]}" for name, error in document["errors"].items()]
     return "\n\n".join(parts)
-
-
-def readme_table(document: dict[str, Any]) -> str:
-    """The table of the casts on a GPU.
-
-    Raises:
-        ValueError: the run has no casts on a GPU.
-    """
-    entries = document["suites"].get("casts")
-    if not entries or document["arguments"]["dry_run"]:
-        raise ValueError("the README shows casts that ran on a GPU; this run has none")
-    return f"{_provenance(document)}\n\n{_casts(entries)}"
 
 
 def insert(text: str, content: str) -> str:
@@ -57,7 +45,7 @@ def insert(text: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def _provenance(document: dict[str, Any]) -> str:
+def provenance(document: dict[str, Any]) -> str:
     machine = document["machine"]
     card, versions = machine["card"], machine["versions"]
     where = f"{card['name']}, driver {card.get('driver_version', '?')}" if card else machine["processor"]
@@ -66,7 +54,7 @@ def _provenance(document: dict[str, Any]) -> str:
     return f"{dry}{where}, torch {versions['torch']}, numba-cuda {versions['numba-cuda']}, {commit}, {document['date']}"
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -109,7 +97,7 @@ def _casts(entries: list[Entry]) -> str:
         )
     header = ("work", "by", "ms (quartiles)", "GB/s", "of copy", "other shapes", "E5M2", "host µs", "targets")
     about = f"bfloat16 {main} to E4M3 unless stated otherwise; other shapes: {', '.join(map(str, others))}"
-    return f"{about}\n\n{_markdown(header, rows)}"
+    return f"{about}\n\n{markdown(header, rows)}"
 
 
 def _main_shape(entries: list[Entry]) -> list[int]:
@@ -162,7 +150,7 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(len(entries) - 0.4, -0.6)
         axes.axvline(1, color="gray", linewidth=0.8)
         axes.set_xlabel(f"{entries[0]['shape']}: fraction of the bandwidth of a copy")
-        axes.set_title(textwrap.fill(_provenance(document), 70, break_on_hyphens=False), fontsize=7)
+        axes.set_title(textwrap.fill(provenance(document), 70, break_on_hyphens=False), fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -178,6 +166,18 @@ def _drawn(entries: list[Entry]) -> list[Entry]:
 
 
 def _products(entries: list[Entry]) -> str:
+    """Of our tiles, the chosen one and the fastest."""
+    fastest: dict[tuple[Any, ...], float] = {}
+    for entry in entries:
+        if entry["choice"] and entry["by"].startswith(OURS) and entry["milliseconds"]:
+            work, time = _work(entry), entry["milliseconds"]["median"]
+            fastest[work] = min(time, fastest.get(work, time))
+    entries = [
+        entry
+        for entry in entries
+        if not (entry["choice"] and entry["by"].startswith(f"{OURS},") and entry["correct"] and entry["milliseconds"])
+        or entry["milliseconds"]["median"] == fastest[_work(entry)]
+    ]
     rows = (
         (
             f"{entry['name']} {'×'.join(map(str, entry['shape']))}" + ", **wrong**" * (entry["correct"] is False),
@@ -189,7 +189,11 @@ def _products(entries: list[Entry]) -> str:
         )
         for entry in entries
     )
-    return _markdown(("product m×n×k", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "targets"), rows)
+    return markdown(("product m×n×k", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "targets"), rows)
+
+
+def _work(entry: Entry) -> tuple[Any, ...]:
+    return entry["name"], *entry["shape"]
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -207,9 +211,16 @@ def _attention(entries: list[Entry]) -> str:
             _verdicts(entry),
         )
         for entry in entries
+        if not _is_absent(entry)
     )
+    absent = "; ".join(dict.fromkeys(f"{entry['by']} is {entry['note']}" for entry in entries if _is_absent(entry)))
     header = ("pass B×L×H×D", "by", "ms (quartiles)", "TFLOP/s", "times as fast as", "error, %", "targets")
-    return _markdown(header, rows)
+    return markdown(header, rows) + (f"\n\n{absent}" if absent else "")
+
+
+def _is_absent(entry: Entry) -> bool:
+    """Whether the contender is not installed."""
+    return (entry["note"] or "").startswith("absent")
 
 
 # --- Hardware ---------------------------------------------------------------------------------------------------------
@@ -228,7 +239,7 @@ def _hardware(entries: list[Entry]) -> str:
         )
         for entry in entries
     )
-    return _markdown(("what", "how", "ms (quartiles)", "TFLOP/s", "GB/s", "times as fast as", "error, %"), rows)
+    return markdown(("what", "how", "ms (quartiles)", "TFLOP/s", "GB/s", "times as fast as", "error, %"), rows)
 
 
 # --- Host and training ------------------------------------------------------------------------------------------------
@@ -245,7 +256,7 @@ def _host(entries: list[Entry]) -> str:
         )
         for entry in entries
     )
-    return _markdown(("host time of a call", "µs", *parts, "target"), rows)
+    return markdown(("host time of a call", "µs", *parts, "target"), rows)
 
 
 def _training(entries: list[Entry]) -> str:
@@ -254,7 +265,7 @@ def _training(entries: list[Entry]) -> str:
         (entry["name"], _quartiles(entry, 1), _number(entry["milliseconds"]["median"] / baseline, 2))
         for entry in entries
     )
-    return _markdown(("on the CPU", "ms (quartiles)", f"against {entries[0]['name']}"), rows)
+    return markdown(("on the CPU", "ms (quartiles)", f"against {entries[0]['name']}"), rows)
 
 
 def _models(entries: list[Entry]) -> str:
@@ -267,7 +278,7 @@ def _models(entries: list[Entry]) -> str:
         )
         for entry in entries
     )
-    return _markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", "first loss"), rows)
+    return markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", "first loss"), rows)
 
 
 # --- Emulation --------------------------------------------------------------------------------------------------------
@@ -287,4 +298,4 @@ def _emulation(entries: list[Entry]) -> str:
         )
         for entry in entries
     )
-    return _markdown(("on one thread", "by", "ms (quartiles)", "costs as much as", "targets"), rows)
+    return markdown(("on one thread", "by", "ms (quartiles)", "costs as much as", "targets"), rows)

@@ -14,6 +14,7 @@ from benchmarks import first_run
 from benchmarks.__main__ import main
 from benchmarks.measuring import files, machine, report
 from benchmarks.measuring.record import OURS, Result
+from benchmarks.measuring.summary import summary
 from benchmarks.measuring.timing import Times
 from tests.benchmarks.test_benchmarks import ROOT
 
@@ -143,7 +144,7 @@ def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
         table, _, after = rest.partition(f"\n{report.END}")
         assert before == "# Title\n\n"
         assert after == "\n\nThe end, without a newline"
-        assert "| cast | lightning_fp8 |" in table
+        assert "| casts, share of a copy's bandwidth | 8192×8192 | cast 0.92 |" in table
         assert "training" not in table
         assert "old" not in table
 
@@ -155,10 +156,11 @@ def test_markers_that_are_not_there_once_in_order_are_refused(text: str) -> None
 
 
 def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
-    with pytest.raises(ValueError, match="ran on a GPU"):
-        report.readme_table(document(dry=True))
-    with pytest.raises(ValueError, match="ran on a GPU"):
-        report.readme_table({**document(), "suites": {}})
+    with pytest.raises(ValueError, match="no dry runs"):
+        summary([document(dry=True)])
+    without = {**document()["machine"], "card": None}
+    with pytest.raises(ValueError, match="on one GPU, not on None"):
+        summary([{**document(), "machine": without}])
 
 
 def test_results_of_an_earlier_version_are_refused() -> None:
@@ -166,7 +168,10 @@ def test_results_of_an_earlier_version_are_refused() -> None:
         main(["table", str(ROOT / "benchmarks/results/2026-11-21-cpu.json")])
 
 
-@pytest.mark.parametrize("path", (ROOT / "benchmarks/results").glob("2026-11-22-attention-*.json"), ids=lambda path: path.stem)
+NUMERICS = (ROOT / "benchmarks/results").glob("2026-11-22-attention-*.json")
+
+
+@pytest.mark.parametrize("path", NUMERICS, ids=lambda path: path.stem)
 def test_results_of_another_command_are_refused_with_its_name(path: Path) -> None:
     with pytest.raises(SystemExit, match="was written by python -m benchmarks.attention_numerics; this command reads"):
         main(["table", str(path)])

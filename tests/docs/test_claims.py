@@ -11,6 +11,8 @@ from statistics import mean
 import pytest
 
 import lightning_fp8
+from benchmarks.measuring import report
+from benchmarks.measuring.summary import summary
 from lightning_fp8.recipes import RECIPES
 from tests.docs.pages import ROOT
 
@@ -25,6 +27,18 @@ def test_readme_has_the_numbers_of_the_comparison() -> None:
     said = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     assert f"{above[0]:.2f} to {above[-1]:.2f} % above that of BF16" in said
     assert f"the seeds of BF16 are {apart:.1f} % apart" in said
+
+
+H200 = [
+    json.loads((ROOT / f"benchmarks/results/2026-11-26-h200-{suite}.json").read_text())
+    for suite in ("models", "products", "attention", "attention-heads", "casts")
+]
+
+
+def test_the_tables_of_a_gpu_are_made_from_its_results() -> None:
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/h200.md").read_text()
+    assert report.insert(readme, summary(H200)) == readme
+    assert page.endswith("\n\n".join(map(report.table, H200)) + "\n")
 
 
 def texts() -> list[str]:

@@ -139,6 +139,7 @@ CASES: list[Case] = [
     _norm("layer-bf16-long-scale=0", LONG, BF16, FP32, scale=0.0, amax=1e9, **_ROWS),
     _norm("rms-bf16-long-both-known", LONG, BF16, FP32, rms=True, zero_centered=True, **_GIVEN, nonzero=True),
     _norm("layer-bf16-both-known", ALIGNED, BF16, BF16, **_GIVEN, nonzero=True),
+    _norm("rms-bf16-both-own", ALIGNED, BF16, BF16, rms=True, power_2=True, epsilon=1e-3),
     _norm("layer-fp32-ragged-transposed-known", RAGGED, FP32, FP16, fp8=E5M2, scale=3.0, rowwise=False, nonzero=True),
     _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
     _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
