@@ -1,4 +1,4 @@
-"""Training without Lightning resumes to the bit, as the README writes it."""
+"""Training without Lightning resumes to the bit, as the documentation writes it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_fp8 import DelayedScaling, Linear, convert_module, fp8_autocast, 
 from tests.docs.pages import ROOT, blocks
 from tests.small import mlp
 
-README = ROOT / "README.md"
+START = ROOT / "docs" / "start.md"
 
 
 class WithLoss(nn.Module):
-    """The mean square of an MLP's output: what the README calls a model."""
+    """The mean square of an MLP's output: what the page calls a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
         assert torch.equal(value, two[key]) if isinstance(value, Tensor) else value == two[key], key
 
 
-def test_the_readmes_loop_resumes_to_the_bit(tmp_path: Path) -> None:
-    (snippet,) = (block.text for block in blocks(README, "python") if "load_fp8_state_dict(" in block.text)
+def test_the_loop_of_the_docs_resumes_to_the_bit(tmp_path: Path) -> None:
+    (snippet,) = (block.text for block in blocks(START, "python") if "load_fp8_state_dict(" in block.text)
 
     def train(data: list[Tensor], path: Path) -> dict[str, Any]:
         torch.manual_seed(7)
