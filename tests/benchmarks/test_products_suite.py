@@ -61,7 +61,7 @@ def test_products_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> N
         result.over.keys() >= {"cuBLASLt (full, fastest)"} for result in ours if result.name == "fprop blockwise"
     )
     document = {"suites": {"products": [result.as_json() for result in results]}}
-    assert "64x64" in report._products(document["suites"]["products"])
+    assert f"| {OURS} |" in report._products(document["suites"]["products"])
 
 
 @pytest.mark.usefixtures("no_layers")
