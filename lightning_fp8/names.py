@@ -22,3 +22,8 @@ def gemm_name(module_name: str, gemm: str) -> str:
 def slot_name(module_name: str, role: Role) -> str:
     """The name of the slot of ``role`` in the module, or its GEMM, called ``module_name``: ``layers.0.fc1.input``."""
     return f"{module_name}.{role.value}" if module_name else role.value
+
+
+def layer_of_slot(name: str) -> str:
+    """The module's name, or its GEMM's, in a slot's: the inverse of :func:`slot_name`."""
+    return name.rpartition(".")[0]

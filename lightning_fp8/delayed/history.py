@@ -15,9 +15,9 @@ import itertools
 import os
 import reprlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -158,6 +158,20 @@ class NonzeroScales:
         return NonzeroScales, ()  # copies and pickles start without knowledge
 
 
+class Sample(NamedTuple):
+    """Where the casts of one tensor are counted while a monitor samples them; see :mod:`lightning_fp8.ops.sample`.
+
+    Attributes:
+        counts: float64 ``[8]``, of ``sample_cast``.
+        losses: float64 ``[4, 4]``, of ``sample_recipes``; None where that is not asked for.
+        exponents: float64 ``[256]``, likewise.
+    """
+
+    counts: Tensor
+    losses: Tensor | None = None
+    exponents: Tensor | None = None
+
+
 @dataclass(eq=False)
 class Slot:
     """The entry of one tensor in each buffer of an :class:`AmaxHistory`, as a module sees it.
@@ -172,6 +186,7 @@ class Slot:
         amax: float32 ``[]`` that a cast writes its amax into.
         readers: the layers that read one cast of this slot's module together, as far as known; 0 before the second.
         readers_of_last: those that have read the last one.
+        sample: where its casts are counted; None while no monitor samples them.
     """
 
     history: AmaxHistory
@@ -180,6 +195,7 @@ class Slot:
     amax: Tensor
     readers: int = 0
     readers_of_last: int = 0
+    sample: Sample | None = None
 
     def __reduce__(self) -> Any:
         return _slot_of, (self.history, self.index)  # copies and pickles share what their history has
@@ -235,6 +251,7 @@ class AmaxHistory:
         nonzero_scales: what the host knows of ``scale > 0``.
         fp8_max: float32 ``[n]``, the largest value of each slot's format, after the format and device that it was made
             for: a step copies nothing to the GPU.
+        before_update: called with the history before each update, while its amaxes and scales are those of the step.
         creation_index: orders the histories of a process alike on all ranks.
 
     ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` share their memory.
@@ -246,6 +263,7 @@ class AmaxHistory:
     plugin_recipe: Recipe | None = None
     calibrated = False
     span: Span | None = None
+    before_update: Callable[[AmaxHistory], None] | None = None
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -296,7 +314,7 @@ class AmaxHistory:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:  # no module or plugin uses a pickle yet
-        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "_slot_tensors")
+        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "_slot_tensors")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference

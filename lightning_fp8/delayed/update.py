@@ -166,6 +166,8 @@ def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
 
 def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     """Push the amaxes of ``history``, reduced over ranks already, into its window and compute new scales."""
+    if history.before_update is not None:
+        history.before_update(history)
     history.resize(recipe.amax_history_len)
     history.updates += 1
     if history.steps is not None:

@@ -25,7 +25,7 @@ def quantized_norm(
     again: bool = False,
 ) -> Normalized:
     """The norm of ``x [R, K]`` as the input of ``product``; ``columnwise``: also for its wgrad."""
-    return ops.norm_quantize(
+    normalized = ops.norm_quantize(
         x,
         norm_weight,
         norm_bias,
@@ -35,6 +35,10 @@ def quantized_norm(
         zero_centered=norm.zero_centered,
         **product.cast_args(Role.INPUT, rowwise=True, columnwise=columnwise, again=again),
     )
+    if product.is_sampled(Role.INPUT) and not again:
+        values = normalize(x, norm_weight, norm_bias, norm, x.shape[1:], torch.float32)
+        product.sample(Role.INPUT, values, normalized.operands)
+    return normalized
 
 
 def norm_gradients(

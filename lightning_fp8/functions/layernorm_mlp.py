@@ -12,6 +12,7 @@ from lightning_fp8.functions.layernorm_linear import norm_gradients, quantized_n
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.ops import Normalized, Quantized
+from lightning_fp8.ops.activation import activated, activated_backward
 from lightning_fp8.scaled import Role
 
 
@@ -47,7 +48,10 @@ class MLP(NamedTuple):
     def activated(self, h: Tensor, *, rowwise: bool, columnwise: bool, again: bool = False) -> Quantized:
         """The input of fc2, from fc1's output."""
         args = self.fc2.cast_args(Role.INPUT, rowwise=rowwise, columnwise=columnwise, again=again)
-        return ops.activation_quantize(h, self.activation, self.fc2.cast(Role.INPUT), **args)
+        made = ops.activation_quantize(h, self.activation, self.fc2.cast(Role.INPUT), **args)
+        if self.fc2.is_sampled(Role.INPUT) and not again:
+            self.fc2.sample(Role.INPUT, activated(h, self.activation), made)
+        return made
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -117,6 +121,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 bias_dtype=ctx.bias_dtypes[0] if needs_b1 else None,
                 **mlp.fc1.cast_args(Role.GRAD_OUTPUT, rowwise=needs_norm or not needs_w1, columnwise=needs_w1),
             )
+            if mlp.fc1.is_sampled(Role.GRAD_OUTPUT):
+                mlp.fc1.sample(Role.GRAD_OUTPUT, activated_backward(da, h, mlp.activation), dh8)
             if needs_norm:
                 dnormed = mlp.fc1.input_gradient(dh8, w1, mlp.dtype)
             if n_t is not None:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
-from lightning_fp8.functions.deferred import DeferredGradient
+from lightning_fp8.functions.deferred import DeferredGradient, DeferredTensor
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
@@ -161,7 +161,25 @@ class Product:
             stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         cast, args = self._casts[role], self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        return x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+        made = x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+        if self.is_sampled(role) and not again:
+            self.sample(role, x, made)
+        return made
+
+    def is_sampled(self, role: Role) -> bool:
+        """Whether a monitor counts what the casts of ``role`` lose."""
+        return self.observe and self.slots[role].sample is not None
+
+    def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
+        """Count what the cast of ``x [R, K]`` to the operands that it ``made`` loses."""
+        sample = self.slots[role].sample
+        operand = made.rowwise or made.columnwise
+        if sample is None or operand is None:
+            return
+        values = x.computed() if isinstance(x, DeferredTensor) else x.detach()
+        ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
+        if sample.losses is not None and sample.exponents is not None:
+            ops.sample_recipes(values, role, sample.losses, sample.exponents)
 
     def forward_of_input(
         self,
@@ -177,7 +195,7 @@ class Product:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         results = None
         casts_both = self.cached_weight is None and (shared is None or shared.is_new)
-        if casts_both and not torch.compiler.is_compiling():
+        if casts_both and not torch.compiler.is_compiling() and not self.is_sampled(Role.INPUT):
             x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
             x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
@@ -194,13 +212,15 @@ class Product:
         """Cast ``x [R, K]``: what a ``shared`` cast has not already."""
         rowwise, transposed = (True, columnwise) if shared is None else shared.lacks(columnwise)
         made = None
+        again = shared is not None and shared.reads > 1  # the first reader's amax is in this slot already
         if rowwise or transposed:
-            again = shared is not None and shared.reads > 1  # the first reader's amax is in this slot already
             made = self.quantize(x, Role.INPUT, rowwise=rowwise, columnwise=transposed, again=again)
         if shared is None:
             assert made is not None
             return made
         copies = shared.complete(made)
+        if self.is_sampled(Role.INPUT) and (made is None or again):
+            self.sample(Role.INPUT, x, copies)
         return copies if columnwise else Quantized(copies.rowwise, None)
 
     def forward(
@@ -252,7 +272,8 @@ class Product:
         """:meth:`input_gradient` and :meth:`weight_gradient` of ``dy [R, N]``."""
         results: tuple[Tensor, Tensor | None] | None = None
         redirected = self.main_grad is not None or self.delayed is not None
-        if not torch.compiler.is_compiling() and self.cached_weight is None and not redirected:
+        fused = self.cached_weight is None and not redirected and not self.is_sampled(Role.GRAD_OUTPUT)
+        if fused and not torch.compiler.is_compiling():
             dy_scale, dy_amax, dy_scale_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
             dy_cast = asked(dy, self._casts[Role.GRAD_OUTPUT], True, True, dy_scale_is_nonzero)

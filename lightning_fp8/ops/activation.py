@@ -340,28 +340,35 @@ ACTIVATIONS = tuple(_FORMULAS)
 """Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
 
 
+def activated(x: Tensor, activation: str) -> Tensor:
+    """The activation of ``x [R, F]``, of a gated one ``[R, 2 F]``, in float32."""
+    forward, _ = _FORMULAS[activation]
+    if not is_gated(activation):
+        return forward(x.float())
+    x, gate = x.float().chunk(2, 1)
+    return forward(x) * gate
+
+
+def activated_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
+    """The gradient of x through :func:`activated`, in float32."""
+    forward, backward = _FORMULAS[activation]
+    dy, x = dy.float(), x.float()
+    if not is_gated(activation):
+        return backward(dy, x)
+    x, gate = x.chunk(2, 1)
+    return torch.cat([backward(dy * gate, x), dy * forward(x)], 1)
+
+
 def reference_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     """See :func:`activation_quantize`."""
-    forward, _ = _FORMULAS[activation]
-    if is_gated(activation):
-        x, gate = x.float().chunk(2, 1)
-        y = forward(x) * gate
-    else:
-        y = forward(x.float())
-    return reference_quantize(y, cast, *observed)
+    return reference_quantize(activated(x, activation), cast, *observed)
 
 
 def reference_activation_backward(
     dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
 ) -> GradientOutputs:
     """See :func:`activation_backward_quantize`."""
-    forward, backward = _FORMULAS[activation]
-    dy, x = dy.float(), x.float()
-    if is_gated(activation):
-        x, gate = x.chunk(2, 1)
-        dx = torch.cat([backward(dy * gate, x), dy * forward(x)], 1)
-    else:
-        dx = backward(dy, x)
+    dx = activated_backward(dy, x, activation)
     dbias = dx.sum(0).to(bias_dtype) if bias_dtype else dx.new_empty(0)
     return GradientOutputs(*reference_quantize(dx, cast, *observed), dbias)
 

@@ -256,6 +256,8 @@ def _cast_with_shared_scale(
     amax = args["amax"] if amax is None else amax
     made = ops.quantize(rows, cast, scale=scale, amax=amax, scale_is_nonzero=True).rowwise
     assert made is not None
+    if product.is_sampled(role):
+        product.sample(role, rows, Quantized(made, None))
     return ScaledTensor(made.data.view(x.shape), made.scale_inv, cast.layout)
 
 

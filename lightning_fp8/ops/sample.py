@@ -1,0 +1,210 @@
+"""What casts lose, counted on a sample of their tensors: the ops ``sample_cast`` and ``sample_recipes``.
+
+They are plain torch on every device, and read at most :data:`MOST_ELEMENTS` elements of a tensor: blocks of 128 rows at
+equal distances. Nothing else of training depends on them.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import scaling
+from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.ops.cast import absolute_max, saturating_cast
+from lightning_fp8.ops.checks import HIGH_PRECISION
+from lightning_fp8.ops.op import op
+from lightning_fp8.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
+
+MOST_ELEMENTS = 2**20
+"""Elements of one tensor that are counted; a larger tensor is sampled."""
+
+COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "signal", "noise", "casts")
+"""What ``sample_cast`` adds up, float64 ``[8]``.
+
+- ``elements`` and, among them, ``zeros`` and ``nonfinite`` (inf and NaN);
+- ``clipped``: finite values beyond :func:`largest_rounded` times ``scale_inv``, which lose more than rounding;
+- ``flushed``: values that are not 0 and whose code is;
+- ``signal`` and ``noise``: sums of the squares of finite values, and of what the cast changes of them;
+- ``casts``: how many tensors.
+"""
+
+LOSSES = ("nonzero", "flushed", "signal", "noise")
+"""What ``sample_recipes`` adds up for each recipe, float64 ``[4, 4]``: nonzero finite values; others as :data:`COUNTS`."""
+
+SAMPLED_RECIPES: tuple[Recipe, ...] = (
+    Float8CurrentScaling(),
+    Float8RowwiseScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+)
+"""The recipes that ``sample_recipes`` tries: those that scale a tensor from itself."""
+
+EXPONENTS = 256
+"""The biased exponents of float32; bin 0 holds zeros and subnormal numbers, bin 255 inf and NaN."""
+
+_ROWS = 128
+"""Rows that are sampled together: a multiple of each layout's blocks."""
+
+
+def largest_rounded(float8: Float8) -> float:
+    """The largest magnitude that rounds to ``float8.max`` where nothing saturates: 464 of E4M3, 61440 of E5M2."""
+    mantissa_bits = 3 if float8 is E4M3 else 2
+    return float8.max + 2.0 ** (int(log2(float8.max)) - mantissa_bits - 1)
+
+
+def sample_cast(x: Tensor, operand: ScaledTensor, counts: Tensor, *, transposed: bool = False) -> None:
+    """Add to ``counts`` what the cast of ``x`` to ``operand`` lost.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32.
+        operand: of x, or of xᵀ where ``transposed``.
+        counts: float64 ``[8]``, as :data:`COUNTS` names them.
+    """
+    _sample_cast(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
+
+
+def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> None:
+    """Add to ``losses`` what each of :data:`SAMPLED_RECIPES` would lose of ``x`` as a tensor of ``role``.
+
+    Each recipe's operand of x and, where its blocks differ, that of xᵀ are tried, and the greater loss counts.
+
+    Args:
+        x: ``[R, K]`` in bfloat16, float16 or float32.
+        role: one of a linear layer.
+        losses: float64 ``[4, 4]``: recipes by :data:`LOSSES`.
+        exponents: float64 ``[256]``, a histogram of the exponents of x.
+    """
+    _sample_recipes(x, role.value, losses, exponents)
+
+
+# --- The ops ----------------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, *_: object) -> None:
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(f"a cast of {x.dtype} of shape {tuple(x.shape)} cannot be sampled")
+
+
+@op("sample_cast", check=_check, writes=("counts",))
+def sample_cast_op(
+    x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor
+) -> None:
+    return None
+
+
+@op("sample_recipes", check=_check, writes=("losses", "exponents"))
+def sample_recipes_op(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
+    return None
+
+
+_sample_cast = sample_cast_op.call
+_sample_recipes = sample_recipes_op.call
+
+
+def _count_cast(
+    x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor
+) -> None:
+    operand = ScaledTensor(data, scale_inv, Layout(layout))
+    stride = _stride(x)
+    values = _rows_of(x, stride, 0).float()
+    codes, scales = _part(operand, stride, 1 if transposed else 0, x.shape[0])
+    if transposed:
+        codes, scales = codes.t(), scales.t()
+    finite = torch.isfinite(values)
+    magnitude = values.abs()
+    nonzero = values != 0
+    error = torch.where(finite, codes.float() * scales - values, 0.0)
+    signal = torch.where(finite, values, 0.0)
+    counts += torch.stack(
+        [
+            counts.new_full((), values.numel()),
+            (~nonzero).sum(),
+            (~finite).sum(),
+            (finite & (magnitude > largest_rounded(float8_of(data.dtype)) * scales)).sum(),
+            (nonzero & finite & (codes.view(torch.uint8) & 0x7F == 0)).sum(),
+            signal.square().sum(dtype=torch.float64),
+            error.square().sum(dtype=torch.float64),
+            counts.new_ones(()),
+        ]
+    )
+
+
+def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
+    values = _rows_of(x, _stride(x), 0).float()
+    biased = values.contiguous().view(torch.int32) >> 23 & 0xFF
+    exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would wait for a GPU
+    values = torch.where(torch.isfinite(values), values, 0.0)
+    signal, nonzero = values.square().sum(dtype=torch.float64), (values != 0).sum()
+    for recipe, sums in zip(SAMPLED_RECIPES, losses):
+        cast = recipe.cast(Role(role))
+        tries = [_try(values, cast)] if cast.layout.transposes else [_try(values, cast), _try(values.t(), cast)]
+        flushed, noise = torch.stack([torch.stack(each) for each in tries]).amax(0)
+        sums += torch.stack([nonzero, flushed, signal, noise])
+
+
+def _try(values: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """How many values the cast flushes to zero, and the sum of the squares of its errors."""
+    blocks = _blocks(values, cast.layout)
+    amax = absolute_max(absolute_max(blocks, 3), 1)
+    if cast.layout.scale_dtype == E8M0_DTYPE:
+        scale = scaling.e8m0_scale(scaling.e8m0_from_amax(amax, cast.float8.max))
+    else:
+        scale = scaling.current_scale(amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
+    scale = scale[:, None, :, None]
+    cast_values = saturating_cast(blocks.clone(), scale, cast.float8).float() / scale
+    flushed = ((blocks != 0) & (cast_values == 0)).sum(dtype=torch.float64)
+    return flushed, (cast_values - blocks).square().sum(dtype=torch.float64)
+
+
+def _blocks(values: Tensor, layout: Layout) -> Tensor:
+    """``values [R, K]`` as ``[R / r, r, K / k, k]`` of its blocks, zeros beyond its edges."""
+    rows, columns = values.shape
+    block_rows, block_columns = layout.block_shape(rows, columns)
+    padded = values.new_zeros(rows + -rows % block_rows, columns + -columns % block_columns)
+    padded[:rows, :columns] = values
+    return padded.view(-1, block_rows, padded.shape[1] // block_columns, block_columns)
+
+
+def _stride(x: Tensor) -> int:
+    """Of how many blocks of :data:`_ROWS` rows one is sampled."""
+    return -(-x.numel() // MOST_ELEMENTS) if x.shape[0] >= 2 * _ROWS else 1
+
+
+def _rows_of(x: Tensor, stride: int, dim: int) -> Tensor:
+    """Every ``stride``-th block of rows of ``x``, whose rows are its dimension ``dim``."""
+    if stride == 1:
+        return x
+    whole = x.narrow(dim, 0, x.shape[dim] // _ROWS * _ROWS)
+    blocks = whole.unflatten(dim, (-1, _ROWS))
+    index = torch.arange(0, blocks.shape[dim], stride, device=x.device)
+    return blocks.index_select(dim, index).flatten(dim, dim + 1)
+
+
+def _part(operand: ScaledTensor, stride: int, dim: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales, expanded to one for each element, of every ``stride``-th block of rows."""
+    codes = _rows_of(operand.data.view(torch.uint8), stride, dim).view(operand.data.dtype)
+    scales = operand.scale_inv.float()
+    if operand.layout.has_one_scale:
+        return codes, scales
+    for each, block in enumerate(operand.layout.block_shape(*operand.data.shape)):
+        if scales.shape[each] > 1 and block > 1:
+            scales = scales.repeat_interleave(block, each)
+        scales = scales.narrow(each, 0, min(scales.shape[each], operand.data.shape[each]))
+    if scales.shape[dim] > 1:
+        scales = _rows_of(scales, stride, dim)
+    return codes, scales
+
+
+for device in ("cpu", "cuda"):
+    sample_cast_op.implement(device, _count_cast)
+    sample_recipes_op.implement(device, _try_recipes)
