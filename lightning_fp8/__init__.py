@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RotaryPositionEmbedding,
         TransformerLayer,
     )
+    from lightning_fp8.monitor.callback import FP8Monitor
     from lightning_fp8.parallel.checkpoint import checkpoint
     from lightning_fp8.plugin.fabric import FP8FabricPrecision
     from lightning_fp8.plugin.precision import FP8Precision
@@ -50,6 +51,7 @@ _HOMES = {
     "DotProductAttention": "attention.modules",
     "FP8Callback": "callbacks",
     "FP8FabricPrecision": "plugin.fabric",
+    "FP8Monitor": "monitor.callback",
     "FP8Precision": "plugin.precision",
     "Float8BlockScaling": "recipes",
     "Float8CurrentScaling": "recipes",
@@ -87,6 +89,7 @@ __all__ = [
     "DotProductAttention",
     "FP8Callback",
     "FP8FabricPrecision",
+    "FP8Monitor",
     "FP8Precision",
     "Float8BlockScaling",
     "Float8CurrentScaling",

@@ -29,7 +29,7 @@ FIELDS = (*_STEPS, *COUNTS)
 """The figures of one cast in one interval, of delayed scaling at every step (NaN or 0 of other recipes):
 
 - ``updates``: steps in which it had an amax; ``clipped_steps``: those in which its amax lost more than rounding;
-- ``clipped_bits``: ``log2(amax * scale / largest_rounded)`` of the worst of these, else 0, and ``clipped_at``, its step;
+- ``clipped_bits``: ``log2(amax * scale / largest_rounded)`` of the worst, else 0, and ``clipped_at``, its step;
 - ``head_room``: the least ``log2(fp8_max / (amax * scale))``;
 - ``amax``: the largest; ``scale`` and ``window``, the largest amax of its history: the last;
 
@@ -95,7 +95,7 @@ def combined(parts: Sequence[Array]) -> Array:
     values = np.array(parts[-1])
     worst = np.argmax(stack[:, :, INDEX["clipped_bits"]], 0), np.arange(stack.shape[1])
     for name in ("clipped_bits", "clipped_at"):
-        values[:, INDEX[name]] = stack[(*worst, INDEX[name])]
+        values[:, INDEX[name]] = stack[worst[0], worst[1], INDEX[name]]
     for name in _SUMMED:
         values[:, INDEX[name]] = stack[:, :, INDEX[name]].sum(0)
     for name, reduce in (("head_room", np.fmin), ("amax", np.fmax)):

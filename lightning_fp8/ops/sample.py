@@ -39,7 +39,7 @@ COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "signal", "noi
 """
 
 LOSSES = ("nonzero", "flushed", "signal", "noise")
-"""What ``sample_recipes`` adds up for each recipe, float64 ``[4, 4]``: nonzero finite values; others as :data:`COUNTS`."""
+"""What ``sample_recipes`` adds up for each recipe, float64 ``[4, 4]``; ``nonzero``: finite values that are not 0."""
 
 SAMPLED_RECIPES: tuple[Recipe, ...] = (
     Float8CurrentScaling(),
@@ -96,9 +96,7 @@ def _check(x: Tensor, *_: object) -> None:
 
 
 @op("sample_cast", check=_check, writes=("counts",))
-def sample_cast_op(
-    x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor
-) -> None:
+def sample_cast_op(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor) -> None:
     return None
 
 
@@ -111,9 +109,7 @@ _sample_cast = sample_cast_op.call
 _sample_recipes = sample_recipes_op.call
 
 
-def _count_cast(
-    x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor
-) -> None:
+def _count_cast(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor) -> None:
     operand = ScaledTensor(data, scale_inv, Layout(layout))
     stride = _stride(x)
     values = _rows_of(x, stride, 0).float()

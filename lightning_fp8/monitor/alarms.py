@@ -1,0 +1,304 @@
+"""Alarms: what of a run's figures a user should look at, with its cause, its consequence and what to do.
+
+A step in which casts clip by much is an *event* of the run: its batch or its learning rate is the place to look. A cast
+that loses values in interval after interval is a *layer*: it may stay in BF16, or take another recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fp8.monitor.record import Array, Interval
+from lightning_fp8.names import layer_of_slot
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Role
+
+WARM_UP = 50
+"""Steps at the start of a run, and of a resumed one, whose scales follow few amaxes: clipping counts behind them."""
+
+EVENT_BITS = 2.0
+"""A step is an event where a cast's largest value is more than four times what its scale allows."""
+
+CLIPPED_BITS = 0.5
+CLIPPED_STEPS = 0.2
+"""A cast clips where this share of an interval's steps exceed its scale, the worst by more than those bits."""
+
+FLUSHED = {False: 0.03, True: 0.15}
+"""The shares of nonzero values that may become 0: of inputs and weights, and of gradients."""
+
+STALE_BITS = 4.0
+"""A scale is stale where the amax that it follows is more than 16 times today's."""
+
+STANDING_BITS = 1.0
+"""A scale stands where it is more than a factor of two away from what its history gives."""
+
+LEAST_DECIBELS = 20.0
+"""Signal to noise; a cast to E4M3 has 31 dB, one to E5M2 25 dB."""
+
+NEIGHBOURS = 5
+"""Events at most so many steps apart are one."""
+
+Rule = Literal[
+    "outlier step", "non-finite", "clips", "flushes", "stale scale", "standing scale", "never ran", "inexact"
+]
+
+_IN_A_ROW: dict[Rule, int] = {"never ran": 3, "non-finite": 1}
+"""Intervals in a row after which a rule raises an alarm; 2 of the others."""
+
+_OF_THE_RUN = ("outlier step", "non-finite")
+"""Rules whose alarms are of steps, not of layers."""
+
+_TEXT: dict[Rule, tuple[str, str, str]] = {
+    "outlier step": (
+        "values beyond what the scales allow: delayed scaling follows the amaxes of earlier steps",
+        "in this step they were cut to the format's largest value; the scales have followed since",
+        "look at the batch, the learning rate and gradient clipping; recipe='tensorwise' has no past to follow",
+    ),
+    "non-finite": (
+        "inf or NaN before the cast",
+        "FP8 carries NaN on; the scale ignores it",
+        "look for the operation that made it; torch.autograd.set_detect_anomaly(True) finds it in the backward pass",
+    ),
+    "clips": (
+        "its values grow from step to step, faster than its scale follows",
+        "the largest values of many steps are cut",
+        "give DelayedScaling(margin=1), take recipe='tensorwise', or keep it in BF16",
+    ),
+    "flushes": (
+        "its values span more binades than the format has",
+        "small values become 0",
+        "take recipe='blockwise' or 'mxfp8', whose scales are of few values, or keep it in BF16",
+    ),
+    "stale scale": (
+        "the history remembers an amax far above today's",
+        "small values become 0 until it has left the history",
+        "give DelayedScaling a shorter amax_history_len, or take recipe='tensorwise'",
+    ),
+    "standing scale": (
+        "no update moves its scale: no step of an optimizer owns it, or something restores it",
+        "values clip or become 0 as soon as they leave the range of an old step",
+        "give its parameters to an optimizer, call update_fp8_scales(model) after steps of others, or keep it in BF16",
+    ),
+    "never ran": (
+        "it is planned in FP8, and cast nothing",
+        "it ran in high precision, or nothing calls it",
+        "print(plugin.summary) says what ran; keep it in BF16 if nothing calls it",
+    ),
+    "inexact": (
+        "its values are spread so that most of them are rounded coarsely",
+        "the product's inputs have few right digits",
+        "take recipe='blockwise' or 'mxfp8', or keep it in BF16",
+    ),
+}
+"""Cause, consequence, advice."""
+
+
+@dataclass
+class Alarm:
+    """One finding.
+
+    Attributes:
+        kind: ``"event"``, of a step, or ``"layer"``.
+        rule: what was found.
+        layers, casts: which it hit, the worst first.
+        first_step, last_step: of the intervals, or steps, in which it was found; counted from 1.
+        times: in how many of them.
+        value: the worst, with its unit.
+        cause, consequence, advice: sentences.
+        skip: globs for ``FP8Precision(skip=...)`` that keep the layers in BF16; none of events.
+    """
+
+    kind: Literal["event", "layer"]
+    rule: Rule
+    layers: list[str]
+    casts: list[str]
+    first_step: int
+    last_step: int
+    times: int
+    value: str
+    cause: str
+    consequence: str
+    advice: str
+    skip: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f"{self.casts[0]}" + (f" and {len(self.casts) - 1} more casts" if len(self.casts) > 1 else "")
+        when = f"step {self.first_step}" if self.kind == "event" else f"since step {self.first_step}"
+        skip = f" (skip={tuple(self.skip)!r})" if self.skip else ""
+        return (
+            f"FP8 {self.rule}, {when}: {where}, {self.value}. {_sentence(self.cause)} {_sentence(self.consequence)} "
+            f"{_sentence(self.advice + skip)}"
+        )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+@dataclass
+class _Finding:
+    rule: Rule
+    cast: int
+    amount: float
+    value: str
+
+
+class Alarms:
+    """Finds alarms in intervals as they come.
+
+    Attributes:
+        found: all alarms, in the order in which they were found; one that is found again is changed in place.
+    """
+
+    def __init__(self, names: Sequence[str], roles: Sequence[Role], recipe: Recipe) -> None:
+        self.found: list[Alarm] = []
+        self._names = names
+        self._roles = roles
+        self._recipe = recipe
+        self._intervals = 0
+        self._streaks: dict[tuple[Rule, int], int] = {}
+        self._worst: dict[tuple[Rule, int], float] = {}
+        self._cast_ever = np.zeros(len(names), bool)
+
+    def see(self, interval: Interval, bits: Array, *, warm_up: int = WARM_UP) -> list[Alarm]:
+        """Look at the next interval.
+
+        Args:
+            bits: :func:`lightning_fp8.monitor.casts.clipped_bits` of its steps.
+            warm_up: steps, counted from 1, up to which clipping is no alarm.
+
+        Returns:
+            The alarms that are new.
+        """
+        self._intervals += 1
+        before = len(self.found)
+        self._events(interval, bits, warm_up)
+        findings = list(self._of_casts(interval, warm_up))
+        now = {(each.rule, each.cast) for each in findings}
+        self._streaks = {key: self._streaks.get(key, 0) + 1 for key in now}
+        for rule in dict.fromkeys(each.rule for each in findings):
+            ripe = [
+                each
+                for each in findings
+                if each.rule == rule and self._streaks[rule, each.cast] >= _IN_A_ROW.get(rule, 2)
+            ]
+            self._raise(rule, ripe, interval)
+        return self.found[before:]
+
+    def _events(self, interval: Interval, bits: Array, warm_up: int) -> None:
+        for row, of_step in enumerate(bits):
+            step = interval.first_step + row
+            nonfinite = np.flatnonzero(np.isnan(of_step))
+            if len(nonfinite):
+                self._event("non-finite", step, nonfinite, "an amax of inf or NaN")
+            clipped = np.nan_to_num(of_step)
+            hit = np.flatnonzero(clipped > CLIPPED_BITS)
+            if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
+                order = hit[np.argsort(-clipped[hit], kind="stable")]
+                text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
+                self._event("outlier step", step, order, text)
+
+    def _event(self, rule: Rule, step: int, casts: NDArray[np.intp], value: str) -> None:
+        """Add one, or a step to the last one of its kind."""
+        last = next((each for each in reversed(self.found) if each.rule == rule), None)
+        names = [self._names[cast] for cast in casts]
+        if last is not None and step - last.last_step <= NEIGHBOURS:
+            last.last_step, last.times = step, last.times + 1
+            if len(names) > len(last.casts):
+                last.casts, last.layers, last.value = names, _layers(names), value
+            return
+        self.found.append(Alarm("event", rule, _layers(names), names, step, step, 1, value, *_TEXT[rule]))
+
+    def _of_casts(self, interval: Interval, warm_up: int) -> Iterator[_Finding]:
+        """What the figures of the interval's casts show."""
+        sampled, updates = interval["casts"] > 0, interval["updates"]
+        self._cast_ever |= sampled | (updates > 0)
+        flushed, decibels = interval.flushed_share, interval.decibels
+        delayed = self._recipe if isinstance(self._recipe, DelayedScaling) else None
+        is_early = interval.last_step <= warm_up
+        for cast, role in enumerate(self._roles):
+            if interval["nonfinite"][cast] > 0:
+                number = int(interval["nonfinite"][cast])
+                yield _Finding("non-finite", cast, number, f"{number} values of inf or NaN in the sampled step")
+            if not self._cast_ever[self._of_layer(cast)].any():
+                yield _Finding("never ran", cast, 0.0, f"nothing cast in {self._intervals} intervals")
+                continue
+            if flushed[cast] > FLUSHED[role.is_gradient]:
+                stale = delayed is not None and interval["window"][cast] > 2**STALE_BITS * interval["amax"][cast]
+                rule: Rule = "stale scale" if stale else "flushes"
+                yield _Finding(rule, cast, flushed[cast], f"{flushed[cast]:.1%} of its values became 0")
+            if decibels[cast] < LEAST_DECIBELS and not is_early:
+                yield _Finding("inexact", cast, -decibels[cast], f"{decibels[cast]:.1f} dB of signal to noise")
+            if delayed is None or is_early:
+                continue
+            share = interval["clipped_steps"][cast] / max(updates[cast], 1)
+            if share > CLIPPED_STEPS and interval["clipped_bits"][cast] > CLIPPED_BITS:
+                yield _Finding("clips", cast, share, f"in {share:.0%} of the steps")
+            if (standing := self._stands(interval, cast, delayed)) is not None:
+                yield standing
+
+    def _stands(self, interval: Interval, cast: int, recipe: DelayedScaling) -> _Finding | None:
+        if interval["casts"][cast] > 0 and not interval["updates"][cast]:
+            return _Finding("standing scale", cast, 0.0, "no update saw its amax")
+        scale, window = interval["scale"][cast], interval["window"][cast]
+        if not (scale > 0 and window > 0) or recipe.interval > 1:
+            return None
+        largest = recipe.cast(self._roles[cast]).float8.max
+        bits = abs(np.log2(scale * window / largest) + recipe.margin)
+        if bits <= STANDING_BITS:
+            return None
+        return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from what its history gives")
+
+    def _of_layer(self, cast: int) -> list[int]:
+        layer = layer_of_slot(self._names[cast])
+        return [index for index, name in enumerate(self._names) if layer_of_slot(name) == layer]
+
+    def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
+        """Add an alarm of the casts that have none of this rule yet; follow those that have."""
+        is_event = rule in _OF_THE_RUN
+        known = {name: alarm for alarm in self.found if alarm.rule == rule for name in alarm.casts}
+        new = []
+        for alarm in {
+            id(known[name]): known[name] for each in findings if (name := self._names[each.cast]) in known
+        }.values():
+            alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
+        for each in findings:
+            if self._names[each.cast] not in known:
+                new.append(each)
+        if not new:
+            return
+        new.sort(key=lambda each: -each.amount)
+        names = [self._names[each.cast] for each in new]
+        layers = _layers(names)
+        self.found.append(
+            Alarm(
+                "event" if is_event else "layer",
+                rule,
+                layers,
+                names,
+                interval.first_step,
+                interval.last_step,
+                1,
+                new[0].value,
+                *_TEXT[rule],
+                [] if is_event else layers,
+            )
+        )
+
+
+def _layers(casts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(layer_of_slot(name) for name in casts))
+
+
+def skip_of(alarms: Sequence[Alarm]) -> tuple[str, ...]:
+    """The names of the layers that alarms advise to keep in BF16, for ``FP8Precision(skip=...)``."""
+    return tuple(dict.fromkeys(name for alarm in alarms for name in alarm.skip))

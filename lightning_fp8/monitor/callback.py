@@ -1,0 +1,304 @@
+"""FP8Monitor: what FP8 does to a run of a Trainer."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fp8.arguments import require_bool
+from lightning_fp8.monitor.alarms import WARM_UP, Alarm, Alarms, skip_of
+from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, step_figures
+from lightning_fp8.monitor.record import INDEX, Array, Interval, Record, of_ranks
+from lightning_fp8.monitor.table import table
+from lightning_fp8.ops.sample import COUNTS
+from lightning_fp8.plugin.precision import FP8Precision
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.version import __version__
+
+WHAT_IF_EVERY = 10
+"""Samples, of which the first one also tries what other recipes would lose."""
+
+SECONDS_BETWEEN_WRITES = 60.0
+"""While the run goes on; at its end the record is written in any case."""
+
+
+class FP8Monitor(Callback):
+    """Watches what FP8 does to a run: ``Trainer(plugins=[FP8Precision()], callbacks=[FP8Monitor()])``.
+
+    With delayed scaling it follows at every step how far each cast clips, without a pass over data. With every recipe
+    it counts in one step of each interval what the casts of linear layers flush to zero, clip and round, on at most
+    2**20 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five scalars to the
+    Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``, ``fp8/flushed_max``,
+    ``fp8/head_room_min``). The record of the run is written beside its logs; ``lightning-fp8 report`` shows it. Ranks
+    exchange one collective per report. Attention, whose blocks of 128 rows scale themselves, is not watched.
+
+    With another precision than ``FP8Precision`` only the loss is recorded, to be compared with.
+
+    Args:
+        every_n_steps: optimizer steps of an interval.
+        per_layer: also give the loggers the figures of each cast.
+        path: of the record; ``None`` is ``fp8_monitor.npz`` in the Trainer's ``log_dir``, or ``default_root_dir``. An
+            existing file is kept, and the new one gets a number.
+
+    Attributes:
+        alarms: what was found.
+        record: what was seen; ``None`` before training.
+        saved_to: the file of the record; ``None`` before training, and on ranks that write none.
+
+    Raises:
+        TypeError, ValueError: ``every_n_steps`` is no positive integer, ``per_layer`` no bool.
+    """
+
+    def __init__(self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | Path | None = None) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
+            raise TypeError(f"every_n_steps={every_n_steps!r} must be an integer of at least 1")
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        require_bool("per_layer", per_layer)
+        self.every_n_steps = every_n_steps
+        self.per_layer = per_layer
+        self.path = None if path is None else Path(path)
+        self.record: Record | None = None
+        self.saved_to: Path | None = None
+        self.seconds = 0.0
+        self._alarms: Alarms | None = None
+        self._recipe: Recipe | None = None
+        self._trace: StepTrace | None = None
+        self._sampler: Sampler | None = None
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """What was found, in its order."""
+        return [] if self._alarms is None else self._alarms.found
+
+    def skip(self) -> tuple[str, ...]:
+        """The layers that the alarms advise to keep in BF16: ``FP8Precision(skip=monitor.skip())``."""
+        return skip_of(self.alarms)
+
+    def table(self, width: int = 80) -> str:
+        """The run in one line, and each alarm in some lines of at most ``width`` columns."""
+        return "" if self.record is None else table(self.record, self.alarms, width)
+
+    # --- The Trainer's hooks ------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        self._recipe = plugin.recipe if isinstance(plugin, FP8Precision) else None
+        casts = Casts([], [], []) if self._recipe is None else Casts.of(pl_module)
+        recipe = self._recipe
+        self.record = Record(
+            casts.names,
+            [role.value for role in casts.roles],
+            trainer.precision if recipe is None else recipe.name,
+            "" if recipe is None else str(recipe),
+            environment=_environment(pl_module.device),
+        )
+        if recipe is not None:
+            self._fp8_max, self._largest = casts.fp8_max(recipe), casts.largest_rounded(recipe)
+            self._alarms = Alarms(casts.names, casts.roles, recipe)
+            self._sampler = Sampler(casts.slots)
+            if isinstance(recipe, DelayedScaling):
+                self._trace = StepTrace(casts.slots, self.every_n_steps)
+        folder = trainer.log_dir or trainer.default_root_dir  # which ranks have to ask for together
+        self.saved_to = _unused(self.path or Path(folder) / "fp8_monitor.npz") if trainer.is_global_zero else None
+        self._start = self._run_start = trainer.global_step
+        self._samples = 0
+        self._sampled_step: int | None = None
+        self._loss: Tensor | None = None
+        self._losses = 0
+        self._written = time.monotonic()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._trace is not None:
+            self._trace.row = trainer.global_step - self._start
+        # The second step of an interval: a short run has a sample, and its scales are no longer those of nothing.
+        due = trainer.global_step - self._start == min(1, self.every_n_steps - 1)
+        if self._sampler is not None and due and self._sampled_step is None:
+            self._sampled_step = trainer.global_step
+            self._sampler.begin(what_if=self._samples % WHAT_IF_EVERY == 0)
+            self._samples += 1
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        begun = time.perf_counter()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss.detach().double().reshape(())
+            self._loss = loss if self._loss is None else self._loss + loss
+            self._losses += 1
+        self._end_of_sample(trainer)
+        if trainer.global_step - self._start >= self.every_n_steps:
+            self._report(trainer)
+            if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
+                self._save(trainer)
+        self.seconds += time.perf_counter() - begun
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.record is None:
+            return
+        self._end_of_sample(trainer, force=True)
+        if trainer.global_step > self._start:
+            self._report(trainer)
+        self._save(trainer)
+        self._stop()
+        rank_zero_info(self.table())
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what was seen; other ranks may be gone, so nothing is exchanged."""
+        if self.record is not None and (self._sampler is not None or self._losses):
+            self._save(trainer)
+        self._stop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop()
+
+    # --- Reports ------------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if self._trace is not None:
+            self._trace.stop()
+        if self._sampler is not None:
+            self._sampler.end()
+        self._trace = self._sampler = None
+
+    def _end_of_sample(self, trainer: Trainer, *, force: bool = False) -> None:
+        if self._sampled_step is not None and (force or trainer.global_step > self._sampled_step):
+            assert self._sampler is not None
+            self._sampler.end()
+            self._sampled_step = None
+
+    def _report(self, trainer: Trainer) -> None:
+        assert self.record is not None
+        steps = trainer.global_step - self._start
+        values, bits = self._figures(steps)
+        loss = math.nan if self._loss is None else float(self._loss) / self._losses
+        values, loss = self._of_all_ranks(values, loss, trainer)
+        interval = Interval(self._start + 1, trainer.global_step, loss, values)
+        self._start = trainer.global_step
+        self._loss, self._losses = None, 0
+        self.record.add(interval)
+        if self._alarms is None:
+            return
+        for alarm in self._alarms.see(interval, bits, warm_up=self._run_start + WARM_UP):
+            rank_zero_warn(str(alarm))
+        self._log(trainer, interval)
+
+    def _figures(self, steps: int) -> tuple[Array, Array]:
+        """The figures of this rank's casts ``[n, len(FIELDS)]``, and the bits that each step clipped ``[steps, n]``."""
+        assert self.record is not None
+        n = len(self.record.names)
+        if self._sampler is None:
+            return step_figures(StepRows(np.zeros((0, n)), np.zeros((0, n))), np.zeros((0, n)), np.zeros(n), 0), (
+                np.zeros((0, n))
+            )
+        counts, losses, exponents = self._sampler.read()
+        rows = StepRows(np.zeros((0, n)), np.zeros((0, n))) if self._trace is None else self._trace.read(steps)
+        bits = clipped_bits(rows, self._largest)
+        values = step_figures(rows, bits, self._fp8_max, self._start + 1)
+        if self._trace is not None and isinstance(self._recipe, DelayedScaling):
+            scale, window = self._trace.scale_and_window(self._recipe)
+            values[:, INDEX["scale"]], values[:, INDEX["window"]] = scale, window
+        for name, column in zip(COUNTS, counts.T):
+            values[:, INDEX[name]] = column
+        self.record.losses += losses
+        self.record.exponents += exponents
+        return values, bits
+
+    def _of_all_ranks(self, values: Array, loss: float, trainer: Trainer) -> tuple[Array, float]:
+        """One collective: what each rank sampled is added; the loss is the mean of theirs."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return values, loss
+        own = torch.from_numpy(np.append(values.ravel(), loss)).to(trainer.strategy.root_device)
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, own)
+        arrays = [each.cpu().numpy() for each in everyones]
+        losses = [array[-1] for array in arrays if not math.isnan(array[-1])]
+        mean = sum(losses) / len(losses) if losses else math.nan
+        return of_ranks([array[:-1].reshape(values.shape) for array in arrays]), mean
+
+    def _log(self, trainer: Trainer, interval: Interval) -> None:
+        scalars = {
+            "fp8/alarms": float(len(self.alarms)),
+            "fp8/clipped_bits_max": float(interval["clipped_bits"].max(initial=0)),
+            "fp8/clipped_casts": float((interval["clipped_steps"] > 0).sum()),
+            "fp8/flushed_max": _extreme(interval.flushed_share, np.fmax),
+            "fp8/head_room_min": _extreme(interval["head_room"], np.fmin),
+        }
+        if self.per_layer and self.record is not None:
+            for name, *figures in zip(
+                self.record.names, interval["amax"], interval["scale"], interval["clipped_bits"], interval.flushed_share
+            ):
+                scalars |= {
+                    f"fp8/{what}/{name}": float(value)
+                    for what, value in zip(("amax", "scale", "clipped_bits", "flushed"), figures)
+                }
+        known = {name: value for name, value in scalars.items() if not math.isnan(value)}
+        for logger in trainer.loggers:
+            logger.log_metrics(known, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.saved_to is None or self.record is None:
+            return
+        self._written = time.monotonic()
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, FP8Precision) and plugin.summary is not None:
+            self.record.layers = [
+                {
+                    "name": row.name,
+                    "shape": " × ".join(map(str, row.shape)),
+                    "precision": row.precision,
+                    "reason": row.reason,
+                }
+                for row in plugin.summary.rows
+            ]
+            self.record.verdict = plugin.summary.verdict()
+        self.record.alarms = [alarm.as_dict() for alarm in self.alarms]
+        try:
+            self.record.save(self.saved_to)
+        except OSError as error:  # a full disk ends no training
+            rank_zero_warn(f"FP8Monitor could not write {self.saved_to}: {error}; the run goes on without its record")
+            self.saved_to = None
+
+
+def _extreme(values: Array, reduce: Any) -> float:
+    return float(reduce.reduce(values)) if len(values) else math.nan
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or the first ``name-v1.npz``, ``-v2`` and so on that does not exist."""
+    found, number = path, 0
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-v{number}{path.suffix}")
+    return found
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    versions = {
+        "lightning_fp8": __version__,
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "Python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda), **versions}
+    return {"device": f"{device.type} (FP8 is emulated)", **versions}

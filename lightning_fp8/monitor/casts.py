@@ -1,0 +1,193 @@
+"""The casts of a model as a monitor sees them: at every step of delayed scaling, and in the steps that it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.delayed.history import AmaxHistory, Sample, Slot
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.monitor.record import INDEX, Array, empty_values
+from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES, largest_rounded
+from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.scaled import Role
+
+_MORE_STEPS = 16
+"""Rows beside those of an interval: one batch may step several optimizers."""
+
+
+class Casts(NamedTuple):
+    """The casts of the linear layers of a model: their names, roles and slots."""
+
+    names: list[str]
+    roles: list[Role]
+    slots: list[Slot]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Casts:
+        """Those of the layers of ``model`` that run in FP8."""
+        layers = [(name, each) for name, each in fp8_modules(model) if isinstance(each, LinearLayer) and each.fp8]
+        named = [pair for name, layer in layers for pair in layer.named_slots(name)]
+        roles = [slot.history.roles[slot.index] for _, slot in named]
+        return cls([name for name, _ in named], roles, [slot for _, slot in named])
+
+    def fp8_max(self, recipe: Recipe) -> Array:
+        """The largest value of each cast's format, ``[n]``."""
+        return np.array([recipe.cast(role).float8.max for role in self.roles])
+
+    def largest_rounded(self, recipe: Recipe) -> Array:
+        """The largest magnitude that each cast rounds to it, ``[n]``."""
+        return np.array([largest_rounded(recipe.cast(role).float8) for role in self.roles])
+
+
+class StepRows(NamedTuple):
+    """Amaxes and scales of the casts at each step of an interval, ``[steps, n]``; an amax of 0: it did not run."""
+
+    amax: Array
+    scale: Array
+
+
+class StepTrace:
+    """Copies amaxes and scales of histories before each update. Nothing of it waits for a GPU.
+
+    Attributes:
+        row: which step of the interval runs.
+    """
+
+    def __init__(self, slots: Sequence[Slot], steps: int) -> None:
+        self.row = 0
+        self._slots = slots
+        self._steps = steps + _MORE_STEPS
+        self._rows: dict[AmaxHistory, tuple[Tensor, Tensor]] = {}
+        for history in self.histories:
+            history.before_update = self.before_update
+
+    @property
+    def histories(self) -> list[AmaxHistory]:
+        """Each once, in the order of the slots."""
+        return list(dict.fromkeys(slot.history for slot in self._slots))
+
+    def stop(self) -> None:
+        """Copy nothing any more."""
+        for history in self.histories:
+            history.before_update = None
+
+    @torch.no_grad()
+    def before_update(self, history: AmaxHistory) -> None:
+        """Take the amaxes of this step; where several optimizers step, each those of its own tensors."""
+        if history not in self._rows or self._rows[history][0].device != history.amax.device:
+            rows = history.amax.new_zeros(self._steps, len(history.names))
+            self._rows[history] = rows, rows.clone()
+        row = min(self.row, self._steps - 1)
+        amax, scale = (rows[row] for rows in self._rows[history])
+        scale.copy_(torch.where(history.amax != 0, history.scale, scale))
+        torch.maximum(amax, history.amax, out=amax)
+
+    def read(self, steps: int) -> StepRows:
+        """The rows of the first ``steps`` steps, which are cleared."""
+        of_history = {
+            history: tuple(rows[:steps].cpu().double().numpy() for rows in pair) for history, pair in self._rows.items()
+        }
+        for pair in self._rows.values():
+            for rows in pair:
+                rows.zero_()
+        nothing = np.zeros(steps)
+        columns = [
+            tuple(rows[:, slot.index] for rows in of_history[slot.history])
+            if slot.history in of_history
+            else (nothing, nothing)
+            for slot in self._slots
+        ]
+        return StepRows(*(np.stack([pair[which] for pair in columns], 1) for which in range(2)))
+
+    def scale_and_window(self, recipe: DelayedScaling) -> tuple[Array, Array]:
+        """The scales of now, and the amaxes that they follow: their windows' largest, or their most recent."""
+        found = {}
+        for history in self.histories:
+            window = history.amax_history
+            if not len(window):
+                follow = torch.zeros_like(history.scale)
+            else:
+                follow = window.amax(0) if recipe.amax_compute_algo == "max" else window[-1]
+            found[history] = torch.stack([history.scale, follow]).cpu().double().numpy()
+        columns = np.array([found[slot.history][:, slot.index] for slot in self._slots])
+        return columns[:, 0], columns[:, 1]
+
+
+class Sampler:
+    """Lets casts be counted in the steps between :meth:`begin` and :meth:`end`."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._samples: list[Sample] = []
+
+    def begin(self, what_if: bool) -> None:
+        """Count from now on; ``what_if``: also what other recipes would lose."""
+        if not self._samples:
+            # A tensor for each cast: compiled code would take two parts of one for one input.
+            for slot in self._slots:
+                shapes = (len(COUNTS),), (len(SAMPLED_RECIPES), len(LOSSES)), (EXPONENTS,)
+                on = slot.scale.device
+                self._samples.append(Sample(*(torch.zeros(shape, dtype=torch.float64, device=on) for shape in shapes)))
+        for slot, sample in zip(self._slots, self._samples):
+            slot.sample = sample if what_if else Sample(sample.counts)
+
+    def end(self) -> None:
+        """Count nothing any more."""
+        for slot in self._slots:
+            slot.sample = None
+
+    def read(self) -> tuple[Array, Array, Array]:
+        """Counts ``[n, 8]``, losses ``[n, 4, 4]`` and exponents ``[n, 256]`` since the last call."""
+        n = len(self._slots)
+        if not self._samples:
+            return (
+                np.zeros((n, len(COUNTS))),
+                np.zeros((n, len(SAMPLED_RECIPES), len(LOSSES))),
+                np.zeros((n, EXPONENTS)),
+            )
+        counts, losses, exponents = (torch.stack(each).cpu().numpy() for each in zip(*self._samples))
+        for sample in self._samples:
+            for each in sample:
+                if each is not None:
+                    each.zero_()
+        return counts, losses, exponents
+
+
+def clipped_bits(rows: StepRows, largest: Array) -> Array:
+    """``log2(amax * scale / largest)`` of each step and cast where it is above 0, else 0; NaN of a non-finite amax.
+
+    Args:
+        largest: the largest magnitude that rounds to the format's largest value, ``[n]``.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.log2(rows.amax * rows.scale / largest)
+    bits = np.where((rows.amax > 0) & (rows.scale > 0), np.maximum(bits, 0), 0)
+    return np.where(np.isfinite(rows.amax), bits, np.nan)
+
+
+def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -> Array:
+    """The figures of an interval that every step of delayed scaling gives, ``[n, len(FIELDS)]``.
+
+    Args:
+        bits: :func:`clipped_bits`.
+        first_step: the number of the first row.
+    """
+    values = empty_values(rows.amax.shape[1])
+    if not len(rows.amax):
+        return values
+    ran, finite = rows.amax != 0, np.nan_to_num(bits)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        room = np.where(ran & (rows.scale > 0), np.log2(fp8_max / (rows.amax * rows.scale)), np.nan)
+    values[:, INDEX["updates"]] = ran.sum(0)
+    values[:, INDEX["clipped_steps"]] = (finite > 0).sum(0)
+    values[:, INDEX["clipped_bits"]] = finite.max(0)
+    values[:, INDEX["clipped_at"]] = np.where(finite.max(0) > 0, first_step + finite.argmax(0), 0)
+    values[:, INDEX["head_room"]] = np.fmin.reduce(room, 0)
+    values[:, INDEX["amax"]] = np.fmax.reduce(np.where(ran, rows.amax, np.nan), 0)
+    return values

@@ -1,0 +1,40 @@
+"""The end of a monitored run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import wrap
+
+import numpy as np
+
+from lightning_fp8.monitor.alarms import Alarm, skip_of
+from lightning_fp8.monitor.record import Record
+
+
+def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
+    """The run in one line, and each alarm in some lines of at most ``width`` columns; the advised ``skip`` last."""
+    lines = wrap(verdict(record, alarms), width)
+    for alarm in alarms:
+        lines += wrap(str(alarm), width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+    if skip := skip_of(alarms):
+        lines += wrap(f"skip={skip!r}", width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def verdict(record: Record, alarms: Sequence[Alarm]) -> str:
+    """Steps, casts, the number of alarms, and the worst that was seen."""
+    if not record.names:
+        return f"{record.num_steps} steps without FP8"
+    steps = f"FP8: {record.num_steps} steps of {len(record.names)} casts, {len(alarms) or 'no'} alarms"
+    if len(alarms) == 1:
+        steps = steps.removesuffix("s")
+    if not record.intervals:
+        return steps
+    worst = max(float(each["clipped_bits"].max(initial=0)) for each in record.intervals)
+    shares = [share for each in record.intervals for share in each.flushed_share if not np.isnan(share)]
+    details = []
+    if any(each["updates"].any() for each in record.intervals):
+        details.append(f"clipped by at most {worst:.1f} bits" if worst else "nothing clipped")
+    if shares:
+        details.append(f"at most {max(shares):.2%} of a tensor became 0")
+    return ", ".join([steps, *details])
