@@ -21,8 +21,8 @@ from lightning_fp8.scaled import Role
 WARM_UP = 50
 """Steps at the start of a run, and of a resumed one, whose scales follow few amaxes: clipping counts behind them."""
 
-EVENT_BITS = 2.0
-"""A step is an event where a cast's largest value is more than four times what its scale allows."""
+EVENT_BITS = 3.0
+"""A step is an event where a cast's largest value is more than eight times what its scale allows."""
 
 CLIPPED_BITS = 0.5
 CLIPPED_STEPS = 0.2
@@ -105,7 +105,7 @@ class Alarm:
     Attributes:
         kind: ``"event"``, of a step, or ``"layer"``.
         rule: what was found.
-        layers, casts: which it hit, the worst first.
+        layers, casts: which it hit: of events in the order of a step, of layers the worst first.
         first_step, last_step: of the intervals, or steps, in which it was found; counted from 1.
         times: in how many of them.
         value: the worst, with its unit.
@@ -203,7 +203,9 @@ class Alarms:
             clipped = np.nan_to_num(of_step)
             hit = np.flatnonzero(clipped > CLIPPED_BITS)
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
-                order = hit[np.argsort(-clipped[hit], kind="stable")]
+                order = np.array(
+                    sorted(hit, key=lambda cast: self._roles[int(cast)].is_gradient)
+                )  # where it begins first
                 text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
                 self._event("outlier step", step, order, text)
 
@@ -236,25 +238,21 @@ class Alarms:
                 stale = delayed is not None and interval["window"][cast] > 2**STALE_BITS * interval["amax"][cast]
                 rule: Rule = "stale scale" if stale else "flushes"
                 yield _Finding(rule, cast, flushed[cast], f"{flushed[cast]:.1%} of its values became 0")
-            if decibels[cast] < LEAST_DECIBELS and not is_early:
+            elif decibels[cast] < LEAST_DECIBELS and not interval["clipped"][cast] and not is_early:
                 yield _Finding("inexact", cast, -decibels[cast], f"{decibels[cast]:.1f} dB of signal to noise")
             if delayed is None or is_early:
                 continue
             share = interval["clipped_steps"][cast] / max(updates[cast], 1)
             if share > CLIPPED_STEPS and interval["clipped_bits"][cast] > CLIPPED_BITS:
                 yield _Finding("clips", cast, share, f"in {share:.0%} of the steps")
-            if (standing := self._stands(interval, cast, delayed)) is not None:
+            if (standing := self._stands(interval, cast)) is not None:
                 yield standing
 
-    def _stands(self, interval: Interval, cast: int, recipe: DelayedScaling) -> _Finding | None:
+    def _stands(self, interval: Interval, cast: int) -> _Finding | None:
         if interval["casts"][cast] > 0 and not interval["updates"][cast]:
             return _Finding("standing scale", cast, 0.0, "no update saw its amax")
-        scale, window = interval["scale"][cast], interval["window"][cast]
-        if not (scale > 0 and window > 0) or recipe.interval > 1:
-            return None
-        largest = recipe.cast(self._roles[cast]).float8.max
-        bits = abs(np.log2(scale * window / largest) + recipe.margin)
-        if bits <= STANDING_BITS:
+        bits = interval["off_bits"][cast]
+        if not bits > STANDING_BITS:
             return None
         return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from what its history gives")
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_fp8.arguments import require_bool
 from lightning_fp8.monitor.alarms import WARM_UP, Alarm, Alarms, skip_of
-from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, step_figures
+from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, off_bits, step_figures
 from lightning_fp8.monitor.record import INDEX, Array, Interval, Record, of_ranks
 from lightning_fp8.monitor.table import table
 from lightning_fp8.ops.sample import COUNTS
@@ -215,8 +215,9 @@ class FP8Monitor(Callback):
         bits = clipped_bits(rows, self._largest)
         values = step_figures(rows, bits, self._fp8_max, self._start + 1)
         if self._trace is not None and isinstance(self._recipe, DelayedScaling):
-            scale, window = self._trace.scale_and_window(self._recipe)
-            values[:, INDEX["scale"]], values[:, INDEX["window"]] = scale, window
+            window = self._trace.followed_amax(self._recipe)
+            values[:, INDEX["window"]] = window
+            values[:, INDEX["off_bits"]] = off_bits(rows, window, self._fp8_max, self._recipe)
         for name, column in zip(COUNTS, counts.T):
             values[:, INDEX[name]] = column
         self.record.losses += losses

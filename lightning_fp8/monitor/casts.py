@@ -84,8 +84,8 @@ class StepTrace:
             rows = history.amax.new_zeros(self._steps, len(history.names))
             self._rows[history] = rows, rows.clone()
         row = min(self.row, self._steps - 1)
-        amax, scale = (rows[row] for rows in self._rows[history])
-        scale.copy_(torch.where(history.amax != 0, history.scale, scale))
+        amax, scale = (rows.select(0, row) for rows in self._rows[history])
+        torch.where(history.amax != 0, history.scale, scale, out=scale)
         torch.maximum(amax, history.amax, out=amax)
 
     def read(self, steps: int) -> StepRows:
@@ -105,18 +105,17 @@ class StepTrace:
         ]
         return StepRows(*(np.stack([pair[which] for pair in columns], 1) for which in range(2)))
 
-    def scale_and_window(self, recipe: DelayedScaling) -> tuple[Array, Array]:
-        """The scales of now, and the amaxes that they follow: their windows' largest, or their most recent."""
+    def followed_amax(self, recipe: DelayedScaling) -> Array:
+        """The amaxes that the scales of now follow: their windows' largest, or their most recent, ``[n]``."""
         found = {}
         for history in self.histories:
             window = history.amax_history
             if not len(window):
-                follow = torch.zeros_like(history.scale)
+                followed = torch.zeros_like(history.scale)
             else:
-                follow = window.amax(0) if recipe.amax_compute_algo == "max" else window[-1]
-            found[history] = torch.stack([history.scale, follow]).cpu().double().numpy()
-        columns = np.array([found[slot.history][:, slot.index] for slot in self._slots])
-        return columns[:, 0], columns[:, 1]
+                followed = window.amax(0) if recipe.amax_compute_algo == "max" else window[-1]
+            found[history] = followed.cpu().double().numpy()
+        return np.array([found[slot.history][slot.index] for slot in self._slots])
 
 
 class Sampler:
@@ -171,6 +170,23 @@ def clipped_bits(rows: StepRows, largest: Array) -> Array:
     return np.where(np.isfinite(rows.amax), bits, np.nan)
 
 
+def off_bits(rows: StepRows, window: Array, fp8_max: Array, recipe: DelayedScaling) -> Array:
+    """By how many bits the scale of the last step differed from what its history gave, ``[n]``; NaN where unknown.
+
+    The amax of the step before is in the history, whatever its length: a scale that is too large for it stands. So does
+    one that is too small for all of ``window``, the amaxes after the last step.
+    """
+    unknown = np.full(rows.amax.shape[1], np.nan)
+    if len(rows.amax) < 2 or recipe.interval > 1:
+        return unknown
+    before, scale = rows.amax[-2], rows.scale[-1] * 2.0**recipe.margin / fp8_max
+    follows = before if recipe.amax_compute_algo == "most_recent" else window
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.fmax(np.log2(scale * before), -np.log2(scale * follows))
+    known = (before > 0) & (rows.amax[-1] > 0) & (rows.scale[-1] > 0) & np.isfinite(bits)
+    return np.where(known, np.maximum(bits, 0), unknown)
+
+
 def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -> Array:
     """The figures of an interval that every step of delayed scaling gives, ``[n, len(FIELDS)]``.
 
@@ -189,5 +205,7 @@ def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -
     values[:, INDEX["clipped_bits"]] = finite.max(0)
     values[:, INDEX["clipped_at"]] = np.where(finite.max(0) > 0, first_step + finite.argmax(0), 0)
     values[:, INDEX["head_room"]] = np.fmin.reduce(room, 0)
+    last = len(ran) - 1 - ran[::-1].argmax(0)  # the last row in which each ran
+    values[:, INDEX["scale"]] = np.where(ran.any(0), rows.scale[last, np.arange(ran.shape[1])], np.nan)
     values[:, INDEX["amax"]] = np.fmax.reduce(np.where(ran, rows.amax, np.nan), 0)
     return values

@@ -24,14 +24,15 @@ VERSION = 1
 MOST_INTERVALS = 256
 """Intervals that a record holds. At more, neighbours are merged."""
 
-_STEPS = ("updates", "clipped_steps", "clipped_bits", "clipped_at", "head_room", "amax", "scale", "window")
+_STEPS = ("updates", "clipped_steps", "clipped_bits", "clipped_at", "head_room", "amax", "scale", "window", "off_bits")
 FIELDS = (*_STEPS, *COUNTS)
 """The figures of one cast in one interval, of delayed scaling at every step (NaN or 0 of other recipes):
 
 - ``updates``: steps in which it had an amax; ``clipped_steps``: those in which its amax lost more than rounding;
 - ``clipped_bits``: ``log2(amax * scale / largest_rounded)`` of the worst, else 0, and ``clipped_at``, its step;
 - ``head_room``: the least ``log2(fp8_max / (amax * scale))``;
-- ``amax``: the largest; ``scale`` and ``window``, the largest amax of its history: the last;
+- ``amax``: the largest; ``scale`` and ``window``, the amax of the history that scales follow: the last;
+- ``off_bits``: by how many bits the last scale differed from what its history gave; 0 where it followed;
 
 and those of the sampled step, :data:`lightning_fp8.ops.sample.COUNTS`.
 """
@@ -85,7 +86,7 @@ def _ratio(a: Array, b: Array, where: Any = True) -> Array:
 def empty_values(casts: int) -> Array:
     """The figures of an interval in which nothing happened."""
     values = np.zeros((casts, len(FIELDS)))
-    values[:, [INDEX[name] for name in ("head_room", "amax", "scale", "window")]] = np.nan
+    values[:, [INDEX[name] for name in ("head_room", "amax", "scale", "window", "off_bits")]] = np.nan
     return values
 
 
@@ -100,7 +101,7 @@ def combined(parts: Sequence[Array]) -> Array:
         values[:, INDEX[name]] = stack[:, :, INDEX[name]].sum(0)
     for name, reduce in (("head_room", np.fmin), ("amax", np.fmax)):
         values[:, INDEX[name]] = reduce.reduce(stack[:, :, INDEX[name]], 0)
-    for name in ("scale", "window"):  # the last that is known
+    for name in ("scale", "window", "off_bits"):  # the last that is known
         for part in parts:
             known = ~np.isnan(part[:, INDEX[name]])
             values[known, INDEX[name]] = part[known, INDEX[name]]
@@ -198,7 +199,9 @@ class Record:
                 np.savez_compressed(
                     file,
                     description=np.array(json.dumps(described)),
-                    steps=np.array([[each.first_step, each.last_step] for each in self.intervals], np.int64),
+                    steps=np.array([[each.first_step, each.last_step] for each in self.intervals], np.int64).reshape(
+                        -1, 2
+                    ),
                     loss=np.array([each.loss for each in self.intervals]),
                     values=np.array([each.values for each in self.intervals]),
                     losses=self.losses,
@@ -221,20 +224,23 @@ class Record:
                 arrays = {name: file[name] for name in file.files}
             described = json.loads(str(arrays["description"]))
             version = described["version"]
-            if version > VERSION:
-                raise ValueError(
-                    f"{path} is a record of version {version}, and this lightning_fp8 reads versions up to {VERSION}: "
-                    "a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8"
-                )
-            order = [described["fields"].index(name) for name in FIELDS]
-            values = arrays["values"].reshape(-1, len(described["names"]), len(described["fields"]))[:, :, order]
-            intervals = [
-                Interval(int(first), int(last), float(loss), of_casts)
-                for (first, last), loss, of_casts in zip(arrays["steps"], arrays["loss"], values, strict=True)
-            ]
-            fields = {name: described[name] for name in _DESCRIBED}
-        except (BadZipFile, KeyError, TypeError, EOFError, json.JSONDecodeError) as error:
+        except (BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no record of FP8Monitor: {error}") from None
+        if version > VERSION:
+            raise ValueError(
+                f"{path} is a record of version {version}, and this lightning_fp8 reads versions up to {VERSION}: "
+                "a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8"
+            )
+        order = [described["fields"].index(name) for name in FIELDS]
+        shape = len(arrays["steps"]), len(described["names"]), len(described["fields"])
+        intervals = [
+            Interval(int(first), int(last), float(loss), of_casts[:, order])
+            for (first, last), loss, of_casts in zip(
+                arrays["steps"], arrays["loss"], arrays["values"].reshape(shape), strict=True
+            )
+        ]
+        fields = {name: described[name] for name in _DESCRIBED}
+        fields["recipes"] = tuple(fields["recipes"])
         return cls(**fields, intervals=intervals, losses=arrays["losses"], exponents=arrays["exponents"])
 
 

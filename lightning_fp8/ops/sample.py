@@ -136,6 +136,8 @@ def _count_cast(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transpo
 
 
 def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
+    if not x.numel():
+        return
     values = _rows_of(x, _stride(x), 0).float()
     biased = values.contiguous().view(torch.int32) >> 23 & 0xFF
     exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would wait for a GPU

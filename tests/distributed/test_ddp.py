@@ -36,6 +36,24 @@ def test_ranks_share_scales_by_one_collective_per_step(accumulate: int, tmp_path
         assert rank["more_than_bf16"] == {"all_reduce": steps, "all_gather": 1}
 
 
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=thorough)])
+def test_ranks_monitor_by_one_collective_per_report(recipe: str, tmp_path: Path) -> None:
+    first, second = run(f"monitored {recipe}", tmp_path)
+    assert first["same"]
+    assert second["same"]
+    assert first["more"] == second["more"] == {"all_gather": 2}
+    assert first["intervals"] == second["intervals"]
+    assert (first["saved"], second["saved"]) == (True, False)
+    for number, interval in enumerate(first["intervals"]):
+        steps = slice(4 * number, 4 * number + 4)
+        losses = [*first["losses"][steps], *second["losses"][steps]]
+        assert interval["loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+        assert interval["casts"] == [2] * 6  # one of each rank
+        for name, elements, updates in zip(first["names"], interval["elements"], interval["updates"]):
+            assert elements == 2 * (32 * 32 if name.endswith("weight") else 16 * 32)
+            assert updates == (4 if recipe == "delayed" else 0)
+
+
 @pytest.mark.parametrize(
     "part",
     covering(

@@ -1,8 +1,8 @@
 """Run by two processes of ``torch.distributed``: trains under DDP and writes what each rank saw.
 
 ``python -m tests.distributed.scripts.ddp FOLDER PART``, with RANK, WORLD_SIZE and MASTER_* set. A part is a function
-below and its argument: ``scales 2``, ``resume delayed``, ``te_resume te`` with Transformer Engine's files in
-``FOLDER/te``.
+below and its argument: ``scales 2``, ``monitored delayed``, ``resume delayed``, ``te_resume te`` with Transformer
+Engine's files in ``FOLDER/te``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_fp8 import DelayedScaling
+from lightning_fp8 import DelayedScaling, FP8Monitor
 from lightning_fp8.delayed import update
 from tests.distributed.launch import leave
 from tests.small import Regression, equal_weights, fp8_trainer, quiet_trainer, regression_data
@@ -78,6 +78,34 @@ def scales(folder: Path, accumulate: str) -> dict[str, Any]:
         "updates": updates,
         "steps": trainer.global_step,
         "more_than_bf16": dict(in_fp8 - Counter(calls)),
+    }
+
+
+def monitored(folder: Path, recipe: str) -> dict[str, Any]:
+    """The figures that the monitor of each rank has of two intervals, its losses, and the collectives that it adds."""
+    calls = count_collectives()
+
+    def train(*callbacks: L.Callback) -> tuple[Regression, Counter[str]]:
+        L.seed_everything(1)
+        calls.clear()
+        model = Regression()
+        fp8_trainer(recipe, callbacks, strategy="ddp", devices=2, max_epochs=4).fit(model, regression_data())
+        return model, Counter(calls)
+
+    monitor = FP8Monitor(4, path=folder / "run.npz")
+    model, with_monitor = train(monitor)
+    plain, without = train()
+    assert monitor.record is not None
+    return {
+        "losses": model.losses,
+        "same": equal_weights(model, plain),
+        "more": dict(with_monitor - without),
+        "intervals": [
+            {"loss": each.loss, **{name: each[name].tolist() for name in ("casts", "elements", "signal", "updates")}}
+            for each in monitor.record.intervals
+        ],
+        "saved": monitor.saved_to is not None,
+        "names": monitor.record.names,
     }
 
 
@@ -144,6 +172,8 @@ def te_resume(folder: Path, files: str) -> dict[str, Any]:
 if __name__ == "__main__":
     folder, (part, argument) = Path(sys.argv[1]), sys.argv[2].split()
     torch.set_num_threads(1)
-    report = {each.__name__: each for each in (scales, resume, resume_ours, te_resume)}[part](folder, argument)
+    report = {each.__name__: each for each in (scales, monitored, resume, resume_ours, te_resume)}[part](
+        folder, argument
+    )
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()
