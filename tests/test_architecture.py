@@ -252,8 +252,20 @@ ROOMS = {
         "proofs",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
+    "monitor": {"delayed", "modules", "ops", "plugin"},
     "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
-    "cli": {"fp8_region", "delayed", "doctor", "modules", "ops", "parallel.costs", "plugin", "te", "te.model"},
+    "cli": {
+        "fp8_region",
+        "delayed",
+        "doctor",
+        "modules",
+        "monitor",
+        "ops",
+        "parallel.costs",
+        "plugin",
+        "te",
+        "te.model",
+    },
 }
 """The rooms of lightning_fp8 upwards, and what each may import of those below it.
 
@@ -265,7 +277,7 @@ FEATURE_MODULES = {
 }
 """Rooms that are some modules of a folder."""
 
-PLUGIN = ("plugin", "callbacks", "cli")
+PLUGIN = ("plugin", "callbacks", "monitor", "cli")
 """The rooms that know Lightning."""
 
 
@@ -305,7 +317,7 @@ CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "cpu", "loops"
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
-              "scales": set(), "transpose": set(), "linear": {"cast", "gemm"}}  # fmt: skip
+              "scales": set(), "transpose": set(), "sample": {"cast"}, "linear": {"cast", "gemm"}}  # fmt: skip
 """The operations, each in a file, or in two where kernels take one, and what they know beside the core."""
 
 OP_MODULES = [name.removeprefix("lightning_fp8.ops.") for name in FILES if name.startswith("lightning_fp8.ops.")]
