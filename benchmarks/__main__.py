@@ -35,7 +35,7 @@ from benchmarks.measuring.record import OURS
 from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "models", "host", "training", "emulation")
+SUITES = ("casts", "products", "attention", "hardware", "models", "host", "training", "emulation", "monitor")
 
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",

@@ -25,6 +25,7 @@ def table(document: dict[str, Any]) -> str:
         "host": _host,
         "training": _training,
         "emulation": _emulation,
+        "monitor": _monitor,
     }
     parts = [provenance(document)]
     parts += [tables[name](entries) for name, entries in document["suites"].items() if entries]
@@ -299,3 +300,20 @@ def _emulation(entries: list[Entry]) -> str:
         for entry in entries
     )
     return markdown(("on one thread", "by", "ms (quartiles)", "costs as much as", "targets"), rows)
+
+
+def _monitor(entries: list[Entry]) -> str:
+    rows = (
+        (
+            entry["name"],
+            entry["by"],
+            _quartiles(entry, 1) if entry["milliseconds"] else entry["note"],
+            "; ".join(f"{1 / ratio:.4f}" for ratio in (entry["over"] or {}).values()),
+            "; ".join(
+                f"{'✓' if entry['met'][key] else '✗'} ≤ {1 / limit:.2f}"
+                for key, limit in (entry["target"] or {}).items()
+            ),
+        )
+        for entry in entries
+    )
+    return markdown(("on one thread", "by", "ms (quartiles)", "of a step without a monitor", "target"), rows)

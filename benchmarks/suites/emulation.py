@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Result
@@ -71,6 +72,11 @@ def _tokens(dry: bool) -> tuple[int, int]:
 
 def training_step(recipe: str | None, dry: bool) -> Callable[[], None]:
     """A function that runs one step; None is BF16."""
+    return step_and_model(recipe, dry)[0]
+
+
+def step_and_model(recipe: str | None, dry: bool) -> tuple[Callable[[], None], nn.Module]:
+    """:func:`training_step`, and the model that it trains."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, inner, depth, heads = (64, 96, 1, 2) if dry else (512, 1376, 4, 8)
@@ -105,4 +111,4 @@ def training_step(recipe: str | None, dry: bool) -> Callable[[], None]:
         optimizer.step()  # also updates delayed scales
         optimizer.zero_grad()
 
-    return step
+    return step, model
