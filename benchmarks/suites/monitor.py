@@ -1,8 +1,8 @@
 """Suite ``monitor``: what ``FP8Monitor`` costs, by the training step of suite ``emulation``.
 
-The steps of one model alternate: plain, followed (delayed scaling's amaxes and scales are copied), sampled, and sampled
-with what other recipes would lose. A report is what the host does once per interval. The cost of a run is that of its
-steps at the default interval, relative to plain steps.
+The steps of one model alternate: plain, sampled, and sampled with what other recipes would lose. Following is what
+delayed scaling's steps do besides, copy amaxes and scales, and a report what the host does once per interval. The cost
+of a run is that of its steps at the default interval, relative to plain steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _of_recipe(recipe: str, plan: Plan) -> Iterator[Result]:
     times = measure(emulation.ProcessorClock(), [Contender(call) for call in calls.values()], plan.seconds(SECONDS))
     low = {name: each.low for name, each in zip(calls, times)}
     plain, every = low[PLAIN], FP8Monitor().every_n_steps
-    cost = low["followed"] - plain + low["report"] / every
+    cost = low["following"] + low["report"] / every
     cost += (low["sampled"] - plain) / every + (low["what if"] - low["sampled"]) / (every * WHAT_IF_EVERY)
     work, shape = f"training step of a Llama, {recipe}", emulation._tokens(plan.dry)
     for name, each in zip(calls, times):
@@ -70,16 +70,14 @@ def _calls(recipe: str, dry: bool) -> dict[str, Callable[[], Any]]:
     of_recipe = make_recipe(recipe)
     casts = Casts.of(model)
     largest, fp8_max = casts.largest_rounded(of_recipe), casts.fp8_max(of_recipe)
-    steps = FP8Monitor().every_n_steps
+    steps, delayed = FP8Monitor().every_n_steps, isinstance(of_recipe, DelayedScaling)
     trace = StepTrace(casts.slots, steps)
     trace.stop()
     sampler, alarms = Sampler(casts.slots), Alarms(casts.names, casts.roles, of_recipe)
 
-    def followed() -> None:
-        for history in trace.histories:
-            history.before_update = trace.before_update
-        step()
-        trace.stop()
+    def following() -> None:
+        for history in trace.histories if delayed else ():
+            trace.before_update(history)
 
     def sampled(what_if: bool = False) -> None:
         sampler.begin(what_if)
@@ -89,14 +87,13 @@ def _calls(recipe: str, dry: bool) -> dict[str, Callable[[], Any]]:
     def report() -> None:
         sampler.read()
         n = len(casts.names)
-        delayed = isinstance(of_recipe, DelayedScaling)
         rows = trace.read(steps) if delayed else StepRows(np.zeros((0, n)), np.zeros((0, n)))
         bits = clipped_bits(rows, largest)
         alarms.see(Interval(1, steps, 1.0, step_figures(rows, bits, fp8_max, 1)), bits)
 
     return {
         PLAIN: step,
-        "followed": followed,
+        "following": following,
         "sampled": sampled,
         "what if": lambda: sampled(what_if=True),
         "report": report,

@@ -24,6 +24,7 @@ COMMANDS = {
     "kernels": "lightning_fp8.cli.kernels",
     "checkpoint": "lightning_fp8.cli.checkpoint",
     "plan": "lightning_fp8.cli.plan",
+    "report": "lightning_fp8.cli.report",
     "config": "lightning_fp8.cli.config",
 }
 """The module of each command of our own; its ``main`` takes the arguments."""
@@ -40,6 +41,7 @@ HELP = """usage: lightning-fp8 COMMAND ...
   bench         time the matrix products of a model's layers on this card, and keep the fastest
   kernels       compile a model's kernels where no card is, to be carried to one
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
+  report        a page of what FP8 did to a run that FP8Monitor watched
   plan          bytes on the wire, collectives and memory of a model on many cards, BF16 beside FP8
 
 lightning-fp8 COMMAND --help tells more; --version prints the version.

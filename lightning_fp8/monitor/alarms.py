@@ -18,7 +18,7 @@ from lightning_fp8.names import layer_of_slot
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role
 
-WARM_UP = 50
+WARM_UP = 100
 """Steps at the start of a run, and of a resumed one, whose scales follow few amaxes: clipping counts behind them."""
 
 EVENT_BITS = 3.0

@@ -39,7 +39,7 @@ class FP8Monitor(Callback):
 
     With delayed scaling it follows at every step how far each cast clips, without a pass over data. With every recipe
     it counts in one step of each interval what the casts of linear layers flush to zero, clip and round, on at most
-    2**20 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five scalars to the
+    2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five scalars to the
     Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``, ``fp8/flushed_max``,
     ``fp8/head_room_min``). The record of the run is written beside its logs; ``lightning-fp8 report`` shows it. Ranks
     exchange one collective per report. Attention, whose blocks of 128 rows scale themselves, is not watched.
@@ -140,6 +140,8 @@ class FP8Monitor(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().double().reshape(())
+            if pl_module.automatic_optimization:  # which has divided it
+                loss = loss * trainer.accumulate_grad_batches
             self._loss = loss if self._loss is None else self._loss + loss
             self._losses += 1
         self._end_of_sample(trainer)

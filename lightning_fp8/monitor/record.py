@@ -223,7 +223,9 @@ class Record:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             described = json.loads(str(arrays["description"]))
-            version = described["version"]
+            version, missing = described["version"], set(FIELDS) - set(described["fields"])
+            if missing and version <= VERSION:
+                raise ValueError(f"it lacks {sorted(missing)}")
         except (BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no record of FP8Monitor: {error}") from None
         if version > VERSION:

@@ -25,7 +25,7 @@ from lightning_fp8.recipes import (
 )
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 
-MOST_ELEMENTS = 2**20
+MOST_ELEMENTS = 2**18
 """Elements of one tensor that are counted; a larger tensor is sampled."""
 
 COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "signal", "noise", "casts")

@@ -45,7 +45,7 @@ def bits(**steps: float) -> Array:
 def seen(*intervals: Interval, recipe: Recipe | None = None, of: Any = None) -> list[Alarm]:
     alarms = Alarms(NAMES, ROLES, recipe or DelayedScaling())
     for each in intervals:
-        alarms.see(each, bits() if of is None else of)
+        alarms.see(each, bits() if of is None else of, warm_up=50)
     return alarms.found
 
 

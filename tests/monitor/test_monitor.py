@@ -38,9 +38,12 @@ class Model(LightningModule):
         for one, two in zip(sizes, sizes[1:]):
             layers += [nn.Linear(one, two), nn.SiLU()]
         self.net = nn.Sequential(*layers[:-1])
+        self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return (self.net(batch[0]) - batch[1]).square().mean()
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.losses.append(float(loss))
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-3)
@@ -131,9 +134,11 @@ class Tensors(Callback):
 def test_figures_equal_those_of_the_same_tensors(accumulate: int, tmp_path: Path) -> None:
     """Amaxes and head room of all steps, and what the sampled one flushed, in float64 and NumPy."""
     monitor, tensors = monitor_of(tmp_path, 4), Tensors("net.4")
-    fit(monitor, tensors, steps=12, accumulate_grad_batches=accumulate)
+    model = fit(monitor, tensors, steps=12, accumulate_grad_batches=accumulate)
     record = monitor.record
     assert record is not None
+    of_intervals = np.array(model.losses).reshape(3, -1).mean(1)
+    assert [each.loss for each in record.intervals] == pytest.approx(of_intervals.tolist(), rel=1e-6)
     assert [(each.first_step, each.last_step) for each in record.intervals] == [(1, 4), (5, 8), (9, 12)]
     assert len(tensors.steps) == 12
     largest = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
@@ -290,7 +295,7 @@ def test_a_layer_that_saturates_is_found(tmp_path: Path) -> None:
     """Every second step is four times as large, and the scale follows the step before."""
     monitor = monitor_of(tmp_path, 20)
     recipe = DelayedScaling(amax_compute_algo="most_recent")
-    fit(monitor, Fault("net.4", lambda x, step: x * 4, lambda step: step % 2), steps=120, recipe=recipe)
+    fit(monitor, Fault("net.4", lambda x, step: x * 4, lambda step: step % 2), steps=180, recipe=recipe)
     (alarm,) = monitor.alarms
     assert (alarm.kind, alarm.rule) == ("layer", "clips")
     assert "net.4.input" in alarm.casts
@@ -309,9 +314,9 @@ def test_a_layer_that_underflows_is_found(recipe: str, tmp_path: Path) -> None:
 
 def test_an_outlier_step_is_found_between_samples(tmp_path: Path) -> None:
     monitor = monitor_of(tmp_path, 50)
-    fit(monitor, Fault("net.4", lambda x, step: x * 100, lambda step: step == 77), steps=100)
+    fit(monitor, Fault("net.4", lambda x, step: x * 100, lambda step: step == 137), steps=150)
     (alarm,) = monitor.alarms
-    assert (alarm.kind, alarm.rule, alarm.first_step, alarm.last_step) == ("event", "outlier step", 78, 78)
+    assert (alarm.kind, alarm.rule, alarm.first_step, alarm.last_step) == ("event", "outlier step", 138, 138)
     assert alarm.casts[0] == "net.4.input"
     assert monitor.skip() == ()
 
@@ -322,7 +327,7 @@ def test_a_frozen_scale_is_found(tmp_path: Path) -> None:
             pl_module.net[4].slots[Role.INPUT].scale.fill_(3.0)
 
     monitor = monitor_of(tmp_path, 20)
-    fit(monitor, Freeze(), steps=120)
+    fit(monitor, Freeze(), steps=180)
     (alarm,) = monitor.alarms
     assert (alarm.rule, alarm.casts) == ("standing scale", ["net.4.input"])
 
@@ -342,7 +347,7 @@ def test_a_layer_that_no_optimizer_steps_is_found(tmp_path: Path) -> None:
             return torch.optim.Adam([each for name, each in self.named_parameters() if "net.4" not in name], 1e-3)
 
     monitor = monitor_of(tmp_path, 20)
-    fit(monitor, steps=120, model=Partly())
+    fit(monitor, steps=180, model=Partly())
     (alarm,) = monitor.alarms
     assert (alarm.rule, alarm.layers) == ("standing scale", ["net.4"])
 

@@ -1,0 +1,146 @@
+"""A record as what the page's script draws: lines, and grids of one byte for each cell."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_fp8.monitor.record import Array, Interval, Record, merged
+
+COLUMNS = 128
+"""Of a grid; more intervals are merged."""
+
+ROLES = {"input": "Inputs", "weight": "Weights", "grad_output": "Gradients"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a grid's bytes stand for values: 1 to 255 from ``low`` to ``high``, 0 for nothing to show.
+
+    Attributes:
+        unit: of the values.
+        log: whether the bytes are of ``log10`` of a share.
+        dark_is_low: whether small values are the ones to look at.
+    """
+
+    low: float
+    high: float
+    unit: str
+    log: bool = False
+    dark_is_low: bool = False
+
+    def encoded(self, values: Array) -> str:
+        """``values [rows, columns]`` row by row, in base64; NaN and, of a logarithm, 0 are nothing."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            of_scale = np.log10(values) if self.log else values
+        known = np.isfinite(of_scale)
+        part = (np.where(known, of_scale, self.low) - self.low) / (self.high - self.low)
+        codes = np.where(known, 1 + np.rint(254 * np.clip(part, 0, 1)), 0)
+        return base64.b64encode(codes.astype(np.uint8).tobytes()).decode()
+
+
+CLIPPED = Scale(0.0, 8.0, "bits")
+FLUSHED = Scale(-5.0, 0.0, "of its values", log=True)
+HEAD_ROOM = Scale(-8.0, 8.0, "bits", dark_is_low=True)
+
+
+def folded(record: Record, columns: int = COLUMNS) -> list[Interval]:
+    """The intervals of ``record``, neighbours merged so that there are at most ``columns``."""
+    intervals = record.intervals
+    size = -(-len(intervals) // columns) if intervals else 1
+    return [merged(intervals[index : index + size]) for index in range(0, len(intervals), size)]
+
+
+def stacked(intervals: list[Interval], name: str) -> Array:
+    """One figure of all casts, ``[n, columns]``."""
+    return np.stack([each[name] for each in intervals], 1)
+
+
+def grids(record: Record, intervals: list[Interval]) -> list[dict[str, Any]]:
+    """Heat maps, a row for each layer: what, of which role, and its cells."""
+    if not intervals or not record.names:
+        return []
+    clipped = stacked(intervals, "clipped_bits")
+    flushed = np.stack([each.flushed_share for each in intervals], 1)
+    kinds = [("Flushed to zero", flushed, FLUSHED, "largest share of values that became 0")]
+    if stacked(intervals, "updates").any():
+        room = stacked(intervals, "head_room")
+        kinds.insert(0, ("Clipped", np.where(clipped > 0, clipped, np.nan), CLIPPED, "bits beyond the largest value"))
+        kinds.append(("Head room", room, HEAD_ROOM, "binades between the amax and the largest value; below 0: clipped"))
+    found = []
+    for title, values, scale, meaning in kinds:
+        for role, of_role in ROLES.items():
+            casts = [index for index, each in enumerate(record.roles) if each == role]
+            if casts:
+                found.append(_grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record))
+    return found
+
+
+def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scale, record: Record) -> dict[str, Any]:
+    worst = np.fmin.reduce(values[casts], 1) if scale.dark_is_low else np.fmax.reduce(values[casts], 1)
+    order = np.argsort(np.where(np.isnan(worst), np.inf, worst if scale.dark_is_low else -worst), kind="stable")
+    return {
+        "title": title,
+        "meaning": meaning,
+        "rows": [record.layer(cast) for cast in casts],
+        "low": scale.low,
+        "high": scale.high,
+        "unit": scale.unit,
+        "log": scale.log,
+        "darkIsLow": scale.dark_is_low,
+        "cells": scale.encoded(values[casts]),
+        "worst": [
+            [record.layer(casts[row]), float(worst[row])] for row in order[:8].tolist() if not np.isnan(worst[row])
+        ],
+    }
+
+
+def lines_of(record: Record, intervals: list[Interval]) -> dict[str, Any]:
+    """Binary logarithms of the amaxes and scales of all casts; none of recipes that do not keep them."""
+    if not intervals or not record.names or not stacked(intervals, "updates").any():
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        amax, scale = (np.log2(stacked(intervals, name)) for name in ("amax", "scale"))
+    known = np.concatenate([amax, scale])
+    known = known[np.isfinite(known)]
+    if not known.size:
+        return {}
+    binades = Scale(float(known.min()) - 1, float(known.max()) + 1, "log2")
+    return {
+        "names": record.names,
+        "low": binades.low,
+        "high": binades.high,
+        "amax": binades.encoded(amax),
+        "scale": binades.encoded(scale),
+    }
+
+
+def drawn(record: Record, other: Record | None) -> dict[str, Any]:
+    """All that the script draws."""
+    intervals = folded(record)
+    runs = [{"label": label(each), "points": loss_points(each)} for each in (record, other) if each is not None]
+    events = [
+        {"step": alarm["first_step"], "text": f"{alarm['rule']}: {alarm['value']}"}
+        for alarm in record.alarms
+        if alarm["kind"] == "event"
+    ]
+    return {
+        "steps": [[each.first_step, each.last_step] for each in intervals],
+        "loss": runs,
+        "events": events,
+        "grids": grids(record, intervals),
+        "lines": lines_of(record, intervals),
+    }
+
+
+def label(record: Record) -> str:
+    """What a run is called."""
+    return f"FP8, {record.recipe}" if record.names else record.recipe or "BF16"
+
+
+def loss_points(record: Record) -> list[list[float]]:
+    """Pairs of a step and the mean loss of the interval that ends with it."""
+    return [[each.last_step, each.loss] for each in record.intervals if np.isfinite(each.loss)]

@@ -1,0 +1,196 @@
+"""The page as text: the tables are written here, and its script draws the pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+import numpy as np
+
+from lightning_fp8.monitor.advice import (
+    FLUSHED_BUDGET,
+    LEAST_DECIBELS,
+    RecipeLoss,
+    cheapest,
+    measured_loss,
+    what_if_losses,
+)
+from lightning_fp8.monitor.record import Record
+from lightning_fp8.monitor.report.data import drawn, label
+from lightning_fp8.version import __version__
+
+MOST_ROWS = 60
+"""Rows of the table of casts; the record has all."""
+
+
+def page(record: Record, other: Record | None = None) -> str:
+    """One HTML page of ``record``; ``other`` is a run whose loss is drawn beside it."""
+    here = files("lightning_fp8.monitor.report")
+    template = (here / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "title": escape(f"{label(record)}: {record.num_steps} steps"),
+        "style": (here / "page.css").read_text(encoding="utf-8"),
+        "headline": escape(headline(record)),
+        "recipe": escape(record.recipe_fields or record.recipe),
+        "alarms": alarms(record),
+        "losses": loss_table(record, other),
+        "advice": advice(record),
+        "casts": casts(record),
+        "layers": layers(record),
+        "environment": environment(record),
+        "version": escape(__version__),
+        "data": json.dumps(_finite(drawn(record, other)), separators=(",", ":")).replace("</", "<\\/"),
+        "script": (here / "page.js").read_text(encoding="utf-8"),
+    }
+    before, *rest = template.split("{{")
+    pieces = [before]
+    for piece in rest:
+        name, _, after = piece.partition("}}")
+        pieces += [parts[name], after]
+    return "".join(pieces)
+
+
+def _finite(value: object) -> object:
+    """JSON has neither NaN nor inf: null."""
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def headline(record: Record) -> str:
+    """The run in one sentence."""
+    if not record.names:
+        return f"{record.num_steps} steps without FP8."
+    number = len(record.alarms)
+    found = "no alarm" if not number else f"{number} alarm{'s' * (number > 1)}"
+    return f"{record.num_steps} steps, {len(record.names)} casts of linear layers: {found}."
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+    """A table of escaped cells, which scrolls in its own box."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heading)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def alarms(record: Record) -> str:
+    """Each alarm with its cause, consequence and advice."""
+    if not record.alarms:
+        return "<p>None.</p>"
+    found = []
+    for alarm in record.alarms:
+        first, last = alarm["first_step"], alarm["last_step"]
+        when = f"step {first}" if first == last else f"steps {first} to {last}"
+        hit = ", ".join(alarm["casts"][:6]) + (
+            f" and {len(alarm['casts']) - 6} more" if len(alarm["casts"]) > 6 else ""
+        )
+        skip = ""
+        if alarm["skip"]:
+            text = f"skip=({', '.join(repr(each) for each in alarm['skip'])},)"
+            skip = f"<dt>Keep in BF16</dt><dd><code>{escape(text)}</code></dd>"
+        found.append(
+            f"<li><h3>{escape(alarm['rule'])}, {when}: {escape(alarm['value'])}</h3><dl>"
+            f"<dt>Where</dt><dd>{escape(hit)}</dd><dt>Cause</dt><dd>{escape(alarm['cause'])}</dd>"
+            f"<dt>Consequence</dt><dd>{escape(alarm['consequence'])}</dd>"
+            f"<dt>Advice</dt><dd>{escape(alarm['advice'])}</dd>{skip}</dl></li>"
+        )
+    return f"<ol>{''.join(found)}</ol>"
+
+
+def loss_table(record: Record, other: Record | None) -> str:
+    """The losses as numbers."""
+    runs = [each for each in (record, other) if each is not None]
+    rows = [
+        (label(each), f"{interval.first_step} to {interval.last_step}", f"{interval.loss:.4f}")
+        for each in runs
+        for interval in each.intervals
+    ]
+    return table(("run", "steps", "mean loss"), rows, "Training loss of each interval")
+
+
+def advice(record: Record) -> str:
+    """What each recipe loses, and the cheapest within the budget."""
+    if not record.names:
+        return "<p>The run had no FP8 casts.</p>"
+    what_if = what_if_losses(record)
+    losses = [measured_loss(record), *what_if]
+    found = cheapest(what_if)
+    budget = f"at most {FLUSHED_BUDGET:.0%} of a tensor's values become 0, and at least {LEAST_DECIBELS:g} dB"
+    if found.recipe is None:
+        text = "No step was sampled."
+    elif found.fits:
+        text = f"The cheapest recipe without state within the budget is {found.recipe}: {budget}."
+    else:
+        layers = list(dict.fromkeys(record.layer(cast) for cast in found.over))
+        text = (
+            f"No recipe is within the budget for all casts: {budget}. {found.recipe} has the fewest beyond it; keep "
+            f"these layers in BF16: {', '.join(layers[:8])}{' and more' if len(layers) > 8 else ''}."
+        )
+    rows = [_row_of_recipe(each, record) for each in losses if each.is_known]
+    heading = ("recipe", "largest share flushed", "of", "casts over the budget", "least signal to noise")
+    return f"<p>{escape(text)}</p>" + table(heading, rows, "What the run lost, and what other recipes would have lost")
+
+
+def _row_of_recipe(loss: RecipeLoss, record: Record) -> tuple[str, ...]:
+    worst = loss.worst
+    assert worst is not None
+    name = f"{loss.recipe} (this run)" if loss.measured else loss.recipe
+    least = float(np.fmin.reduce(loss.decibels))
+    return name, f"{loss.flushed[worst]:.3%}", record.names[worst], str(len(loss.over())), f"{least:.1f} dB"
+
+
+def casts(record: Record) -> str:
+    """The casts, the worst first."""
+    if not record.names or not record.intervals:
+        return "<p>The run had no FP8 casts.</p>"
+    total, measured = record.total(), measured_loss(record)
+    share = np.nan_to_num(measured.flushed)
+    order = np.lexsort((-share, -total["clipped_bits"]))[:MOST_ROWS]
+    rows = []
+    for cast in order.tolist():
+        bits, at = total["clipped_bits"][cast], int(total["clipped_at"][cast])
+        rows.append(
+            (
+                record.names[cast],
+                f"{bits:.2f}" if bits else "0",
+                str(at) if at else "",
+                str(int(total["clipped_steps"][cast])),
+                _number(total["head_room"][cast], ".2f"),
+                _number(measured.flushed[cast], ".3%"),
+                _number(measured.decibels[cast], ".1f"),
+                _number(total["amax"][cast], ".3g"),
+                _number(total["scale"][cast], ".3g"),
+            )
+        )
+    heading = (
+        "cast", "clipped, bits", "in step", "steps clipped", "least head room, bits", "most flushed", "least dB",
+        "largest amax", "last scale",
+    )  # fmt: skip
+    left = len(record.names) - len(rows)
+    return table(heading, rows, f"Casts, the worst first{f'; {left} more are in the record' if left else ''}")
+
+
+def _number(value: float, form: str) -> str:
+    return "" if np.isnan(value) else format(value, form)
+
+
+def layers(record: Record) -> str:
+    """The plan, and what ran."""
+    rows = [(each["name"], each["shape"], each["precision"], each["reason"]) for each in record.layers]
+    return f"<p>{escape(record.verdict)}</p>" + table(
+        ("layer", "shape", "runs in", "because"), rows, "Matrices of the model"
+    )
+
+
+def environment(record: Record) -> str:
+    """Versions and device."""
+    return table(("what", "which"), [*record.environment.items(), ("recipe", record.recipe_fields)], "Environment")

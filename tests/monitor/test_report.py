@@ -1,0 +1,164 @@
+"""The page of a record: its numbers are the record's, and names cannot leave their cells."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_fp8.cli.main import main
+from lightning_fp8.monitor.record import Record
+from lightning_fp8.monitor.report import page
+from tests.monitor.recorded import baseline, record
+
+
+class Page(HTMLParser):
+    """The cells of its tables by row, its data, and all tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.data = ""
+        self._in: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self._in.append(f"{tag} {dict(attrs).get('id', '')}".strip())
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._in and self._in.pop().partition(" ")[0] != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "script data" in self._in:
+            self.data += data
+        elif "td" in self._in:
+            self.rows[-1][-1] += data
+        if not {"script", "style"} & {each.partition(" ")[0] for each in self._in}:
+            self.text += data
+
+
+def decoded(grid: dict[str, Any], columns: int) -> np.ndarray:
+    cells = np.frombuffer(base64.b64decode(grid["cells"]), np.uint8).reshape(-1, columns).astype(float)
+    values = grid["low"] + (cells - 1) / 254 * (grid["high"] - grid["low"])
+    values = 10**values if grid["log"] else values
+    return np.where(cells > 0, values, np.nan)
+
+
+def test_pictures_have_the_numbers_of_the_record() -> None:
+    run = record()
+    data = json.loads(Page(page(run, baseline())).data)
+    assert data["steps"] == [[50 * number + 1, 50 * number + 50] for number in range(6)]
+    assert data["loss"][0]["points"] == [[50 * number + 50, 5.0 - number / 2] for number in range(6)]
+    assert [each["label"] for each in data["loss"]] == ["FP8, delayed", "bf16-true"]
+    assert data["events"] == [{"step": 121, "text": "outlier step: 5.0 bits"}]
+    grids = {grid["title"]: grid for grid in data["grids"]}
+    kinds = ("Clipped", "Flushed to zero", "Head room")
+    assert list(grids) == [f"{kind}: {role}" for kind in kinds for role in ("inputs", "weights", "gradients")]
+    for offset, role in enumerate(("inputs", "weights", "gradients")):
+        casts = slice(offset, None, 3)
+        shares = np.stack([each["flushed"][casts] / 4000 for each in run.intervals], 1)
+        np.testing.assert_allclose(decoded(grids[f"Flushed to zero: {role}"], 6), shares, rtol=0.03)
+        room = np.stack([each["head_room"][casts] for each in run.intervals], 1)
+        np.testing.assert_allclose(decoded(grids[f"Head room: {role}"], 6), room, atol=0.04)
+    clipped = decoded(grids["Clipped: inputs"], 6)
+    assert clipped[0, 2] == pytest.approx(5, abs=0.02)
+    assert np.isnan(clipped).sum() == 17
+    lines = data["lines"]
+    assert lines["names"] == run.names
+    amax = decoded({**lines, "cells": lines["amax"], "log": False}, 6)
+    expected = np.log2(np.stack([each["amax"] for each in run.intervals], 1))
+    np.testing.assert_allclose(amax, expected, atol=(lines["high"] - lines["low"]) / 254)
+
+
+def test_tables_have_the_numbers_of_the_record() -> None:
+    run = record()
+    found = Page(page(run))
+    rows = {row[0]: row for row in found.rows if row}
+    worst = rows[run.names[0]]
+    assert worst[1:4] == ["5.00", "121", "1"]
+    shares = max(each["flushed"][0] / 4000 for each in run.intervals)
+    assert worst[5:7] == [f"{shares:.3%}", "30.0"]
+    assert next(row[0] for row in found.rows if row and row[0] in run.names) == run.names[0]  # the worst first
+    assert rows["tensorwise"][1] == "2.500%"
+    assert rows["rowwise"][1] == "0.625%"
+    assert "The cheapest recipe without state within the budget is rowwise" in found.text
+    assert "300 steps, 9 casts of linear layers: 2 alarms." in found.text
+
+
+def test_names_cannot_leave_their_cells() -> None:
+    text = page(record(), baseline())
+    found = Page(text)
+    assert "b" not in found.tags
+    assert found.tags.count("script") == 2
+    assert record().names[0] in [row[0] for row in found.rows if row]
+    assert "c</script>" in found.text
+    assert "a<b" in [row[0] for row in found.rows if row]
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    text = page(record())
+    assert not re.findall(r"(?:src|href)=\"(?!data:)[^#]", text)
+    assert "@import" not in text
+    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]  # a name
+
+
+def test_a_large_model_and_a_long_run_have_a_small_page() -> None:
+    """A Llama of 32 blocks, 672 casts."""
+    assert len(page(record(layers=224, intervals=256))) < 2**20
+
+
+@pytest.mark.parametrize("run", [baseline(), Record([], []), record(intervals=0), record(delayed=False, alarm=False)])
+def test_runs_that_lack_something_have_a_page(run: Record) -> None:
+    found = Page(page(run))
+    json.loads(found.data)
+    assert "main" in found.tags
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    run = record()
+    run.intervals[1].loss = float("nan")
+    run.alarms[0]["first_step"] = 121
+    data = Page(page(run)).data
+    assert "NaN" not in data
+    assert "Infinity" not in data
+    assert len(json.loads(data)["loss"][0]["points"]) == 5
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record().save(tmp_path / "logs" / "fp8_monitor.npz")
+    baseline().save(tmp_path / "bf16.npz")
+    main(["report", str(tmp_path / "logs"), str(tmp_path / "bf16.npz")])
+    text = (tmp_path / "logs" / "fp8_monitor.html").read_text()
+    assert text == page(record(), baseline())
+    assert "fp8_monitor.html" in capsys.readouterr().out
+    main(["report", str(tmp_path / "logs" / "fp8_monitor.npz"), "-o", str(tmp_path / "other.html")])
+    assert (tmp_path / "other.html").read_text() == page(record())
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    def refused(*args: object, message: str) -> None:
+        with pytest.raises(SystemExit, match=message):
+            main(["report", *map(str, args)])
+
+    refused(tmp_path / "none", message="does not exist; give the file of FP8Monitor")
+    refused(tmp_path, message=r"has no fp8_monitor\*.npz; train with callbacks")
+    for name in ("fp8_monitor.npz", "fp8_monitor-v1.npz"):
+        record().save(tmp_path / name)
+    refused(tmp_path, message="several records: fp8_monitor-v1.npz, fp8_monitor.npz")
+    (tmp_path / "text.npz").write_text("text")
+    refused(tmp_path / "text.npz", message="no record of FP8Monitor")
+    refused(tmp_path / "fp8_monitor.npz", "-o", tmp_path / "none" / "page.html", message="cannot write .* with -o")
