@@ -34,7 +34,7 @@ def verdict(record: Record, alarms: Sequence[Alarm]) -> str:
     shares = [share for each in record.intervals for share in each.flushed_share if not np.isnan(share)]
     details = []
     if any(each["updates"].any() for each in record.intervals):
-        details.append(f"clipped by at most {worst:.1f} bits" if worst else "nothing clipped")
+        details.append(f"worst clip {worst:.1f} bits")
     if shares:
-        details.append(f"at most {max(shares):.2%} of a tensor became 0")
+        details.append(f"worst flush {max(shares):.2%}")
     return ", ".join([steps, *details])

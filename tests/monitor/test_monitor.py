@@ -394,7 +394,7 @@ def test_a_healthy_run_of_300_steps_has_no_alarm(recipe: str, seed: int, tmp_pat
     monitor = monitor_of(tmp_path, 50)
     fit(monitor, recipe=recipe, steps=300, seed=seed)
     assert monitor.alarms == []
-    assert "\n" not in monitor.table(120)
+    assert "\n" not in monitor.table()
     assert monitor.table().startswith("FP8: 300 steps of 9 casts, no alarms, ")
 
 
