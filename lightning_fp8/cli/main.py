@@ -17,6 +17,7 @@ from lightning_fp8.version import __version__
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.cli import LightningCLI
 
 COMMANDS = {
     "doctor": "lightning_fp8.doctor",
@@ -25,6 +26,7 @@ COMMANDS = {
     "checkpoint": "lightning_fp8.cli.checkpoint",
     "plan": "lightning_fp8.cli.plan",
     "report": "lightning_fp8.cli.report",
+    "sensitivity": "lightning_fp8.cli.sensitivity",
     "config": "lightning_fp8.cli.config",
 }
 """The module of each command of our own; its ``main`` takes the arguments."""
@@ -42,6 +44,7 @@ HELP = """usage: lightning-fp8 COMMAND ...
   kernels       compile a model's kernels where no card is, to be carried to one
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
   report        a page of what FP8 did to a run that FP8Monitor watched
+  sensitivity   which layers to keep in BF16, measured on a model and its data
   plan          bytes on the wire, collectives and memory of a model on many cards, BF16 beside FP8
 
 lightning-fp8 COMMAND --help tells more; --version prints the version.
@@ -62,13 +65,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif command == "--version":
         print(f"lightning-fp8 {__version__}")
     elif command in LIGHTNING or command.startswith("-"):
-        _lightning_cli(argv)
+        lightning_cli(argv)
     else:
         print(f"{HELP}\nerror: there is no command {command!r}", file=sys.stderr)
         raise SystemExit(2)
 
 
-def _lightning_cli(argv: Sequence[str] | None) -> None:
+def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
+    """LightningCLI with any model and data; not ``run``: made, with its model, data and Trainer.
+
+    Raises:
+        SystemExit: jsonargparse is not installed, or the arguments are wrong.
+    """
     if importlib.util.find_spec("jsonargparse") is None:
         raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
@@ -83,7 +91,8 @@ def _lightning_cli(argv: Sequence[str] | None) -> None:
     # A console script does not see the working directory, where the user's classes live.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    LightningCLI(
+    return LightningCLI(
+        run=run,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_callback=SaveConfigBesideLogs,

@@ -1,0 +1,258 @@
+"""One layer, or block, at a time in FP8: the gradient of the whole model against that in high precision."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightning_fp8.arguments import require_module
+from lightning_fp8.convert.conversion import convert_module, nothing_runs_in_fp8, plan_conversion
+from lightning_fp8.convert.policy import Policy
+from lightning_fp8.fp8_region import fp8_autocast
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.state import fp8_modules, update_fp8_scales
+from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.sensitivity.result import Check, Row, Sensitivity, require_budget
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | None = None,
+    *,
+    recipe: str | Recipe | Mapping[str, Any] = "delayed",
+    group: Literal["layer", "block"] = "layer",
+    budget: float | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Sensitivity:
+    """Measure how far FP8 in each layer moves the gradient of ``model`` on ``batches``.
+
+    The measure of a layer is ``|g - g0| / |g0|`` over all parameters, g with this layer alone in FP8 and g0 with none.
+    It needs one forward and backward pass per batch for each layer or block, and 3 to 5 more; the number is printed
+    beforehand. ``model`` is copied, and does not change. The copy, its gradient and g0 need the memory of three models,
+    in training mode; as much as Adam's state and gradients.
+
+    Under delayed scaling the scales are those of the same batches, which were observed before. Scales that are too old
+    for a batch, as in training, are :class:`lightning_fp8.FP8Monitor`'s subject. In a model of BF16 weights gradients
+    are rounded to BF16, of some 0.2 %; errors far below that are not resolved, so give float32 weights where they fit.
+
+    Args:
+        model: as it is before conversion, with trained weights.
+        batches: on the model's device; a few that are like those of training.
+        loss: ``loss(model, batch)`` gives a scalar; ``None`` is a LightningModule's ``training_step``, or
+            ``model(**batch).loss``.
+        recipe: as of :class:`lightning_fp8.FP8Precision`.
+        group: measure each layer, or all layers of a block together.
+        budget: an error, 0.01 for 1 %: the layers to keep in BF16 for it are chosen, and their error is measured, too.
+        seed: of the random numbers of each pass, the same in all: dropout draws the same masks.
+        progress: whether to print the number of passes, and a bar.
+
+    Raises:
+        TypeError: ``model`` is no module, or there is no way to its loss.
+        ValueError: no batches, no layer that can run in FP8, another ``group``, or a gradient that is not finite.
+    """
+    require_module("measure_sensitivity", model)
+    batches = list(batches)
+    if not batches:
+        raise ValueError("measure_sensitivity needs at least one batch")
+    if group not in ("layer", "block"):
+        raise ValueError(f"group={group!r} is unknown; use 'layer' or 'block'")
+    if budget is not None:
+        require_budget(budget)
+    of_recipe = make_recipe(recipe)
+    copied = copy.deepcopy(model)
+    by_default = {row.name for row in plan_conversion(copied, Policy()).layers if row.fp8}
+    plan = plan_conversion(copied, Policy(first_last_layers_bf16=False))
+    if not plan.num_fp8:
+        raise ValueError(nothing_runs_in_fp8(plan))
+    convert_module(copied, first_last_layers_bf16=False)
+    layers = {name: each for name, each in fp8_modules(copied) if isinstance(each, LinearLayer) and each.fp8}
+    default_skip = tuple(name for name in layers if not _among(name, by_default))
+    groups = _groups(list(layers), group)
+    repeats = len(groups) + 3 + isinstance(of_recipe, DelayedScaling) + (budget is not None)
+    passes = repeats * len(batches)
+    if progress:
+        print(f"{passes} forward and backward passes: {repeats} of {len(batches)} batches", file=sys.stderr)
+    with tqdm(total=passes, disable=not progress, unit="pass") as bar:
+        gradients = _Gradients(copied, layers, batches, loss or _loss_of(model), of_recipe, seed, bar)
+        with _counted(layers) as flops:
+            gradients.refer()
+        gradients.observe()
+        rows = [
+            Row(name, names, gradients.error(names), sum(flops[each] for each in names) / sum(flops.values()))
+            for name, names in groups.items()
+        ]
+        found = Sensitivity(
+            of_recipe.name,
+            tuple(sorted(rows, key=lambda row: -row.error)),
+            gradients.error(layers),
+            gradients.error([name for name in layers if name not in default_skip]),
+            default_skip,
+            passes,
+        )
+        if budget is None:
+            return found
+        skip = found.skip(budget)
+        measured = gradients.error([name for name in layers if name not in skip])
+    check = Check(budget, skip, found.predicted(skip), measured)
+    return Sensitivity(**{**vars(found), "check": check})
+
+
+class _Gradients:
+    """Gradients of one model on the same batches, with the same random numbers and buffers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, LinearLayer],
+        batches: Sequence[Any],
+        loss: Loss,
+        recipe: Recipe,
+        seed: int,
+        bar: Any,
+    ) -> None:
+        self._model = model.train()
+        self._layers = layers
+        self._batches = batches
+        self._loss = loss
+        self._recipe = recipe
+        self._seed = seed
+        self._bar = bar
+        self._buffers = {name: each.clone() for name, each in model.named_buffers()}
+        self._reference: list[Tensor | None] = []
+        self._norm = 0.0
+
+    def refer(self) -> None:
+        """Take the gradient in high precision as the one to compare with."""
+        self._backward(())
+        self._reference = [None if each.grad is None else each.grad.clone() for each in self._parameters()]
+        self._norm = math.sqrt(sum(_square(each) for each in self._reference if each is not None))
+        if not (0 < self._norm < math.inf):
+            raise ValueError(
+                f"the norm of the gradient in high precision is {self._norm}; give a loss and batches for which it is "
+                "finite and not 0"
+            )
+
+    def observe(self) -> None:
+        """Give delayed scaling the amaxes of the batches."""
+        if isinstance(self._recipe, DelayedScaling):
+            self._backward(self._layers)
+            update_fp8_scales(self._model)
+
+    def error(self, in_fp8: Collection[str]) -> float:
+        """``|g - g0| / |g0|`` with these layers in FP8."""
+        self._backward(in_fp8)
+        squares = 0.0
+        for parameter, reference in zip(self._parameters(), self._reference):
+            if parameter.grad is not None and reference is not None:
+                squares += _square(parameter.grad.double() - reference.double())
+        return math.sqrt(squares) / self._norm if math.isfinite(squares) else math.inf
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [each for each in self._model.parameters() if each.requires_grad]
+
+    def _backward(self, in_fp8: Collection[str]) -> None:
+        for name, layer in self._layers.items():
+            layer.fp8 = name in in_fp8
+        for parameter in self._parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(self._buffers[name])
+        devices = sorted({each.device.index for each in self._parameters() if each.is_cuda})
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self._seed)
+            for batch in self._batches:
+                with fp8_autocast(enabled=bool(in_fp8), fp8_recipe=self._recipe):
+                    value = self._loss(self._model, batch)
+                    (value / len(self._batches)).backward()
+                self._bar.update()
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+def _groups(layers: Sequence[str], group: str) -> dict[str, tuple[str, ...]]:
+    """Names of layers by the name of what they are measured as."""
+    if group == "layer":
+        return {name: (name,) for name in layers}
+    found: dict[str, list[str]] = {}
+    for name in layers:
+        found.setdefault(_block_of(name), []).append(name)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _block_of(name: str) -> str:
+    """A name up to its first number: ``model.layers.3``; all of it where it has none."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else name
+
+
+def _among(name: str, rows: Collection[str]) -> bool:
+    """Whether a layer, or a GEMM of it, is among the rows of a table."""
+    return name in rows or any(row.startswith(f"{name}.") for row in rows)
+
+
+@contextmanager
+def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
+    """Multiply-adds of each layer's forward passes in the block."""
+    counts = dict.fromkeys(layers, 0.0)
+
+    def hook(name: str) -> Callable[[Any, Any], None]:
+        def count(layer: LinearLayer, args: tuple[Tensor, ...]) -> None:
+            rows = args[0].numel() / args[0].shape[-1]
+            counts[name] += rows * sum(getattr(layer, weight).numel() for weight in layer.weight_names)
+
+        return count
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _loss_of(model: nn.Module) -> Loss:
+    """How to compute the loss of a model whose user does not say.
+
+    Raises:
+        TypeError: when it is called: there is no such loss.
+    """
+    if callable(getattr(model, "training_step", None)):
+
+        def of_lightning(copied: Any, batch: Any) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r".*`self\.log\(\)`")  # there is no Trainer to log to
+                output = copied.training_step(batch, 0)
+            return _scalar(output["loss"] if isinstance(output, Mapping) else output, "training_step")
+
+        return of_lightning
+
+    def of_output(copied: Any, batch: Any) -> Tensor:
+        output = copied(**batch) if isinstance(batch, Mapping) else copied(batch)
+        return _scalar(getattr(output, "loss", output), "the model")
+
+    return of_output
+
+
+def _scalar(value: Any, of: str) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    raise TypeError(
+        f"{of} gives no scalar loss, but {type(value).__name__}; pass loss=, a function of the model and a batch"
+    )

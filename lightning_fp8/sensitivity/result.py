@@ -1,0 +1,187 @@
+"""Sensitivity: the errors of layers in FP8, ranked, and what to keep in BF16 for an error budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""Of saved results."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer, or the layers of one block.
+
+    Attributes:
+        name: of the layer or block.
+        layers: the names of its layers.
+        error: ``|g - g0| / |g0|`` of the whole model's gradient, g with these layers alone in FP8, g0 with none.
+        flops: its share of the FLOPs of all layers that can run in FP8.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    error: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """A ``skip`` list that was tried.
+
+    Attributes:
+        budget: the error that was asked for.
+        skip: the layers that stayed in BF16.
+        predicted: the error that the rows let expect.
+        measured: the error that the gradient had.
+    """
+
+    budget: float
+    skip: tuple[str, ...]
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What :func:`lightning_fp8.sensitivity.measure_sensitivity` found. ``str()`` is :meth:`table`.
+
+    Attributes:
+        recipe: its name.
+        rows: the most sensitive first.
+        all_error: of the gradient with all layers in FP8.
+        default_error: with the layers in BF16 that a plugin without arguments keeps there.
+        default_skip: these layers.
+        passes: forward and backward passes that were made.
+        check: of the budget, where one was given.
+    """
+
+    recipe: str
+    rows: tuple[Row, ...]
+    all_error: float
+    default_error: float
+    default_skip: tuple[str, ...]
+    passes: int
+    check: Check | None = None
+
+    def predicted(self, skip: Collection[str]) -> float:
+        """The error with ``skip`` in BF16: the root of the sum of squares of the other rows' errors.
+
+        Rounding errors of layers are nearly independent, so that their squares add up.
+        """
+        return math.sqrt(math.fsum(row.error**2 for row in self.rows if not set(row.layers) <= set(skip)))
+
+    def skip(self, budget: float) -> tuple[str, ...]:
+        """The layers to keep in BF16 so that the predicted error is at most ``budget``.
+
+        Rows are taken in the order of how much they lower the squared error for their FLOPs.
+
+        Raises:
+            ValueError: ``budget`` is not a positive number.
+        """
+        require_budget(budget)
+        kept: list[str] = []
+        for row in sorted(self.rows, key=lambda row: -(row.error**2) / max(row.flops, 1e-12)):
+            if self.predicted(kept) <= budget:
+                break
+            kept += row.layers
+        return tuple(kept)
+
+    def flops_in_fp8(self, skip: Collection[str]) -> float:
+        """The share of the FLOPs that stays in FP8 with ``skip`` in BF16."""
+        return math.fsum(row.flops for row in self.rows if not set(row.layers) <= set(skip))
+
+    def table(self, most: int = 30) -> str:
+        """The ranking in lines of at most 80 columns."""
+        lines = [f"{'in FP8 alone':<50}{'error of the gradient':>21}{'FLOPs':>9}"]
+        lines += [f"{_short(row.name, 50):<50}{row.error:>21.3%}  {row.flops:>7.1%}" for row in self.rows[:most]]
+        if len(self.rows) > most:
+            lines.append(f"{len(self.rows) - most} more, of smaller errors")
+        kept = self.flops_in_fp8(self.default_skip)
+        lines += [
+            f"{'all layers in FP8':<50}{self.all_error:>21.3%}  {1:>7.1%}",
+            f"{f'the default: {len(self.default_skip)} layers in BF16':<50}{self.default_error:>21.3%}  {kept:>7.1%}",
+        ]
+        if self.check is not None:
+            text = f"skip, below: {len(self.check.skip)} layers in BF16"
+            share = self.flops_in_fp8(self.check.skip)
+            lines += [
+                f"{text:<50}{self.check.measured:>21.3%}  {share:>7.1%}",
+                f"predicted: {self.check.predicted:.3%}; asked for: {self.check.budget:.3%}",
+                f"skip={self.check.skip!r}",
+            ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def save(self, path: Path) -> None:
+        """Write the result as JSON, which replaces another file at once."""
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Sensitivity:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: it is no such file, or of a newer version.
+        """
+        try:
+            found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            if found.pop("version") > VERSION:
+                raise ValueError("a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8")
+            rows = tuple(Row(**{**each, "layers": tuple(each["layers"])}) for each in found.pop("rows"))
+            check = found.pop("check")
+            skip = tuple(found.pop("default_skip"))
+            made = None if check is None else Check(**{**check, "skip": tuple(check["skip"])})
+            return cls(rows=rows, check=made, default_skip=skip, **found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no result of measure_sensitivity: {error}") from None
+
+    def plot(self, path: Path | str, most: int = 40) -> None:
+        """Draw the ranking as bars.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("a plot needs matplotlib; install it: pip install matplotlib") from None
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        rows = self.rows[:most][::-1]
+        figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(rows)), layout="constrained")
+        axes.barh([_short(row.name, 40) for row in rows], [100 * row.error for row in rows], color="#0b5cad")
+        for error, text, style in (
+            (self.all_error, "all layers", "-"),
+            (self.default_error, "default", "--"),
+        ):
+            axes.axvline(100 * error, color="#b45309", linestyle=style, label=f"{text}: {error:.2%}")
+        axes.set_xlabel(f"error of the gradient with this in FP8 alone, %, recipe {self.recipe}")
+        axes.legend(loc="lower right")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def require_budget(budget: float) -> None:
+    """Raises:
+    ValueError: ``budget`` is not a positive number.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+        raise ValueError(
+            f"budget={budget!r} must be a positive number: the relative error of the gradient, 0.01 for 1 %"
+        )
+
+
+def _short(name: str, width: int) -> str:
+    return name if len(name) < width else f"…{name[len(name) - width + 2 :]}"
