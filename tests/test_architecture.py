@@ -253,6 +253,7 @@ ROOMS = {
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
     "monitor": {"delayed", "modules", "ops", "plugin"},
+    "sensitivity": {"convert", "fp8_region", "modules"},
     "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
     "cli": {
         "fp8_region",
@@ -263,6 +264,7 @@ ROOMS = {
         "ops",
         "parallel.costs",
         "plugin",
+        "sensitivity",
         "te",
         "te.model",
     },
