@@ -116,6 +116,7 @@ class FP8Monitor(Callback):
         self.saved_to = _unused(self.path or Path(folder) / "fp8_monitor.npz") if trainer.is_global_zero else None
         self._start = self._run_start = trainer.global_step
         self._samples = 0
+        self._has_sampled = False  # in this interval
         self._sampled_step: int | None = None
         self._loss: Tensor | None = None
         self._losses = 0
@@ -126,8 +127,9 @@ class FP8Monitor(Callback):
         if self._trace is not None:
             self._trace.row = trainer.global_step - self._start
         # The second step of an interval: a short run has a sample, and its scales are no longer those of nothing.
-        due = trainer.global_step - self._start == min(1, self.every_n_steps - 1)
-        if self._sampler is not None and due and self._sampled_step is None:
+        due = trainer.global_step - self._start >= min(1, self.every_n_steps - 1)
+        if self._sampler is not None and due and not self._has_sampled:
+            self._has_sampled = True
             self._sampled_step = trainer.global_step
             self._sampler.begin(what_if=self._samples % WHAT_IF_EVERY == 0)
             self._samples += 1
@@ -197,6 +199,7 @@ class FP8Monitor(Callback):
         interval = Interval(self._start + 1, trainer.global_step, loss, values)
         self._start = trainer.global_step
         self._loss, self._losses = None, 0
+        self._has_sampled = False
         self.record.add(interval)
         if self._alarms is None:
             return

@@ -266,6 +266,74 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exce
         FP8Monitor(**arguments)
 
 
+class Manual(Model):
+    """Steps two optimizers in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        parameters = list(self.net.parameters())
+        return [torch.optim.Adam(each, 1e-3) for each in (parameters[:6], parameters[6:])]
+
+
+def test_manual_optimization_of_several_optimizers_is_watched(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, 4)
+    model = fit(monitor, model=Manual(), steps=8)
+    assert monitor.record is not None
+    assert [(each.first_step, each.last_step) for each in monitor.record.intervals] == [(1, 4), (5, 8)]
+    for number, interval in enumerate(monitor.record.intervals):
+        assert (interval["updates"] == 2).all()  # of two batches, in each of which an optimizer steps the layer
+        assert (interval["casts"] == 2).all()  # of one batch, with two passes
+        assert interval.loss == pytest.approx(np.mean(model.losses[4 * number + 1 : 4 * number + 4 : 2]), rel=1e-6)
+
+
+def test_one_step_is_an_interval(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, 1)
+    fit(monitor, steps=3)
+    assert monitor.record is not None
+    assert [(each.first_step, each.last_step, each["casts"].sum()) for each in monitor.record.intervals] == [
+        (1, 1, 9), (2, 2, 9), (3, 3, 9),
+    ]  # fmt: skip
+
+
+def test_a_monitor_watches_one_run_after_another(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, 3)
+    for name in ("run.npz", "run-v1.npz"):
+        fit(monitor, steps=4)
+        assert monitor.saved_to == tmp_path / name
+        assert Record.load(tmp_path / name).num_steps == 4
+
+
+def test_validation_between_steps_is_not_counted(tmp_path: Path) -> None:
+    class Validated(Model):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.net(batch[0])
+
+    counts = []
+    for index, options in enumerate(({}, {"val_check_interval": 1, "limit_val_batches": 2})):
+        monitor = monitor_of(tmp_path / str(index), 3)
+        model = Validated()
+        trainer = Trainer(
+            max_steps=6, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, plugins=[FP8Precision()], callbacks=[monitor],
+            num_sanity_val_steps=0, **options,
+        )  # fmt: skip
+        trainer.fit(model, data(), data())
+        assert monitor.record is not None
+        counts.append(np.stack([each.values for each in monitor.record.intervals]))
+    np.testing.assert_array_equal(*counts)
+
+
 # --- Planted faults ---------------------------------------------------------------------------------------------------
 
 
