@@ -40,6 +40,7 @@ SUITES = ("casts", "products", "attention", "hardware", "models", "host", "train
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",
     "first run": "benchmarks.first_run",
+    "sensitivity of layers": "benchmarks.sensitivity",
 }
 """Modules that write other formats, by the start of the files' ``what``."""
 

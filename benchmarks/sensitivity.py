@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import machine
 from benchmarks.measuring.files import write
+from benchmarks.measuring.report import markdown
 from lightning_fp8.sensitivity import Sensitivity, measure_sensitivity
 
 SEEDS = (0, 1, 2)
@@ -65,7 +66,7 @@ MODELS = {"GPT": gpt, "Llama": llama, "ViT": vit}
 
 
 def _of_tokens(model: Any, batch: Any) -> Tensor:
-    return model(input_ids=batch[0], labels=batch[0]).loss
+    return model(input_ids=batch, labels=batch).loss
 
 
 def _of_images(model: Any, batch: Any) -> Tensor:
@@ -177,6 +178,35 @@ def line(result: dict[str, Any]) -> str:
         f"{default['flops_in_fp8']:.0%} of the FLOPs in FP8; place of the first block "
         f"{result['positions']['first']:.2f}, of the last {result['positions']['last']:.2f}"
     )
+
+
+def table(document: dict[str, Any]) -> str:
+    """Means over the seeds, in Markdown; in parentheses the least and the greatest."""
+    heading = (
+        "model, recipe", "all layers in FP8", "the default", "its FLOPs in FP8", "by the ranking", "FLOPs in FP8",
+        "layers in BF16",
+    )  # fmt: skip
+    rows = []
+    for key in dict.fromkeys((each["model"], each["recipe"]) for each in document["results"]):
+        of_key = [each for each in document["results"] if (each["model"], each["recipe"]) == key]
+        kept = [each["ranked"]["layers"] for each in of_key]
+        rows.append(
+            (
+                ", ".join(key),
+                _spread([each["all_error"] for each in of_key], 2),
+                _spread([each["default"]["error"] for each in of_key], 2),
+                f"{of_key[0]['default']['flops_in_fp8']:.0%}",
+                _spread([each["ranked"]["error"] for each in of_key], 2),
+                _spread([each["ranked"]["flops_in_fp8"] for each in of_key], 0),
+                f"{min(kept)} – {max(kept)} instead of {of_key[0]['default']['layers']}, of {of_key[0]['layers']}",
+            )
+        )
+    return markdown(heading, rows)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    least, most = (f"{100 * each:.{digits}f}" for each in (min(values), max(values)))
+    return f"{100 * statistics.fmean(values):.{digits}f} % ({least} – {most})"
 
 
 if __name__ == "__main__":
