@@ -167,7 +167,9 @@ class Alarms:
         self._intervals = 0
         self._streaks: dict[tuple[Rule, int], int] = {}
         self._worst: dict[tuple[Rule, int], float] = {}
-        self._cast_ever = np.zeros(len(names), bool)
+        layers = [layer_of_slot(name) for name in names]
+        self._layers = np.array([layers.index(layer) for layer in layers], dtype=np.intp)
+        self._ran = np.zeros(len(names), bool)  # by the first cast of a layer
 
     def see(self, interval: Interval, bits: Array, *, warm_up: int = WARM_UP) -> list[Alarm]:
         """Look at the next interval.
@@ -223,7 +225,8 @@ class Alarms:
     def _of_casts(self, interval: Interval, warm_up: int) -> Iterator[_Finding]:
         """What the figures of the interval's casts show."""
         sampled, updates = interval["casts"] > 0, interval["updates"]
-        self._cast_ever |= sampled | (updates > 0)
+        np.logical_or.at(self._ran, self._layers, sampled | (updates > 0))
+        any_ran = bool(self._ran.any())  # else nothing is known, as in a replayed CUDA graph
         flushed, decibels = interval.flushed_share, interval.decibels
         delayed = self._recipe if isinstance(self._recipe, DelayedScaling) else None
         is_early = interval.last_step <= warm_up
@@ -231,8 +234,9 @@ class Alarms:
             if interval["nonfinite"][cast] > 0:
                 number = int(interval["nonfinite"][cast])
                 yield _Finding("non-finite", cast, number, f"{number} values of inf or NaN in the sampled step")
-            if not self._cast_ever[self._of_layer(cast)].any():
-                yield _Finding("never ran", cast, 0.0, f"nothing cast in {self._intervals} intervals")
+            if not self._ran[self._layers[cast]]:
+                if any_ran:
+                    yield _Finding("never ran", cast, 0.0, f"nothing cast in {self._intervals} intervals")
                 continue
             if flushed[cast] > FLUSHED[role.is_gradient]:
                 stale = delayed is not None and interval["window"][cast] > 2**STALE_BITS * interval["amax"][cast]
@@ -255,10 +259,6 @@ class Alarms:
         if not bits > STANDING_BITS:
             return None
         return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from what its history gives")
-
-    def _of_layer(self, cast: int) -> list[int]:
-        layer = layer_of_slot(self._names[cast])
-        return [index for index, name in enumerate(self._names) if layer_of_slot(name) == layer]
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
         """Add an alarm of the casts that have none of this rule yet; follow those that have."""

@@ -30,6 +30,9 @@ from lightning_fp8.version import __version__
 WHAT_IF_EVERY = 10
 """Samples, of which the first one also tries what other recipes would lose."""
 
+LONGEST_INTERVAL = 10_000
+"""Steps, of each of which the amaxes and scales are kept until the report."""
+
 SECONDS_BETWEEN_WRITES = 60.0
 """While the run goes on; at its end the record is written in any case."""
 
@@ -58,14 +61,16 @@ class FP8Monitor(Callback):
         saved_to: the file of the record; ``None`` before training, and on ranks that write none.
 
     Raises:
-        TypeError, ValueError: ``every_n_steps`` is no positive integer, ``per_layer`` no bool.
+        TypeError, ValueError: ``every_n_steps`` is no integer from 1 to 10,000, ``per_layer`` no bool, ``path`` no path.
     """
 
     def __init__(self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | Path | None = None) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-            raise TypeError(f"every_n_steps={every_n_steps!r} must be an integer of at least 1")
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+            raise TypeError(f"every_n_steps={every_n_steps!r} must be an integer from 1 to {LONGEST_INTERVAL}")
+        if not 1 <= every_n_steps <= LONGEST_INTERVAL:
+            raise ValueError(f"every_n_steps={every_n_steps} must be from 1 to {LONGEST_INTERVAL}")
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path).strip()):
+            raise TypeError(f"path={path!r} must be a file, or None for one beside the logs")
         require_bool("per_layer", per_layer)
         self.every_n_steps = every_n_steps
         self.per_layer = per_layer

@@ -35,6 +35,8 @@ NOT_OF_INFERENCE = {
     "quantize_columns",  # it and transpose are FSDP2's
     "transpose",
     "quantize",
+    "sample_cast",  # it and the next are the monitor's, of training
+    "sample_recipes",
     "scaled_mm_accumulate",
     "scaled_mm_observed",
     "update_scales",

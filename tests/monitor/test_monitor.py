@@ -256,7 +256,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"every_n_steps": 0}, ValueError, "every_n_steps=0 must be at least 1"),
+        ({"every_n_steps": 0}, ValueError, "every_n_steps=0 must be from 1 to 10000"),
         ({"every_n_steps": 2.5}, TypeError, "every_n_steps=2.5 must be an integer"),
         ({"per_layer": 1}, TypeError, "per_layer=1"),
     ],

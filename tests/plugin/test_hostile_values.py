@@ -148,6 +148,15 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         {},
         {"enabled": means_bool, "recipe": or_none(is_recipe), "preserve_high_precision_init_val": is_bool},
     ),
+    "FP8Monitor": (
+        fp8.FP8Monitor,
+        {},
+        {
+            "every_n_steps": is_int(1, 10_000),
+            "per_layer": is_bool,
+            "path": or_none(lambda value: isinstance(value, (str, Path)) and value != ""),
+        },
+    ),
     "with_master_weights": (fp8.with_master_weights, {}, {"optimizer": one_of()}),
     "make_recipe": (fp8.make_recipe, {}, {"recipe": is_recipe}),
     "DelayedScaling": (
