@@ -131,7 +131,8 @@ class Alarm:
         return asdict(self)
 
     def __str__(self) -> str:
-        where = f"{self.casts[0]}" + (f" and {len(self.casts) - 1} more casts" if len(self.casts) > 1 else "")
+        more = len(self.casts) - 1
+        where = self.casts[0] + (f" and {more} more cast{'s' * (more > 1)}" if more else "")
         when = f"step {self.first_step}" if self.kind == "event" else f"since step {self.first_step}"
         skip = f" (skip={tuple(self.skip)!r})" if self.skip else ""
         return (
@@ -274,7 +275,7 @@ class Alarms:
                 new.append(each)
         if not new:
             return
-        new.sort(key=lambda each: -each.amount)
+        new.sort(key=lambda each: (-each.amount, self._roles[each.cast].is_gradient))
         names = [self._names[each.cast] for each in new]
         layers = _layers(names)
         self.found.append(

@@ -61,7 +61,8 @@ class FP8Monitor(Callback):
         saved_to: the file of the record; ``None`` before training, and on ranks that write none.
 
     Raises:
-        TypeError, ValueError: ``every_n_steps`` is no integer from 1 to 10,000, ``per_layer`` no bool, ``path`` no path.
+        TypeError, ValueError: ``every_n_steps`` is no integer from 1 to 10,000, ``per_layer`` no bool, or ``path`` no
+            path.
     """
 
     def __init__(self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | Path | None = None) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
+from tests.tiers import thorough
 
 
+@thorough
 def test_a_dry_run_adds_up_the_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert main(["--dry-run", "--only", "monitor", "--json", str(tmp_path / "out.json")]) == 0

@@ -21,7 +21,7 @@ from lightning_fp8.monitor.record import Record
 from lightning_fp8.recipes import RECIPES, DelayedScaling
 from lightning_fp8.scaled import Role
 from tests.small import equal_weights
-from tests.tiers import thorough
+from tests.tiers import covering
 
 FP8_LAYERS = ["net.2", "net.4", "net.6"]
 WIDTH, ROWS = 64, 48
@@ -359,15 +359,20 @@ def spreads(x: Tensor, step: int) -> Tensor:
     return torch.cat([x[:-1], torch.full_like(x[-1:], 3e5)])
 
 
+@pytest.fixture
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fp8.monitor.callback.WARM_UP", 20)
+
+
+@pytest.mark.usefixtures("_short_warm_up")
 def test_a_layer_that_saturates_is_found(tmp_path: Path) -> None:
     """Every second step is four times as large, and the scale follows the step before."""
     monitor = monitor_of(tmp_path, 20)
     recipe = DelayedScaling(amax_compute_algo="most_recent")
-    fit(monitor, Fault("net.4", lambda x, step: x * 4, lambda step: step % 2), steps=180, recipe=recipe)
-    (alarm,) = monitor.alarms
-    assert (alarm.kind, alarm.rule) == ("layer", "clips")
-    assert "net.4.input" in alarm.casts
-    assert "net.4" in alarm.skip
+    fit(monitor, Fault("net.4", lambda x, step: x * 4, lambda step: step % 2), steps=80, recipe=recipe)
+    assert {(alarm.kind, alarm.rule) for alarm in monitor.alarms} == {("layer", "clips")}
+    assert monitor.alarms[0].casts[0] == "net.4.input"
+    assert monitor.skip()[0] == "net.4"
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
@@ -380,22 +385,24 @@ def test_a_layer_that_underflows_is_found(recipe: str, tmp_path: Path) -> None:
     assert "skip=('net.4'" in monitor.table().replace("\n", " ")
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 def test_an_outlier_step_is_found_between_samples(tmp_path: Path) -> None:
     monitor = monitor_of(tmp_path, 50)
-    fit(monitor, Fault("net.4", lambda x, step: x * 100, lambda step: step == 137), steps=150)
+    fit(monitor, Fault("net.4", lambda x, step: x * 100, lambda step: step == 37), steps=50)
     (alarm,) = monitor.alarms
-    assert (alarm.kind, alarm.rule, alarm.first_step, alarm.last_step) == ("event", "outlier step", 138, 138)
+    assert (alarm.kind, alarm.rule, alarm.first_step, alarm.last_step) == ("event", "outlier step", 38, 38)
     assert alarm.casts[0] == "net.4.input"
     assert monitor.skip() == ()
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 def test_a_frozen_scale_is_found(tmp_path: Path) -> None:
     class Freeze(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
             pl_module.net[4].slots[Role.INPUT].scale.fill_(3.0)
 
     monitor = monitor_of(tmp_path, 20)
-    fit(monitor, Freeze(), steps=180)
+    fit(monitor, Freeze(), steps=80)
     (alarm,) = monitor.alarms
     assert (alarm.rule, alarm.casts) == ("standing scale", ["net.4.input"])
 
@@ -409,13 +416,14 @@ def test_scales_that_follow_are_not_off(algorithm: Any, tmp_path: Path) -> None:
         assert interval["off_bits"].max() < 0.5
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 def test_a_layer_that_no_optimizer_steps_is_found(tmp_path: Path) -> None:
     class Partly(Model):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam([each for name, each in self.named_parameters() if "net.4" not in name], 1e-3)
 
     monitor = monitor_of(tmp_path, 20)
-    fit(monitor, steps=180, model=Partly())
+    fit(monitor, steps=80, model=Partly())
     (alarm,) = monitor.alarms
     assert (alarm.rule, alarm.layers) == ("standing scale", ["net.4"])
 
@@ -456,8 +464,10 @@ class Detached(Model):
                 each.grad.nan_to_num_(0.0)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(each, marks=thorough) if each else each for each in range(3)])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "seed"),
+    covering([(recipe, seed) for recipe in RECIPES for seed in range(3)], lambda row: {row} & {("delayed", 0)}),
+)
 def test_a_healthy_run_of_300_steps_has_no_alarm(recipe: str, seed: int, tmp_path: Path) -> None:
     monitor = monitor_of(tmp_path, 50)
     fit(monitor, recipe=recipe, steps=300, seed=seed)

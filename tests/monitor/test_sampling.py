@@ -74,8 +74,13 @@ def linears(depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*layers).bfloat16()
 
 
-@pytest.mark.parametrize("what_if", [False, True])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize(
+    ("recipe", "what_if"),
+    covering(
+        [(recipe, what_if) for recipe in RECIPE_NAMES for what_if in (False, True)],
+        lambda row: {row} & {("delayed", False), ("blockwise", True)},
+    ),
+)
 def test_compiled_layers_count_what_eager_ones_do(recipe: str, what_if: bool) -> None:
     eager, compiled = linears(), linears()
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
