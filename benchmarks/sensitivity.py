@@ -183,8 +183,8 @@ def line(result: dict[str, Any]) -> str:
 def table(document: dict[str, Any]) -> str:
     """Means over the seeds, in Markdown; in parentheses the least and the greatest."""
     heading = (
-        "model, recipe", "all layers in FP8", "the default", "its FLOPs in FP8", "by the ranking", "FLOPs in FP8",
-        "layers in BF16",
+        "model, recipe", "all layers in FP8", "the default", "first block alone in BF16", "last block alone",
+        "by the ranking", "its FLOPs in FP8", "its layers in BF16",
     )  # fmt: skip
     rows = []
     for key in dict.fromkeys((each["model"], each["recipe"]) for each in document["results"]):
@@ -195,13 +195,20 @@ def table(document: dict[str, Any]) -> str:
                 ", ".join(key),
                 _spread([each["all_error"] for each in of_key], 2),
                 _spread([each["default"]["error"] for each in of_key], 2),
-                f"{of_key[0]['default']['flops_in_fp8']:.0%}",
+                _spread([without_block(each, 0) for each in of_key], 2),
+                _spread([without_block(each, -1) for each in of_key], 2),
                 _spread([each["ranked"]["error"] for each in of_key], 2),
                 _spread([each["ranked"]["flops_in_fp8"] for each in of_key], 0),
                 f"{min(kept)} – {max(kept)} instead of {of_key[0]['default']['layers']}, of {of_key[0]['layers']}",
             )
         )
     return markdown(heading, rows)
+
+
+def without_block(result: dict[str, Any], block: int) -> float:
+    """The error that the rows let expect with one block in BF16, the first (0) or the last (-1)."""
+    numbers = sorted({_block(name) for name, *_ in result["rows"]} - {-1})
+    return math.sqrt(sum(error**2 for name, error, _ in result["rows"] if _block(name) != numbers[block]))
 
 
 def _spread(values: list[float], digits: int) -> str:
