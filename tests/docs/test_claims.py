@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 
 import lightning_fp8
+from benchmarks import sensitivity
 from benchmarks.measuring import report
 from benchmarks.measuring.summary import summary
 from lightning_fp8.recipes import RECIPES
@@ -39,6 +40,34 @@ def test_the_tables_of_a_gpu_are_made_from_its_results() -> None:
     readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/h200.md").read_text()
     assert report.insert(readme, summary(H200)) == readme
     assert page.endswith("\n\n".join(map(report.table, H200)) + "\n")
+
+
+def test_the_table_of_sensitivities_is_made_from_its_results() -> None:
+    page = (ROOT / "docs/sensitivity.md").read_text()
+    results = json.loads((ROOT / "benchmarks/results/2026-11-26-cpu-sensitivity.json").read_text())
+    assert f"\n\n{sensitivity.table(results)}\n\n" in page
+    pairs = [(each["ranked"], each["default"]) for each in results["results"]]
+    more = sum(ranked["flops_in_fp8"] > default["flops_in_fp8"] + 1e-9 for ranked, default in pairs)
+    assert f"in {more} of {len(pairs)} runs more FLOPs" in page
+    ratios = sorted(ranked["error"] / default["error"] for ranked, default in pairs)
+    assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} times" in page
+    for block in ("first", "last"):
+        places: dict[tuple[str, str], list[float]] = {}
+        for each in results["results"]:
+            places.setdefault((each["model"], each["recipe"]), []).append(each["positions"][block])
+        means = sorted(mean(each) for each in places.values())
+        assert f"{means[0]:.2f} to {means[-1]:.2f}" in page
+
+
+def test_the_cost_of_a_monitor_is_its_results() -> None:
+    page = (ROOT / "docs/monitor.md").read_text()
+    entries = json.loads((ROOT / "benchmarks/results/2026-11-26-cpu-monitor.json").read_text())["suites"]["monitor"]
+    ratios = [
+        sorted(1 / ratio for each in entries if each["by"].endswith(kind) for ratio in each["over"].values())
+        for kind in (", sampled", ", what if", ", a run")
+    ]
+    for (least, *_, most), digits in zip(ratios, (2, 2, 3)):
+        assert f"{least:.{digits}f} to {most:.{digits}f}" in page
 
 
 def texts() -> list[str]:
