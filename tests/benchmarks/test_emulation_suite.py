@@ -1,4 +1,4 @@
-"""The suite ``emulation``: what it runs, and what is made of its times."""
+"""The suites ``emulation`` and ``monitor``, of the same training step: what they run, and what is made of its times."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.measuring import report
 from benchmarks.measuring.record import Result
 from benchmarks.measuring.timing import Times
 from lightning_fp8.recipes import RECIPES
+from tests.tiers import thorough
 
 
 def test_a_dry_run_times_bf16_and_every_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +47,21 @@ def test_the_table_says_how_many_steps_of_bf16_one_costs() -> None:
     assert bf16 == "| step | BF16 | 100.0 (90.0 – 110.0) |  |  |"
     assert kept == "| step | kept | 150.0 (120.0 – 180.0) | 1.33 BF16 | ✓ ≤ 1.60 |"
     assert missed == "| step | missed | 150.0 (120.0 – 180.0) | 2.00 BF16 | ✗ ≤ 1.60 |"
+
+
+@thorough
+def test_a_run_with_a_monitor_costs_its_steps_samples_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert main(["--dry-run", "--only", "monitor", "--json", str(tmp_path / "out.json")]) == 0
+    entries = json.loads((tmp_path / "out.json").read_text())["suites"]["monitor"]
+    for recipe in ("delayed", "tensorwise", "blockwise"):
+        of_recipe = {each["by"].partition(", ")[2]: each for each in entries if each["name"].endswith(f", {recipe}")}
+        kinds = ("without a monitor", "following", "sampled", "what if", "report")
+        plain, following, sampled, what_if, report = (of_recipe[kind]["milliseconds"]["low"] for kind in kinds)
+        more = 50 * following + (sampled - plain) + (what_if - sampled) / 10 + report
+        run = of_recipe["a run"]
+        assert 1 / run["over"]["without a monitor"] == pytest.approx(1 + more / 50 / plain, rel=1e-3)
+        assert run["target"] == {"over without a monitor": 1 / 1.01}
+    assert capsys.readouterr().out.count("every 50 steps") == 3
