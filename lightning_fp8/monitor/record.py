@@ -74,7 +74,8 @@ class Interval:
     def decibels(self) -> Array:
         """The ratio of signal to noise of each cast; NaN where nothing was sampled, inf without noise."""
         with np.errstate(divide="ignore"):
-            return 10 * np.log10(_ratio(self["signal"], self["noise"], where=self["signal"] > 0))
+            decibels: Array = 10.0 * np.log10(_ratio(self["signal"], self["noise"], where=self["signal"] > 0))
+        return decibels
 
 
 def _ratio(a: Array, b: Array, where: Any = True) -> Array:
