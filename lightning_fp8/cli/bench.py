@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -123,8 +124,13 @@ def card_clock(device: torch.device) -> Clock:
     return seconds
 
 
-def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool) -> None:
+def bench(
+    gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool
+) -> list[tuple[LayerGemm, dict[GemmChoice, float]]]:
     """Time all, print the times, and keep the winners if asked.
+
+    Returns:
+        The seconds of each product's choices, the fastest first.
 
     Raises:
         ValueError: none of the products has kernels for the recipe's layouts.
@@ -136,7 +142,7 @@ def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, cloc
     if exact:
         print(f"not timed, since recipe={recipe.name!r} multiplies them exactly in BF16 here: {', '.join(exact)}")
     card = launch.name_of(device)
-    measured = []
+    measured, found = [], []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]
     if launch.is_cuda_device(device):
         architecture = launch.architecture_of(device)
@@ -146,18 +152,63 @@ def bench(gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, cloc
     for gemm, bound in zip(tqdm(gemms, desc=card, unit="product"), planned):
         times = timed(candidates(gemm, recipe, bound), clock)
         tqdm.write("\n".join(_lines(gemm, times)))
+        found.append((gemm, times))
         if times:
             measured.append(Measurement(str(bound.problem.spec), (gemm.m, gemm.n, gemm.k), next(iter(times))))
     if tune:
         print(f"kept {len(measured)} choices in {save(card, measured)}")
         clear_plan_cache()
+    return found
+
+
+MOST_BARS = 8
+"""Choices of a product that are drawn."""
+
+
+def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str, path: Path) -> None:
+    """Draw the speed of each product's fastest choices, libraries' in another colour.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("a plot needs matplotlib; install it: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    counts = [min(len(times), MOST_BARS) for _, times in found]
+    figure, axes = plt.subplots(
+        len(found), figsize=(9, 0.6 + sum(0.9 + 0.24 * count for count in counts)), layout="constrained", sharex=True,
+        squeeze=False, gridspec_kw={"height_ratios": [1.5 + count for count in counts]},
+    )  # fmt: skip
+    for (gemm, times), axis in zip(found, axes[:, 0]):
+        for place, (choice, seconds) in enumerate(list(times.items())[:MOST_BARS]):
+            color = "#b45309" if isinstance(choice, Library) else "#0b5cad"
+            axis.barh(place, _teraflops(gemm, seconds), color=color)
+            axis.annotate(_name(choice), (0, place), (4, 0), textcoords="offset points", va="center", size=7, color="w")
+        axis.set_yticks([])
+        axis.invert_yaxis()
+        axis.set_title(f"{gemm.name}: [{gemm.m}, {gemm.k}] × [{gemm.n}, {gemm.k}]ᵀ", loc="left", size=9)
+    axes[-1, 0].set_xlabel("TFLOP/s")
+    figure.suptitle(title, size=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _name(choice: GemmChoice) -> str:
+    return choice.value if isinstance(choice, Library) else f"numba {choice}"
+
+
+def _teraflops(gemm: LayerGemm, seconds: float) -> float:
+    return 2e-12 * gemm.m * gemm.n * gemm.k / seconds
 
 
 def _lines(gemm: LayerGemm, times: dict[GemmChoice, float]) -> Iterator[str]:
     yield f"{gemm.name}: [{gemm.m}, {gemm.k}] x [{gemm.n}, {gemm.k}]ᵀ"
     for choice, seconds in times.items():
-        name = choice.value if isinstance(choice, Library) else f"numba {choice}"
-        yield f"  {1e3 * seconds:9.4f} ms  {2e-12 * gemm.m * gemm.n * gemm.k / seconds:7.0f} TFLOP/s  {name}"
+        yield f"  {1e3 * seconds:9.4f} ms  {_teraflops(gemm, seconds):7.0f} TFLOP/s  {_name(choice)}"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -168,7 +219,9 @@ def main(argv: Sequence[str]) -> None:
     os.environ[proofs.VARIABLE] = "0"  # all candidates are measured; training proves the one that it chooses
     device = torch.device("cuda", torch.cuda.current_device())
     gemms = [gemm for inputs, outputs in args.linear for gemm in gemms_of(inputs, outputs, args.tokens)]
-    bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
+    found = bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
+    if args.plot is not None:
+        plot(found, f"{launch.name_of(device)}, {args.recipe}, {args.tokens} tokens", args.plot)
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -194,4 +247,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
     parser.add_argument("--tune", action="store_true", help="keep the winners for training on this card")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds, as PNG or PDF")
     return parser

@@ -119,6 +119,16 @@ def test_products_without_kernels_are_named(
     assert [line.partition(":")[0] for line in lines if line.startswith("32x48")] == [f"32x48 {n}" for n in compared]
 
 
+def test_speeds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar for each product and choice, as long as the product is fast."""
+    drawn: list[float] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.barh", lambda self, place, width, **style: drawn.append(width))
+    found = [(of, {Library.CUBLASLT: 1e-6 * number}) for number, of in enumerate(bench.gemms_of(32, 48, 16), 1)]
+    bench.plot(found, "a card", tmp_path / "speeds.png")
+    assert drawn == pytest.approx([2 * 16 * 32 * 48 / (1e-6 * number) / 1e12 for number in (1, 2, 3)])
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_errors(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="'mxfp8' multiplies exactly in BF16"):
         bench.bench(bench.gemms_of(32, 48, 16), make_recipe("mxfp8"), CPU, lambda call: 1.0, tune=False)
