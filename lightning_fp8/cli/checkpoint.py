@@ -7,6 +7,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def main(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     inspect_parser = commands.add_parser("inspect", help="print the FP8 state of a checkpoint; nothing of it is run")
     inspect_parser.add_argument("file", type=Path)
+    inspect_parser.add_argument("--filter", default="*", metavar="GLOB", help="print the tensors of these names alone")
+    inspect_parser.add_argument(
+        "--worst",
+        type=_count,
+        metavar="N",
+        help="print the N tensors whose scales are stalest: largest over newest amax",
+    )
     convert_parser = commands.add_parser(
         "convert", help="turn Transformer Engine's FP8 state into ours, so that the file loads anywhere"
     )
@@ -48,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     file = args.file if args.command == "inspect" else args.source
     try:
         if args.command == "inspect":
-            print(inspect(args.file))
+            print(inspect(args.file, args.filter, args.worst))
         else:
             print(convert(args.source, args.target))
     except CheckpointError as error:
@@ -59,28 +67,46 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"lightning-fp8: {file}: it nests too deep to be a checkpoint") from None
 
 
-def inspect(path: Path) -> str:
+def _count(text: str) -> int:
+    if not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
     """A table of every module's FP8 state in the file, Transformer Engine's or ours.
+
+    Args:
+        only: a glob of names.
+        worst: how many tensors, those with the largest ratio of the history's largest amax to the newest first: their
+            scales are the most too small. None is all, in the file's order.
 
     Raises:
         CheckpointError: the file or a state in it is damaged; the message names the module.
         OSError: there is no such file.
     """
     with open_checkpoint(path) as file:
-        lines = []
+        lines: list[tuple[str, ...]] = []
+        ratios: list[float] = []
         writers = []
         for key, writer, tensor_states in _states(file):
             if writer not in writers:
                 writers.append(writer)
-            if not tensor_states:
+            if not tensor_states and fnmatchcase(key, only):
                 lines.append((_printable(key), "-", "-", "-", writer))
+                ratios.append(0.0)
             for name, tensor_state in tensor_states.items():
+                if not fnmatchcase(name, only):
+                    continue
                 scale = f"{tensor_state.scale:.6g}" if tensor_state.scale else "not yet"
                 amaxes = tensor_state.amax_history
                 largest, newest = (f"{x:.6g}" for x in (amaxes.max(), amaxes[-1])) if len(amaxes) else ("-", "-")
                 lines.append((_printable(name), scale, largest, newest, writer))
+                ratios.append(float(amaxes.max() / amaxes[-1]) if len(amaxes) and amaxes[-1] > 0 else 0.0)
     if not lines:
-        return f"{path}: no FP8 state"
+        return f"{path}: no FP8 state" + (f" of tensors called {only}" if writers else "")
+    if worst is not None:
+        lines = [lines[index] for index in sorted(range(len(lines)), key=lambda index: -ratios[index])[:worst]]
     head = ("tensor", "scale", "largest amax", "newest amax", "written by")
     widths = [max(len(line[column]) for line in [head, *lines]) for column in range(4)]
     table = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[4]]) for line in [head, *lines]]

@@ -88,6 +88,29 @@ def test_inspect_of_a_converted_file_and_of_one_without_state(
     assert "no FP8 state" in capsys.readouterr().out
 
 
+def test_inspect_prints_the_stalest_scales_and_those_of_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = convert_module(mlp(depth=5))
+    state = fp8_state_dict(model)
+    n = len(state["names"])
+    newest = torch.arange(1.0, n + 1)  # the first is 8 times below its history, the last 8 / n
+    state["amax_history"] = torch.stack([torch.full((n,), 8.0), newest])
+    state["scale"] = torch.ones(n)
+    torch.save(state, tmp_path / "state.pt")
+    main(["checkpoint", "inspect", str(tmp_path / "state.pt"), "--worst", "2"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == state["names"][:2]
+    main(["checkpoint", "inspect", str(tmp_path / "state.pt"), "--filter", "*.weight"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == [name for name in state["names"] if name.endswith(".weight")]
+    main(["checkpoint", "inspect", str(tmp_path / "state.pt"), "--filter", "none"])
+    assert capsys.readouterr().out.strip().endswith("no FP8 state of tensors called none")
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "inspect", str(tmp_path / "state.pt"), "--worst", "0"])
+    assert "'0' is not a number of at least 1" in capsys.readouterr().err
+
+
 def test_inspect_finds_our_state_wherever_it_is_saved(tmp_path: Path) -> None:
     model = convert_module(mlp())
     plugin = FP8FabricPrecision("delayed")
