@@ -111,6 +111,7 @@ class FP8Monitor(Callback):
             trainer.precision if recipe is None else recipe.name,
             "" if recipe is None else str(recipe),
             environment=_environment(pl_module.device),
+            formats=[] if recipe is None else [recipe.cast(role).float8.name for role in casts.roles],
         )
         if recipe is not None:
             self._fp8_max, self._largest = casts.fp8_max(recipe), casts.largest_rounded(recipe)

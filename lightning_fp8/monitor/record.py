@@ -123,6 +123,7 @@ class Record:
 
     Attributes:
         names, roles: of each cast, ``layers.0.fc1.input`` and ``input``.
+        formats: of each cast, ``E4M3`` or ``E5M2``.
         recipe: the recipe's name; ``recipe_fields``: all of it, as text.
         intervals: in their order.
         recipes: the names of the recipes that ``losses`` are of.
@@ -147,6 +148,7 @@ class Record:
     verdict: str = ""
     alarms: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    formats: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         n = len(self.names)
@@ -248,7 +250,7 @@ class Record:
 
 
 _DESCRIBED = (
-    "names", "roles", "recipe", "recipe_fields", "recipes", "layers", "verdict", "alarms", "environment",
+    "names", "roles", "formats", "recipe", "recipe_fields", "recipes", "layers", "verdict", "alarms", "environment",
 )  # fmt: skip
 
 

@@ -15,6 +15,10 @@ def record(layers: int = 3, intervals: int = 6, delayed: bool = True, alarm: boo
     names = [f'blocks.{layer}.<b>"{layer}"</b>.{role}' for layer in range(layers) for role in ROLES]
     generator = np.random.default_rng(layers)
     found = Record(names, list(ROLES) * layers, "delayed" if delayed else "rowwise", "Recipe(<fields>)")
+    found.formats = ["E4M3", "E4M3", "E5M2"] * layers
+    found.exponents[:, 120:130] = 100.0
+    found.exponents[:, 0] = 77.0  # zeros
+    found.exponents[0, 100] = 1000.0
     for number in range(intervals):
         values = empty_values(len(names))
         figures = {

@@ -69,7 +69,14 @@ def test_a_long_run_keeps_few_intervals() -> None:
 
 
 def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
-    record = Record(["a.input", "b.input"], ["input"] * 2, "delayed", "DelayedScaling()", environment={"torch": "2"})
+    record = Record(
+        ["a.input", "b.input"],
+        ["input"] * 2,
+        "delayed",
+        "DelayedScaling()",
+        environment={"torch": "2"},
+        formats=["E4M3"] * 2,
+    )
     record.add(Interval(1, 50, 2.5, np.concatenate([FIRST, SECOND])))
     record.losses += 3
     record.exponents[1, 7] = 4
@@ -77,7 +84,7 @@ def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.npz"
     record.save(path)
     loaded = Record.load(path)
-    for name in ("names", "roles", "recipe", "recipe_fields", "recipes", "alarms", "environment"):
+    for name in ("names", "roles", "recipe", "recipe_fields", "recipes", "alarms", "environment", "formats"):
         assert getattr(loaded, name) == getattr(record, name), name
     np.testing.assert_array_equal(loaded.losses, record.losses)
     np.testing.assert_array_equal(loaded.exponents, record.exponents)

@@ -36,7 +36,7 @@ def test_it_fits_and_complains_of_nothing(shown: Browser, path: Path, width: int
     assert shown.value("innerWidth") == width
     assert shown.value("document.documentElement.scrollWidth") <= width
     pictures = "[...document.querySelectorAll('svg, canvas')]"
-    assert shown.value(f"{pictures}.length") == 11
+    assert shown.value(f"{pictures}.length") == 12
     assert shown.value(f"{pictures}.every((each) => each.getAttribute('role') === 'img')")
     assert shown.value(f"{pictures}.every((each) => each.getAttribute('aria-label').length > 20)")
     assert shown.value(f"{pictures}.every((each) => each.getBoundingClientRect().right <= innerWidth)")
@@ -72,6 +72,11 @@ def test_a_cast_is_chosen(shown: Browser, path: Path) -> None:
     shown.value(choose)
     label = shown.value("document.querySelector('#lines svg').getAttribute('aria-label')")
     assert 'blocks.1.<b>"1"</b>.weight' in label
+    label = shown.value("document.querySelectorAll('#lines svg')[1].getAttribute('aria-label')")
+    assert label == (
+        'Exponents of blocks.1.<b>"1"</b>.weight: magnitudes from 2^-7 to 2^3; up to 2^-18.8 they become 0, '
+        "beyond 2^0.1 they clip"
+    )
     assert shown.problems == []
 
 

@@ -118,6 +118,44 @@ def lines_of(record: Record, intervals: list[Interval]) -> dict[str, Any]:
     }
 
 
+FIRST_EXPONENT, EXPONENTS = -48, 80
+"""The least exponent that is drawn, and how many."""
+
+SHARES = Scale(-6.0, 0.0, "of its values", log=True)
+_SMALLEST = {"E4M3": -10.0, "E5M2": -17.0}
+_LARGEST = {"E4M3": 464.0, "E5M2": 61440.0}
+
+
+def exponents_of(record: Record) -> dict[str, Any]:
+    """Histograms of the exponents of all casts; with the scale of the last step, which values become 0 and clip.
+
+    ``range`` has binary logarithms: values up to the first become 0, those beyond the second clip; null where no scale
+    is known.
+    """
+    counts = record.exponents
+    if not counts.any():
+        return {}
+    first = 127 + FIRST_EXPONENT
+    inside = counts[:, first : first + EXPONENTS].copy()
+    inside[:, 0] += counts[:, 1:first].sum(1)
+    shares = inside / np.maximum(counts[:, 1:255].sum(1, keepdims=True), 1)
+    scale = record.total()["scale"] if record.intervals else np.full(len(record.names), np.nan)
+    ranges = [
+        [_SMALLEST[name] - float(np.log2(each)), float(np.log2(_LARGEST[name] / each))] if each > 0 else None
+        for name, each in zip(record.formats, scale)
+    ]
+    return {
+        "names": record.names,
+        "first": FIRST_EXPONENT,
+        "columns": EXPONENTS,
+        "low": SHARES.low,
+        "high": SHARES.high,
+        "log": True,
+        "cells": SHARES.encoded(shares),
+        "range": ranges,
+    }
+
+
 def drawn(record: Record, other: Record | None) -> dict[str, Any]:
     """All that the script draws."""
     intervals = folded(record)
@@ -133,6 +171,7 @@ def drawn(record: Record, other: Record | None) -> dict[str, Any]:
         "events": events,
         "grids": grids(record, intervals),
         "lines": lines_of(record, intervals),
+        "exponents": exponents_of(record),
     }
 
 

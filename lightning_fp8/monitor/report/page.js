@@ -170,35 +170,88 @@ function heatMap(grid, parent) {
   return draw;
 }
 
-/* Amax and scale of one cast, chosen from all. */
-function scalesPlot() {
-  const parent = document.getElementById("lines"), lines = data.lines;
-  if (!lines.names) {
-    make("p", "This recipe keeps no amaxes and scales between steps.", parent);
+/* A histogram of the exponents of one cast, on a logarithmic scale. */
+function histogram(parent, cast) {
+  const found = data.exponents, all = bytes(found.cells).subarray(cast * found.columns, (cast + 1) * found.columns);
+  parent.replaceChildren();
+  let [first, last] = [all.findIndex((each) => each), all.findLastIndex((each) => each)];
+  if (first < 0) return void make("p", "No value was sampled.", parent);
+  const range = found.range[cast], width = Math.max(280, parent.clientWidth), height = 220, left = 52, right = 12, top = 26, bottom = 30;
+  if (range) [first, last] = [Math.max(0, Math.min(first, Math.floor(range[0]) - found.first - 1)), Math.min(found.columns - 1, Math.max(last, Math.ceil(range[1]) - found.first))];
+  const x = (exponent) => left + ((exponent - found.first - first) / (last - first + 1)) * (width - left - right);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const add = (name, attributes, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text) made.textContent = text;
+    svg.append(made);
+  };
+  const limits = range ? `; up to 2^${range[0].toFixed(1)} they become 0, beyond 2^${range[1].toFixed(1)} they clip` : "";
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `Exponents of ${found.names[cast]}: magnitudes from 2^${found.first + all.findIndex((each) => each)} to 2^${found.first + all.findLastIndex((each) => each) + 1}${limits}`);
+  for (const power of [0, -2, -4, -6]) {
+    const y = top + (power / found.low) * (height - top - bottom);
+    add("line", { x1: left, x2: width - right, y1: y, y2: y, stroke: colour("--line") });
+    add("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, power ? `10^${power}` : "1");
+  }
+  for (let column = first; column <= last; column++) {
+    if (!all[column]) continue;
+    const tall = (all[column] / 255) * (height - top - bottom), from = x(found.first + column);
+    add("rect", { x: from, y: height - bottom - tall, width: Math.max(1, x(found.first + column + 1) - from - 1), height: tall, fill: colour("--one") });
+  }
+  for (const [index, text] of [[0, "becomes 0"], [1, "clips"]]) {
+    if (!range) break;
+    const at = x(range[index]);
+    add("line", { x1: at, x2: at, y1: top - 6, y2: height - bottom, stroke: colour("--mark"), "stroke-width": 2, "stroke-dasharray": "4 3" });
+    add("text", { x: at + (index ? 4 : -4), y: top - 10, "text-anchor": index ? (at > width - 60 ? "end" : "start") : at < 110 ? "start" : "end" }, text);
+  }
+  add("text", { x: left, y: height - 8 }, `2^${found.first + first}`);
+  add("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `2^${found.first + last + 1}`);
+  parent.append(svg);
+}
+
+/* One cast, chosen from all: its amax and scale over time, and its exponents. */
+function castPlots() {
+  const parent = document.getElementById("lines"), lines = data.lines, names = lines.names || data.exponents.names;
+  if (!names) {
+    make("p", "No figures of single casts were recorded.", parent);
     return () => {};
   }
-  const label = make("label", "Cast ", parent), choice = make("select", "", label);
-  lines.names.forEach((name, index) => (make("option", name, choice).value = index));
-  const box = make("div", "", parent), list = make("ul", "", parent), columns = data.steps.length;
-  box.className = "plot";
-  list.className = "legend";
-  const decoded = { amax: bytes(lines.amax), scale: bytes(lines.scale) };
-  const series = (what, tint, dashed) => ({
-    label: `${what}, log2`, colour: tint, dashed,
-    points: data.steps.map(([, last], column) => [last, decoded[what][choice.value * columns + column]]).filter((point) => point[1])
-      .map(([step, byte]) => [step, lines.low + ((byte - 1) / 254) * (lines.high - lines.low)]),
-  });
-  const draw = () => {
-    const both = [series("amax", "--one", false), series("scale", "--two", true)];
-    plot(box, `Amax and scale of ${lines.names[choice.value]}, log2,`, both, []);
-    legend(list, both);
-  };
+  const label = make("label", "Cast ", parent), choice = make("select", "", label), columns = data.steps.length;
+  names.forEach((name, index) => (make("option", name, choice).value = index));
+  const draws = [];
+  if (lines.names) {
+    make("h3", "Amax and scale", parent);
+    const box = make("div", "", parent), list = make("ul", "", parent);
+    const decoded = { amax: bytes(lines.amax), scale: bytes(lines.scale) };
+    box.className = "plot";
+    list.className = "legend";
+    const series = (what, tint, dashed) => ({
+      label: `${what}, log2`, colour: tint, dashed,
+      points: data.steps.map(([, last], column) => [last, decoded[what][choice.value * columns + column]]).filter((point) => point[1])
+        .map(([step, byte]) => [step, lines.low + ((byte - 1) / 254) * (lines.high - lines.low)]),
+    });
+    draws.push(() => {
+      const both = [series("amax", "--one", false), series("scale", "--two", true)];
+      plot(box, `Amax and scale of ${names[choice.value]}, log2,`, both, []);
+      legend(list, both);
+    });
+  }
+  if (data.exponents.names) {
+    make("h3", "Exponents of its values", parent);
+    make("p", data.lines.names ? "Shares of the sampled values, and the range of the last scale." : "Shares of the sampled values.", parent);
+    const box = make("div", "", parent);
+    box.className = "plot";
+    draws.push(() => histogram(box, Number(choice.value)));
+  }
+  const draw = () => draws.forEach((each) => each());
   choice.addEventListener("change", draw);
   return draw;
 }
 
 const gallery = document.getElementById("heat");
-const drawings = [drawLoss, ...data.grids.map((grid) => heatMap(grid, gallery)), scalesPlot()];
+const drawings = [drawLoss, ...data.grids.map((grid) => heatMap(grid, gallery)), castPlots()];
 if (!data.grids.length) make("p", "The run had no FP8 casts, or no interval.", gallery);
 const drawAll = () => drawings.forEach((draw) => draw());
 drawAll();
