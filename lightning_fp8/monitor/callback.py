@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_fp8.arguments import require_bool
 from lightning_fp8.monitor.alarms import WARM_UP, Alarm, Alarms, skip_of
 from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, off_bits, step_figures
+from lightning_fp8.monitor.figure import log_figure
 from lightning_fp8.monitor.record import INDEX, Array, Interval, Record, of_ranks
 from lightning_fp8.monitor.table import table
 from lightning_fp8.ops.sample import COUNTS
@@ -169,6 +170,8 @@ class FP8Monitor(Callback):
             self._report(trainer)
         self._save(trainer)
         self._stop()
+        if trainer.is_global_zero:
+            log_figure(trainer.loggers, self.record, trainer.fit_loop.epoch_loop._batches_that_stepped)
         rank_zero_info(self.table())
 
     @override

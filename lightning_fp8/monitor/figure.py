@@ -1,0 +1,75 @@
+"""A picture of a run for loggers that take one: what is clipped and flushed, layers by steps."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from lightning_fp8.monitor.record import Array, Record
+
+ROLES = {"input": "inputs", "weight": "weights", "grad_output": "gradients"}
+
+NAME = "fp8/lost"
+"""What loggers call it."""
+
+
+def lost(record: Record) -> Any:
+    """A figure of matplotlib: clipped bits above, shares flushed to zero below, of inputs, weights and gradients."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+    clipped = np.stack([each["clipped_bits"] for each in record.intervals], 1)
+    flushed = np.stack([each.flushed_share for each in record.intervals], 1)
+    kinds: tuple[tuple[str, Array, Any, str], ...] = (
+        ("clipped, bits", np.where(clipped > 0, clipped, np.nan), Normalize(0, 8), "Oranges"),
+        ("flushed to 0", np.where(flushed > 0, flushed, np.nan), LogNorm(1e-5, 1), "Blues"),
+    )
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3, sharex=True, squeeze=False)
+    steps = record.intervals[0].first_step, record.intervals[-1].last_step
+    for row, (title, values, norm, colours) in zip(axes, kinds):
+        for axis, (role, of_role) in zip(row, ROLES.items()):
+            casts = [index for index, each in enumerate(record.roles) if each == role]
+            extent = (steps[0] - 0.5, steps[1] + 0.5, len(casts) - 0.5, -0.5)
+            image = axis.imshow(
+                values[casts], aspect="auto", norm=norm, cmap=colours, interpolation="nearest", extent=extent
+            )
+            axis.set_title(f"{of_role}: {title}", loc="left", size=9)
+            axis.set_facecolor("#f1f3f6")
+            few = len(casts) <= 40 and role == "input"
+            axis.set_yticks(
+                range(len(casts)) if few else [], [record.layer(each) for each in casts] if few else [], size=6
+            )
+        figure.colorbar(image, ax=row, pad=0.01)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    return figure
+
+
+def log_figure(loggers: list[Any], record: Record, step: int) -> None:
+    """Give the picture to the loggers that take one, as Lightning's for TensorBoard, W&B and MLflow do.
+
+    Without matplotlib, and of a run without casts, there is none.
+    """
+    takers = [each for each in loggers if _takes(each)]
+    if not takers or not record.names or not record.intervals or find_spec("matplotlib") is None:
+        return
+    figure = lost(record)
+    for logger in takers:
+        if hasattr(logger, "log_image"):
+            logger.log_image(key=NAME, images=[figure], step=step)
+        elif hasattr(logger.experiment, "add_figure"):
+            logger.experiment.add_figure(NAME, figure, step)
+        else:
+            logger.experiment.log_figure(logger.run_id, figure, f"{NAME}.png")
+
+
+def _takes(logger: Any) -> bool:
+    if hasattr(logger, "log_image"):
+        return True
+    experiment = getattr(logger, "experiment", None)
+    return hasattr(experiment, "add_figure") or (hasattr(experiment, "log_figure") and hasattr(logger, "run_id"))
