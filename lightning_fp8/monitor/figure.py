@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fp8.monitor.record import Array, Record
-
-ROLES = {"input": "inputs", "weight": "weights", "grad_output": "gradients"}
+from lightning_fp8.monitor.report.data import ROLES
 
 NAME = "fp8/lost"
 """What loggers call it."""
@@ -38,7 +37,7 @@ def lost(record: Record) -> Any:
             image = axis.imshow(
                 values[casts], aspect="auto", norm=norm, cmap=colours, interpolation="nearest", extent=extent
             )
-            axis.set_title(f"{of_role}: {title}", loc="left", size=9)
+            axis.set_title(f"{of_role.lower()}: {title}", loc="left", size=9)
             axis.set_facecolor("#f1f3f6")
             few = len(casts) <= 40 and role == "input"
             axis.set_yticks(
