@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 class FP8Module(nn.Module):
-    """Base of modules that cast by recipe. It registers no buffers: a ``state_dict`` holds parameters alone.
+    """The base of modules that cast to FP8. It registers no buffers, so its ``state_dict`` holds only parameters.
 
     Attributes:
-        roles: the tensors that it casts; one slot of the history for each, in this order.
-        gemms: the names of its linear layers, each of which has those roles; ``""`` of a module that is one itself.
-        fp8: False runs it in high precision everywhere.
+        roles: the tensors that the module casts. Each has one slot of the amax history, in this order.
+        gemms: the names of the module's linear layers, each of which has those roles. A module that is itself one
+            linear layer has the single name ``""``.
+        fp8: False keeps the module in high precision.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ()
@@ -40,52 +41,52 @@ class FP8Module(nn.Module):
     @property
     def record(self) -> LayerRecord:
         """The counts of this module's forwards since its record was last cleared."""
-        if self._record is None:  # retyped in place, or never called
+        if self._record is None:  # the class was swapped in place, or no forward has run
             self._record = LayerRecord()
         return self._record
 
     @property
     def slots(self) -> Slots | None:
-        """The slot of the amax history for each role: this module reads its scale from it and writes its amax to it.
+        """For each role, the slot of the amax history that this module reads scales from and writes amaxes to.
 
-        Of a module of several :attr:`gemms` the first one's; :attr:`slots_of_gemms` has all.
+        For a module with several :attr:`gemms`, these are the slots of the first; see :attr:`slots_of_gemms`.
         """
         return self._slots[0] if self._slots else None
 
     @property
     def slots_of_gemms(self) -> tuple[Slots, ...]:
-        """The :attr:`slots` of each of :attr:`gemms`; empty before there are any."""
+        """The :attr:`slots` of each of :attr:`gemms`; empty until they are allocated."""
         return self._slots or ()
 
     @property
     def history(self) -> AmaxHistory | None:
-        """The history that :attr:`slots` lie in."""
+        """The history that owns :attr:`slots`."""
         return self._slots[0][self.roles[0]].history if self._slots else None
 
     def history_slots(self, name: str = "") -> list[tuple[str, Role]]:
-        """Names and roles of the slots of a module called ``name``: ``layers.0.fc1.input``."""
+        """The names and roles of the slots of a module named ``name``, for example ``layers.0.fc1.input``."""
         return [(slot_name(gemm_name(name, gemm), role), role) for gemm in self.gemms for role in self.roles]
 
     def named_slots(self, name: str = "") -> list[tuple[str, Slot]]:
-        """The names of :meth:`history_slots` with their slots; empty before there are any."""
+        """The names of :meth:`history_slots` with their slots; empty until they are allocated."""
         slots = [slot for of_gemm in self.slots_of_gemms for slot in of_gemm.values()]
         return [(full_name, slot) for (full_name, _), slot in zip(self.history_slots(name), slots)]
 
     def use_history(self, history: AmaxHistory, first_slot: int = 0) -> None:
-        """Keep amaxes and scales in ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
+        """Use the slots of ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
         indices = count(first_slot)
         self._slots = tuple({role: history.slot(next(indices)) for role in self.roles} for _ in self.gemms)
         self._join(history)
 
     def _join(self, history: AmaxHistory) -> None:
-        """Let the optimizers that hold parameters of this module update its slots."""
+        """Register the slots with ``history``, which updates them when an optimizer of these parameters steps."""
         history.add_module(self, [slot.index for slots in self.slots_of_gemms for slot in slots.values()])
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
-        """:attr:`slots_of_gemms`, in a history of the module's own where it has none yet.
+        """Return :attr:`slots_of_gemms`, and first allocate a history for this module if it has none.
 
         Args:
-            device: of that history; ``None`` is the parameters', and the CPU while those are on meta.
+            device: the device of a new history. ``None`` uses the parameters' device, or the CPU if they are on meta.
         """
         if self._slots is None:
             device = device or next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))
@@ -93,8 +94,8 @@ class FP8Module(nn.Module):
         assert self._slots is not None
         return self._slots
 
-    def __getstate__(self) -> dict[str, Any]:  # copies and pickles
-        """The state without the last context: it may hold a process group, which neither copies nor pickles."""
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy or pickle. It omits the last context, whose process group cannot be copied or pickled."""
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -107,7 +108,7 @@ class FP8Module(nn.Module):
             self._join(self.history)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refused where it would run in FP8: threads of ``torch.nn.DataParallel`` are outside this thread's region."""
+        """Refuse ``torch.nn.DataParallel`` in FP8: its threads do not inherit this thread's ``fp8_autocast``."""
         context = current_context()
         if self.fp8 and (context.enabled or context.calibrating):
             raise RuntimeError(
@@ -124,7 +125,7 @@ class FP8Module(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # torch swaps the contents of tensor subclasses with those of new ones, which have no attributes of others.
+        # torch swaps a tensor subclass with a new tensor, which lacks the attributes that others set on the old one.
         own = [(name, dict(vars(each))) for name, each in self._parameters.items() if isinstance(each, FP8Tensor)]
         super()._apply(fn, recurse)
         for name, attributes in own:
@@ -133,10 +134,10 @@ class FP8Module(nn.Module):
         history = self.history
         if history is not None:
             device = next((parameter.device for parameter in self.parameters()), None)
-            if device is None:  # attention has no parameters: where fn would put one that lies where its slots do
+            if device is None:  # attention has no parameters: see where fn moves a tensor of its slots
                 device = fn(history.scale.new_empty(0)).device
             if device.type != "meta":
-                history.to(device)  # its dtype stays float32 whatever fn casts to
+                history.to(device)  # the dtype stays float32
         return self
 
     def _load_from_state_dict(
@@ -149,9 +150,9 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take what Transformer Engine calls ``_extra_state`` as this module's scales and histories."""
+        """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories."""
         if (entry := take_state(state_dict, prefix)) is not None:
-            from lightning_fp8.te.te_state import CheckpointError, read_te_state  # only now: few models meet one
+            from lightning_fp8.te.te_state import CheckpointError, read_te_state  # imported late: few runs need it
 
             key, extra_state = entry
             try:

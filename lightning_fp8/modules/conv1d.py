@@ -1,4 +1,4 @@
-"""Conv1D: GPT-2's linear layer of Hugging Face, whose weight lies transposed, ``[in_features, out_features]``."""
+"""Conv1D: the linear layer of Hugging Face's GPT-2, whose weight is ``[in_features, out_features]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 
 
 class TransposedLinear(LinearLayer):
-    """``y = x w + b`` with ``w [in_features, out_features]``, in FP8 as :class:`Linear` is; its GEMMs read ``wᵀ``."""
+    """``y = x w + b`` with ``w [in_features, out_features]``. Its GEMMs read ``wᵀ``, in FP8 as in :class:`Linear`."""
 
     def _weight_and_bias(self) -> tuple[Tensor, Any]:
         weight, bias = super()._weight_and_bias()
@@ -26,11 +26,11 @@ class TransposedLinear(LinearLayer):
 
 @lru_cache
 def fp8_conv1d(conv1d: type) -> type:
-    """The FP8 subclass of ``conv1d``, transformers' Conv1D."""
+    """The FP8 subclass of the class of ``conv1d``, which is transformers' Conv1D."""
     return type("Conv1D", (TransposedLinear, conv1d), {"__module__": __name__})
 
 
-def __getattr__(name: str) -> Any:  # where a pickled model looks for its class
+def __getattr__(name: str) -> Any:  # unpickling looks up the class here
     if name == "Conv1D":
         from transformers.pytorch_utils import Conv1D
 

@@ -1,4 +1,4 @@
-"""How the parameters of a layer begin, kept for its ``reset_parameters``."""
+"""The initialization of a layer's parameters, which its ``reset_parameters`` repeats."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ InitMethod = Callable[[Tensor], Any]
 
 
 def default_init_method(weight: Tensor) -> None:
-    """Transformer Engine's: normal with a standard deviation of 0.023."""
+    """Transformer Engine's default: a normal distribution with a standard deviation of 0.023."""
     nn.init.normal_(weight, 0.0, 0.023)
 
 
 def refuse_meta(module: nn.Module) -> None:
-    """Refuse to fill parameters that have no memory. A constructor may, and all that runs in ``torch.device("meta")``.
+    """Refuse to initialize parameters on meta, except in a constructor and inside ``torch.device("meta")``.
 
     Raises:
-        RuntimeError: parameters of ``module`` are on meta.
+        RuntimeError: If parameters of ``module`` are on meta.
     """
     if not getattr(module, "constructed", False) or torch.get_default_device().type == "meta":
         return
@@ -40,16 +40,17 @@ def refuse_meta(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Initialization:
-    """Fills weights and biases, when their layer is constructed and when it is told to ``reset_parameters``.
+    """Fills weights and biases when a layer is constructed, and again in ``reset_parameters``.
 
-    Copies of a layer share it. A function that cannot be pickled, a lambda or one inside of another function, is left
-    out of a pickle of the layer: what is loaded trains, and raises when its parameters are to be filled.
+    Copies of a layer share one instance. A function that cannot be pickled, such as a lambda or a nested function, is
+    omitted from a pickle of the layer. A layer that is loaded from such a pickle trains, but ``reset_parameters``
+    raises.
 
     Attributes:
-        weight: called on each weight; None leaves it.
-        bias: called on each bias; None leaves it.
-        get_rng_state_tracker: Megatron's, whose state is forked while weights are filled.
-        rng_tracker_name: the state of that tracker; None is its default.
+        weight: called on each weight. None leaves weights unchanged.
+        bias: called on each bias. None leaves biases unchanged.
+        get_rng_state_tracker: returns Megatron's RNG tracker, whose state is forked while weights are filled.
+        rng_tracker_name: the name of a state of that tracker. None uses the tracker's default.
     """
 
     weight: InitMethod | None = None
@@ -59,14 +60,14 @@ class Initialization:
 
     @classmethod
     def told(cls, weight: InitMethod | None, bias: InitMethod | None, parallel: ParallelArguments) -> Initialization:
-        """With the tracker that a layer's parallel arguments name."""
+        """A copy that uses the RNG tracker of a layer's parallel arguments."""
         return cls(weight, bias, parallel.get("get_rng_state_tracker"), parallel.get("rng_tracker_name"))
 
     def fill(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None] = ()) -> None:
-        """Fill all of them in place.
+        """Fill the parameters in place.
 
         Raises:
-            RuntimeError: a function was left out of a pickle.
+            RuntimeError: If a function was omitted from the pickle that the layer was loaded from.
         """
         with torch.no_grad():
             if self.weight is not None:
@@ -97,7 +98,7 @@ class Initialization:
 def _is_picklable(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever an object's own methods raise
+    except Exception:  # an object's own methods may raise anything
         return False
     return True
 

@@ -30,29 +30,31 @@ from lightning_fp8.te.arguments import (
 class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[misc]
     """``y = x wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
-    Outside it, and in regions that are not enabled, it is ``torch.nn.Linear``. Its ``state_dict`` is
-    ``torch.nn.Linear``'s. Features and rows may be any number.
+    Outside ``fp8_autocast``, and with ``enabled=False``, the layer computes as ``torch.nn.Linear`` does. It has the
+    ``state_dict`` of ``torch.nn.Linear``. The numbers of features and rows are not restricted.
 
     Args:
-        in_features: columns of x.
-        out_features: columns of y.
-        bias: whether there is a bias.
+        in_features: the number of columns of x.
+        out_features: the number of columns of y.
+        bias: whether the layer has a bias.
         fuse_wgrad_accumulation: add the weight's gradient to ``weight.main_grad`` (float32, bfloat16 or float16)
-            instead of ``weight.grad``, in each backward pass through the layer, also in one that asks for the input's
-            gradient alone. Each overwrites it where ``weight.overwrite_main_grad`` is True. Where the weight has the
-            attribute ``grad_added_to_main_grad`` it is set True, and ``grad`` gets zeros, as Megatron's hooks ask.
+            instead of ``weight.grad``. Every backward pass through the layer does so, even one that only needs the
+            input's gradient. If ``weight.overwrite_main_grad`` is True, it overwrites ``main_grad`` instead. If the
+            weight has the attribute ``grad_added_to_main_grad``, it is set to True and ``grad`` becomes zeros, as
+            Megatron's hooks require.
         return_bias: return ``(y without bias, bias)``.
-        init_method: called on each weight, also by ``reset_parameters``; ``None`` is ``torch.nn.Linear``'s.
-        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
-        parameters_split: names, or name to rows, of parameters that hold the weight's rows in this order
-            (``query_weight``, ``query_bias``, ...) instead of ``weight`` and ``bias``.
-        delay_wgrad_compute: backward passes leave the weight's gradient to :meth:`backward_dw`.
-        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``parallel_mode`` the features above are
-            those of all ranks together, and ``in_features``, ``out_features`` and parameters this rank's.
+        init_method: initializes each weight, also in ``reset_parameters``. ``None`` is ``torch.nn.Linear``'s method.
+        params_dtype: the dtype of the parameters. ``dtype`` is an alias.
+        parameters_split: split the weight's rows into several parameters (``query_weight``, ``query_bias``, ...),
+            which replace ``weight`` and ``bias``. Either names, or a dictionary of names and numbers of rows.
+        delay_wgrad_compute: leave the weight's gradient to :meth:`backward_dw` instead of the backward pass.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``parallel_mode`` the arguments above
+            are global sizes, and the attributes ``in_features`` and ``out_features`` and the parameters are local to
+            this rank.
 
     Raises:
-        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: an argument that is not supported, and not at its default.
+        ValueError, TypeError: If an argument or an input is invalid; the message names the valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     initialization = Initialization()
@@ -91,13 +93,13 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
-        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
 
-        Weights and biases are ``torch.nn.Linear``'s; ``init_method`` then fills the weights.
+        Weights and biases are initialized as in ``torch.nn.Linear``; ``init_method`` then fills the weights.
 
         Raises:
-            RuntimeError: parameters are on meta, or ``init_method`` was left out of a pickle, of which this module was
-                loaded.
+            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits
+                ``init_method``.
         """
         refuse_meta(self)
         with self._as_whole():
@@ -124,14 +126,14 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
-            input: bfloat16, float16 or float32; ``inp`` is the same by Transformer Engine's name.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy; see
+            input: a bfloat16, float16 or float32 tensor. ``inp``, Transformer Engine's name, is an alias.
+            is_first_microbatch: True casts the weight and caches the result; False uses the cached weight. See
                 :meth:`lightning_fp8.modules.linear_layer.LinearLayer.forward`.
-            fp8_output, fp8_grad, weight, bias: refused unless at their defaults.
+            fp8_output, fp8_grad, weight, bias: not supported; only their defaults are accepted.
 
         Raises:
-            TypeError, ValueError: an input that does not fit the layer; the message says what would.
-            NotImplementedError: an argument that is not supported, and not at its default.
+            TypeError, ValueError: If the input does not fit the layer; the message names the valid values.
+            NotImplementedError: If an argument that is not supported differs from its default.
         """
         if fp8_output is not False or fp8_grad is not False or weight is not None or bias is not None:
             refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)

@@ -38,47 +38,48 @@ _functorch_is_active = torch._C._are_functorch_transforms_active
 
 
 class LinearLayer(WeightCachingModule):
-    """The FP8 forward that linear layers share, whichever class made them; :class:`Linear` is the one to construct.
+    """The FP8 forward pass that all linear layers inherit. Construct a :class:`Linear` to use it.
 
-    Has ``in_features``, ``out_features``, ``weight`` and ``bias`` of the class that it stands in front of.
+    ``in_features``, ``out_features``, ``weight`` and ``bias`` come from the other base class.
     """
 
     in_features: int
     out_features: int
     weight: Tensor
     bias: Any
-    # Class-level, so that a torch.nn.Linear retyped in place has them.
+    # Class attributes, so that a torch.nn.Linear whose class is swapped in place has them.
     roles = LINEAR_ROLES
     kind: ClassVar[str] = "Linear"
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     delayed_wgrads: tuple[Delayed, ...] | None = None
-    """With ``delay_wgrad_compute``, what waits for :meth:`backward_dw`, of each of :attr:`gemms`."""
+    """With ``delay_wgrad_compute``, the gradients that :meth:`backward_dw` computes, for each of :attr:`gemms`."""
     wgrad_accumulation_and_reduce_hooks: tuple[Callable[[], Any], ...] = ()
     bias_names: tuple[str, ...] = ("bias",)
     output_layout: Any = None
-    """The DTensor placement that a row-parallel layer gives its output; None leaves it a sum of parts."""
+    """The DTensor placement of a row-parallel layer's output; None leaves the output a partial sum."""
     own_context: FP8Context | None = None
-    """What forwards outside every region run under; None runs them in high precision."""
+    """The context of forwards outside ``fp8_autocast``; None runs them in high precision."""
     _last_context: FP8Context | None = None
     _last_products: list[Product] | None = None
-    """Of the last forward in FP8 without cached weights; made anew for another recipe, and other slots."""
+    """The products of the last FP8 forward without cached weights; reused while recipe and slots are unchanged."""
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
-            input: bfloat16, float16 or float32.
-            is_first_microbatch: True casts the weight and keeps the copy, False uses the kept copy unless an optimizer
-                has stepped, or the weight was loaded, changed in place or given other ``data``; None casts it and keeps
-                nothing. In-place changes of ``weight.data`` itself, outside an optimizer, leave no trace: pass True.
-                With ``fuse_wgrad_accumulation`` the first wgrad after True overwrites ``main_grad``, and later ones are
-                added; where ``weight.overwrite_main_grad`` is True each one overwrites.
+            input: a bfloat16, float16 or float32 tensor.
+            is_first_microbatch: True casts the weight and caches the result. False uses the cached weight unless it is
+                stale: an optimizer has stepped, or the weight was loaded, changed in place or assigned a new ``data``.
+                None casts the weight and caches nothing. In-place changes of ``weight.data`` outside an optimizer
+                cannot be detected; pass True after them. With ``fuse_wgrad_accumulation`` the first wgrad after True
+                overwrites ``main_grad`` and later ones are added, unless ``weight.overwrite_main_grad`` is True: then
+                each one overwrites.
 
         Raises:
-            TypeError: an input that is not floating point, or of another dtype than the weight outside torch.autocast;
-                ``is_first_microbatch`` that is neither None nor a bool.
-            ValueError: an input of other features or on another device than the weight.
+            TypeError: If the input is not floating point, if its dtype differs from the weight's outside
+                torch.autocast, or if ``is_first_microbatch`` is neither None nor a bool.
+            ValueError: If the input's number of features or its device does not match the weight.
         """
         weight, bias = self._weight_and_bias()
         context = self._begin(input, weight, is_first_microbatch)
@@ -96,7 +97,7 @@ class LinearLayer(WeightCachingModule):
         if not torch.compiler.is_compiling():
             shared = input_cast(input, dtype, product.recipe, product.slots[Role.INPUT], observe=product.observe)
         y = self._multiplied(x, weight, added_bias, product, dtype, shared)
-        if input.dim() != 2:  # here, not in the function: views that one makes cannot be changed in place
+        if input.dim() != 2:  # views that an autograd function returns cannot be changed in place
             y = y.view(*input.shape[:-1], weight.shape[0])
         return (y, bias) if self.return_bias else y
 
@@ -111,9 +112,9 @@ class LinearLayer(WeightCachingModule):
     def _multiplied(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype, shared: Any = None
     ) -> Tensor:
-        """``x wᵀ + bias [R, N]``, whose gradients are computed as the recipe says."""
+        """``x wᵀ + bias [R, N]``, with the gradients that the recipe asks for."""
         if not torch.is_grad_enabled():
-            weight = without_gradient(weight)  # else the function casts for a gradient that is not needed
+            weight = without_gradient(weight)  # or the function would cast operands that only wgrad needs
         if product.recipe.backward_override is not None:
             of_cast: Tensor = HighPrecisionGradientsFunction.apply(x, weight, bias, product, dtype, shared)
             return of_cast
@@ -122,23 +123,23 @@ class LinearLayer(WeightCachingModule):
 
     def _refuse_backward_override(self, product: Product, instead: str) -> None:
         """Raises:
-        NotImplementedError: the recipe computes gradients in high precision.
+        NotImplementedError: If the recipe sets ``backward_override``.
         """
         if (override := product.recipe.backward_override) is not None:
             raise NotImplementedError(f"backward_override={override!r} is not supported by {instead}")
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The sizes of its products, which tell compiled layers apart."""
+        """The sizes of its products. They identify compiled layers; see :func:`.record.note_traced`."""
         return self.in_features, self.out_features
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """``(out_features, in_features)`` of each of :attr:`gemms`."""
+        """``(out_features, in_features)`` for each of :attr:`gemms`."""
         return {"": (self.out_features, self.in_features)}
 
     def _begin(self, input: Tensor, weight: Tensor, is_first_microbatch: bool | None) -> FP8Context:
-        """The context that this forward, whose arguments are checked, runs under; counted in the record."""
+        """Check the arguments of a forward, count it in the record, and return the context that it runs under."""
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
         if (
@@ -155,23 +156,23 @@ class LinearLayer(WeightCachingModule):
             if self.fp8:
                 (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
             return context
-        # Recomputation runs in the backward pass: it repeats what its forward did, and counted.
+        # Recomputation in the backward pass repeats a forward that has been counted.
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         if in_backward:
             return context
         if self._last_context is not context:
-            self._last_context = context  # slow in a module, so only where it changes
+            self._last_context = context  # setting a module's attribute is slow, so only a change is set
         (self._record or self.record).note(context.enabled and self.fp8, self.training)
         return context
 
     def running_context(self) -> FP8Context:
-        """The context that a forward of this layer would run under now."""
+        """The context that a forward of this layer would currently run under."""
         if torch.compiler.is_compiling():
             return fp8_region.current_context(self.own_context)
         return fp8_region.context_of_forward(self._last_context, self.own_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
-        """Put parameters of the given rows, by name, in the place of ``weight`` and ``bias``."""
+        """Replace ``weight`` and ``bias`` by several parameters, given their names and numbers of rows."""
         sizes = list(split_rows.values())
         weights = self.weight.detach().split(sizes)
         biases = self.bias.detach().split(sizes) if self.bias is not None else [None] * len(sizes)
@@ -183,7 +184,7 @@ class LinearLayer(WeightCachingModule):
         self.bias_names = tuple(f"{name}_bias" for name in split_rows)
 
     def weights_and_biases(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The weights and the biases, as they are registered."""
+        """The registered weights and biases."""
         return [getattr(self, name) for name in self.weight_names], [getattr(self, name) for name in self.bias_names]
 
     def _parameter(self, name: str) -> Any:
@@ -191,7 +192,7 @@ class LinearLayer(WeightCachingModule):
         return parameters[name] if name in parameters else getattr(self, name)
 
     def _weight_and_bias(self) -> tuple[Tensor, Any]:
-        """The weight ``[N, K]`` and the bias; of several parameters one after the other."""
+        """The weight ``[N, K]`` and the bias; split parameters are concatenated."""
         if len(self.weight_names) == 1:
             return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
         weights, biases = self.weights_and_biases()
@@ -205,11 +206,11 @@ class LinearLayer(WeightCachingModule):
         context: FP8Context,
         is_first_microbatch: bool | None,
     ) -> tuple[list[Product], torch.dtype]:
-        """How each of :attr:`gemms` multiplies in this forward, and the dtype of their results.
+        """The product of each of :attr:`gemms` in this forward, and the dtype of the results.
 
         Args:
-            weights: of each.
-            others: tensors that the layer computes from beside these.
+            weights: the weight of each of :attr:`gemms`.
+            others: all other tensors that the layer computes with.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -220,7 +221,7 @@ class LinearLayer(WeightCachingModule):
                     self._check_sharded(input, weight)
         if input.layout is not torch.strided:
             raise TypeError(
-                f"{self.kind} takes dense tensors in FP8, not sparse or nested ones; x.to_dense(), or pad them"
+                f"{self.kind} does not support sparse or nested tensors in FP8: call x.to_dense(), or pad them"
             )
         slots = self._slots or self.ensure_slots(input.device)
         recipe, grad = context.recipe, torch.is_grad_enabled()
@@ -231,14 +232,14 @@ class LinearLayer(WeightCachingModule):
                 history.follow(recipe)
             elif grad and context.observe:
                 history.watch.trained_in_eval |= any(weight.requires_grad for weight in weights)
-        products = [] if compiling else self._last_products or []  # compiled code would be guarded by them
+        products = [] if compiling else self._last_products or []  # compiled code would have guards on them
         first = products[0] if products else None
         if first is None or first.recipe is not recipe or first.slots is not slots[0] or first.observe is not observe:
             products = [Product(recipe, of_gemm, observe) for of_gemm in slots]
             if not compiling:
-                self._last_products = products  # slow in a module, so only where it changes
+                self._last_products = products  # setting a module's attribute is slow, so only a change is set
         if (
-            not compiling  # code that is compiled would be guarded by what keeps weights
+            not compiling  # compiled code would have guards on the cache
             and (is_first_microbatch is not None or context.weight_period is not None or self._weight_cache)
             and not is_sharded(weights[0])
         ):
@@ -260,7 +261,7 @@ class LinearLayer(WeightCachingModule):
 
     def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
         """Raises:
-        TypeError: a DTensor that this kind of layer does not take.
+        TypeError: If the input is a DTensor, which this kind of layer does not support.
         """
         if not is_sharded(weight):
             refuse_sharded(self.kind, input=input)
@@ -293,7 +294,10 @@ class LinearLayer(WeightCachingModule):
         return F.linear(input, weight, bias)
 
     def _redirected(self, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> Tensor:
-        """The weight of a product in high precision; a view that passes wgrad on where that does not go to ``grad``."""
+        """The weight for a product in high precision.
+
+        If wgrad is delayed or accumulated in ``main_grad``, it is a view whose backward redirects the gradient.
+        """
         main_grad = self._main_grad(weight, is_first_microbatch)
         delayed = None if self.delayed_wgrads is None or not torch.is_grad_enabled() else self.delayed_wgrads[gemm]
         if main_grad is None and delayed is None:
@@ -302,14 +306,14 @@ class LinearLayer(WeightCachingModule):
         return view
 
     def backward_dw(self) -> None:
-        """With ``delay_wgrad_compute``, compute the weights' gradients of the oldest backward pass that has waited.
+        """With ``delay_wgrad_compute``, compute the weights' gradients of the oldest pending backward pass.
 
-        They are added to ``grad``, or to ``main_grad``. In high precision the backward pass has computed them, and they
-        are added here. Call it as often as the layer has run in forward passes with gradients.
+        They are added to ``grad``, or to ``main_grad``. In high precision the backward pass has already computed them,
+        and this method only adds them. Call it once for each forward pass with gradients.
 
         Raises:
-            RuntimeError: no backward pass has waited.
-            NotImplementedError: weights are sharded.
+            RuntimeError: If no backward pass is pending.
+            NotImplementedError: If weights are sharded.
         """
         if self.delayed_wgrads is None or not any(weight.requires_grad for weight in self.weights_and_biases()[0]):
             return
@@ -318,8 +322,8 @@ class LinearLayer(WeightCachingModule):
             weights = [getattr(self, name) for name in of_gemm]
             if any(map(is_sharded, weights)):
                 raise NotImplementedError(
-                    "delay_wgrad_compute=True is not supported for weights that are DTensors, as those of FSDP2: it "
-                    "sums gradients in the backward pass; leave it out"
+                    "delay_wgrad_compute=True is not supported for DTensor weights, such as FSDP2's: FSDP2 reduces "
+                    "gradients in the backward pass; leave it out"
                 )
             if not delayed:
                 raise RuntimeError(
@@ -334,7 +338,7 @@ class LinearLayer(WeightCachingModule):
             hook()
 
     def need_backward_dw(self) -> bool:
-        """Whether the layer was made with ``delay_wgrad_compute``."""
+        """Whether the layer was constructed with ``delay_wgrad_compute``."""
         return self.delayed_wgrads is not None
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
@@ -342,19 +346,22 @@ class LinearLayer(WeightCachingModule):
         self.wgrad_accumulation_and_reduce_hooks = (*self.wgrad_accumulation_and_reduce_hooks, hook)
 
     def _delay_wgrads(self, delays: bool) -> None:
-        """Let gradients of weights wait for :meth:`backward_dw`."""
+        """Whether to delay the gradients of weights until :meth:`backward_dw`."""
         self.delayed_wgrads = tuple(deque() for _ in self.gemms) if delays else None
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
-        """``weight.main_grad`` if wgrad goes there; of a first micro-batch it is stale until the first wgrad."""
+        """``weight.main_grad`` if wgrad is accumulated in it.
+
+        The forward of a first micro-batch marks it stale, so that the first wgrad overwrites it.
+        """
         if self.delayed_wgrads is not None and torch.compiler.is_compiling():
             raise NotImplementedError("torch.compile does not support delay_wgrad_compute=True; leave it out")
         if not self.fuse_wgrad_accumulation:
             return None
         main_grad = getattr(weight, "main_grad", None)
         grad = torch.is_grad_enabled()
-        # Reentrant checkpointing computes its forward without gradients, and every kind of it repeats the forward in
-        # the backward pass, after others may have added their wgrad.
+        # Reentrant checkpointing runs the forward without gradients. All checkpointing repeats the forward in the
+        # backward pass, when other micro-batches may already have added their wgrad.
         if is_first_microbatch and isinstance(main_grad, Tensor) and (grad or self.training):
             if torch.compiler.is_compiling():
                 main_grad.zero_()
@@ -378,7 +385,7 @@ class LinearLayer(WeightCachingModule):
             raise TypeError(
                 f"{self.kind} got an input of {input.dtype}; it takes floating-point tensors: cast it, x.bfloat16()"
             )
-        # Without gradients transformers' tensor parallelism puts local pieces in the place of DTensors.
+        # Without gradients, transformers' tensor parallelism replaces DTensors by their local shards.
         if input.dim() == 0 or input.shape[-1] not in (self.in_features, weight.shape[-1]):
             raise ValueError(
                 f"{self.kind} has in_features={self.in_features}, but the input has shape {tuple(input.shape)}; its "
@@ -397,7 +404,7 @@ class LinearLayer(WeightCachingModule):
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that torch.autocast computes in on this device; None where it is off or unknown."""
+    """The dtype of torch.autocast on this device; None if autocast is disabled or does not support the device."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

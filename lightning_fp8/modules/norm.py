@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm with Transformer Engine's arguments. They compute in float32 (float64 of such an input).
 
-Their output has the input's dtype, or torch.autocast's, as all of Transformer Engine's modules. ``torch.nn.LayerNorm``
-gives float32 under autocast on a GPU, and the next linear layer casts that to autocast's dtype: here it is rounded to
-that dtype once, and kept in half of the memory. An input of float64 keeps it, as autocast leaves it.
+Their output has the dtype of the input or of torch.autocast, as in Transformer Engine. Under autocast on a GPU
+``torch.nn.LayerNorm`` returns float32, which the next linear layer casts to autocast's dtype. These norms round to that
+dtype once, and their output takes half of the memory. A float64 input stays float64, since autocast does not cast it.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 
 
 class _GammaModule(GroupTaker):
-    """A norm whose weight is gamma, or gamma - 1."""
+    """A norm whose weight is gamma, or gamma - 1 with ``zero_centered_gamma``."""
 
     zero_centered_gamma: bool
     sequence_parallel: bool = False
     weight: Any  # None without elementwise_affine
 
     def _summed(self, *parameters: Any) -> list[Any]:
-        """Parameters, whose gradients are summed over the tensor-parallel group: each rank normalizes other values.
+        """The parameters. With ``sequence_parallel`` their gradients are summed over the tensor-parallel group.
 
         Raises:
-            RuntimeError: ``sequence_parallel``, and there is no group.
+            RuntimeError: If ``sequence_parallel`` is True and no group is set.
         """
         group = self.tensor_parallel.group
         if group is None or not self.sequence_parallel:
@@ -88,10 +88,10 @@ class _GammaModule(GroupTaker):
         return [None if each is None else SumGradient.apply(each, group) for each in parameters]
 
     def reset_parameters(self) -> None:
-        """Begin with the identity: gamma 1 and beta 0.
+        """Set gamma to 1 and beta to 0.
 
         Raises:
-            RuntimeError: parameters are on meta.
+            RuntimeError: If parameters are on meta.
         """
         refuse_meta(self)
         super().reset_parameters()  # type: ignore[misc]
@@ -99,7 +99,7 @@ class _GammaModule(GroupTaker):
             nn.init.zeros_(self.weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Transformer Engine's norms are operations from 2.0 on, and have a state that is always empty."""
+        """Drop the ``_extra_state`` of Transformer Engine 2.x, whose norms save one that is always empty."""
         state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -111,13 +111,13 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         normalized_shape: the size of the last dimensions.
         eps: added to the variance.
         zero_centered_gamma: ``weight`` holds gamma - 1 and starts at 0.
-        sequence_parallel: each rank normalizes a piece of a sequence. The gradients of the parameters are summed over
-            the group that ``set_tensor_parallel_group`` gives.
-        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
+        sequence_parallel: each rank normalizes a shard of the sequence. The gradients of the parameters are summed over
+            the group of ``set_tensor_parallel_group``.
+        params_dtype: the dtype of the parameters. ``dtype`` is an alias.
         hidden_size: Transformer Engine's older name of ``normalized_shape``.
 
     Raises:
-        ValueError, TypeError: a size, ``eps`` or an input that does not fit.
+        ValueError, TypeError: If a size, ``eps`` or an input is invalid.
     """
 
     @checked_arguments
@@ -152,7 +152,7 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
 class RMSNorm(_GammaModule, nn.RMSNorm):
     """``x / sqrt(mean(x²) + eps) * gamma`` over the last dimensions.
 
-    Args and errors as for :class:`LayerNorm`.
+    The arguments and errors are those of :class:`LayerNorm`.
     """
 
     eps: float  # type: ignore[assignment]  # never None

@@ -1,4 +1,4 @@
-"""LayerRecord counts a layer's forwards, which tell whether a layer that should run in FP8 did."""
+"""LayerRecord counts a layer's forwards in FP8 and in high precision."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _traced: set[tuple[int, ...]] = set()
 class LayerRecord:
     """The forwards of one layer since the record was last cleared.
 
-    Compiled code counts nothing, and neither does a forward that activation checkpointing repeats.
+    Forwards in compiled code are not counted, nor are those that activation checkpointing repeats.
 
     Attributes:
-        fp8: training forwards (``module.training``) that multiplied in FP8.
-        high_precision: training forwards that did not multiply in FP8.
-        evaluations: forwards of either kind outside training.
+        fp8: the number of training forwards (``module.training``) that multiplied in FP8.
+        high_precision: the number of training forwards that did not multiply in FP8.
+        evaluations: the number of forwards outside training, in either precision.
     """
 
     __slots__ = ("evaluations", "fp8", "high_precision")
@@ -49,9 +49,9 @@ class LayerRecord:
 
 @torch.compiler.assume_constant_result
 def note_traced(*features: int) -> bool:
-    """Called while torch.compile traces a layer of these sizes in FP8; nothing of it remains in the compiled code.
+    """Note that torch.compile traces an FP8 layer of these sizes. The compiled code does not contain this call.
 
-    Equal blocks share one compiled code, so that the second is never traced: sizes are noted, not layers.
+    It notes sizes and not layers, because equal blocks share one compiled code and only the first is traced.
     """
     _traced.add(features)
     return True
@@ -59,22 +59,22 @@ def note_traced(*features: int) -> bool:
 
 @torch.compiler.assume_constant_result
 def note_traced_outside_fp8(*features: int) -> bool:
-    """Called while torch.compile traces such a layer outside of every region of FP8.
+    """Called when torch.compile traces an FP8 layer of these sizes outside ``fp8_autocast``.
 
-    Inside a backward pass that is activation checkpointing, which runs a forward again that ran in FP8.
+    In a backward pass, this is activation checkpointing, which repeats a forward that ran in FP8: it warns.
     """
     if features in _traced and torch._C._current_graph_task_id() >= 0:
         warnings.warn(
-            "a compiled layer that ran in FP8 is recomputed in the backward pass outside of a region of FP8, in high "
-            "precision: its gradients are of other values than its output. Run backward() inside the region, too, or "
-            "compile around activation checkpointing and not inside of it",
+            "a compiled layer that ran in FP8 is recomputed in high precision in the backward pass, which runs outside "
+            "fp8_autocast: its gradients do not match its output. Call backward() inside fp8_autocast, or compile "
+            "the module that applies activation checkpointing, not the module inside it",
             stacklevel=2,
         )
     return True
 
 
 def was_traced(*features: int) -> bool:
-    """Whether an FP8 layer of these sizes was ever compiled: then one that counted nothing may have run nonetheless."""
+    """Whether an FP8 layer of these sizes was ever compiled. If so, layers without counts may have run in FP8."""
     return features in _traced
 
 

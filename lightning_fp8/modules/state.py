@@ -29,12 +29,12 @@ from lightning_fp8.scaling import FLOAT32_MAX
 
 
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:
-    """The FP8 modules of ``model`` under their clean names, each once."""
+    """The FP8 modules of ``model`` with their clean names, without duplicates."""
     return [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FP8Module)]
 
 
 def names_of_fp8_weights(model: nn.Module) -> set[str]:
-    """The clean names of the parameters that FP8 layers of ``model`` multiply by."""
+    """The clean names of the weights of the FP8 layers of ``model``."""
     layers = [(name, each) for name, each in fp8_modules(model) if isinstance(each, LinearLayer) and each.fp8]
     return {f"{name}.{own}" if name else own for name, each in layers for own in each.weight_names}
 
@@ -44,13 +44,13 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``version`` (1), ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history``
-        (float32 ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, amaxes that wait for the next update),
-        ``counts`` (float32 ``[n]``, in how many updates a tensor had an amax that counts), ``updates`` and ``steps``,
-        and as known ``fp8_format`` and ``margin``, for which the scales were made. Loads with
-        ``torch.load(weights_only=True)``.
+        (float32 ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, the amaxes since the last update), ``counts``
+        (float32 ``[n]``, the number of updates in which a tensor had a valid amax), ``updates`` and ``steps``. If
+        they are known, also ``fp8_format`` and ``margin``, which the scales were computed for. The dictionary loads
+        with ``torch.load(weights_only=True)``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: If ``model`` is not a module.
     """
     require_module("fp8_state_dict", model)
     names: list[str] = []
@@ -88,19 +88,19 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Give the FP8 layers of ``model`` the scales and histories of ``state``; slots it does not hold start empty.
+    """Load the scales and histories of ``state`` into the FP8 layers of ``model``. Slots missing in it start empty.
 
     Args:
         model: a model with FP8 layers (see ``convert_module``).
-        state: what :func:`fp8_state_dict` gave, or the ``"model"`` entry of the plugin's state in a checkpoint.
+        state: the result of :func:`fp8_state_dict`, or the ``"model"`` entry of the plugin's state in a checkpoint.
 
     Returns:
-        The names of slots that ``state`` does not hold.
+        The names of the slots that are missing in ``state``.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: ``state`` is malformed, ``model`` has no FP8 layer, or none by a name that ``state`` holds; nothing
-            was changed.
+        TypeError: If ``model`` is not a module.
+        ValueError: If ``state`` is malformed, if ``model`` has no FP8 layer, or if no name in ``state`` is a slot of
+            ``model``. The model is then unchanged.
     """
     require_module("load_fp8_state_dict", model)
     saved_names, *_ = validated_state(state)
@@ -115,25 +115,25 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
         for slot_name, slot in module.named_slots(name):
             slot_names[slot.index] = slot_name
     if not histories:
-        raise ValueError("the model has no FP8 layer to give the state to; call convert_module(model) first")
+        raise ValueError("the model has no FP8 layer to load the state into; call convert_module(model) first")
     model_names = [name for slot_names in names.values() for name in slot_names]
     if saved_names and not set(saved_names) & set(model_names):
         raise ValueError(
-            f"the state holds tensors of another model: {saved_names[0]!r} for example, while this one's are called "
-            f"{model_names[0]!r} and so on; give the module that was saved, which may be one inside this or around it"
+            f"no name in the state is a tensor of this model: the state has, for example, {saved_names[0]!r}, and the "
+            f"model {model_names[0]!r}; pass the module that was saved, which may be a child or the parent of this one"
         )
     return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
 
 
 def update_fp8_scales(model: nn.Module) -> None:
-    """Turn the amaxes that the FP8 layers of ``model`` observed since their last update into delayed scales.
+    """Compute delayed scales from the amaxes that the FP8 layers of ``model`` observed since their last update.
 
-    A step of a ``torch.optim.Optimizer`` that holds their parameters does it by itself. Call this after each step of
-    anything else: an optimizer that is not one of torch's, or that holds other copies of the parameters. Ranks that
-    share their scales all have to call it.
+    A step of a ``torch.optim.Optimizer`` that holds their parameters does so automatically. Call this function after
+    each step of any other optimizer: one that does not inherit from torch's, or that holds copies of the parameters.
+    All ranks that share scales must call it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
     slots: dict[AmaxHistory, set[int]] = {}
@@ -145,13 +145,13 @@ def update_fp8_scales(model: nn.Module) -> None:
 
 
 def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:
-    """``state`` with the scales that its amaxes would have under ``recipe``.
+    """``state`` with its scales recomputed for ``recipe``.
 
     Args:
-        recipe: how training goes on.
-        state: what :func:`fp8_state_dict` gave.
-        saved_with: fields of the recipe that made the scales, for files that do not say; where they are not delayed
-            scaling's, nothing is known.
+        recipe: the recipe that training continues with.
+        state: the result of :func:`fp8_state_dict`.
+        saved_with: the fields of the recipe that computed the scales, for states that do not hold it. Fields of a
+            recipe that is not delayed scaling are ignored.
     """
     if not isinstance(recipe, DelayedScaling):
         return state

@@ -13,13 +13,13 @@ from lightning_fp8.modules.conv1d import fp8_conv1d
 
 
 def unsharded_class(module: nn.Module) -> type:
-    """The class of ``module`` before ``fully_shard`` put its mixin in front."""
+    """The class of ``module`` without the mixin that ``fully_shard`` adds."""
     bases = type(module).__bases__
     return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else type(module)
 
 
 def swap_class(module: nn.Module, new: type) -> None:
-    """Make ``module`` a ``new``, under the mixin of ``fully_shard`` if there is one."""
+    """Change the class of ``module`` to ``new``, and keep the mixin of ``fully_shard`` if it has one."""
     cls = type(module)
     sharded = unsharded_class(module) is not cls
     places = list(_places_of_own_forward(module))
@@ -29,15 +29,16 @@ def swap_class(module: nn.Module, new: type) -> None:
 
 
 def calls_own_forward(module: nn.Module) -> bool:
-    """Whether a forward that was put on the instance is found to call that of the class, which a swap then replaces.
+    """Whether a ``forward`` that was assigned to the instance wraps the forward of its class.
 
-    transformers' tensor parallelism keeps it in a closure, accelerate's hooks in ``_old_forward``.
+    If so, swapping the class replaces the wrapped forward, too. transformers' tensor parallelism keeps it in a closure,
+    and accelerate's hooks keep it in ``_old_forward``.
     """
     return any(True for _ in _places_of_own_forward(module))
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Functions that put another forward where those on the instance hold the class's own, bound to ``module``."""
+    """Setters, one for each attribute or closure cell of the instance that holds the bound forward of its class."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:
@@ -66,13 +67,13 @@ def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' own Conv1D, told without importing it."""
+    """Whether ``module`` is transformers' Conv1D. It does not import transformers."""
     cls = unsharded_class(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def swap_conv1d(module: nn.Module) -> None:
-    """Turn transformers' Conv1D into its FP8 subclass, in place."""
+    """Change the class of transformers' Conv1D to its FP8 subclass, in place."""
     weight: Any = module.weight
     swap_class(module, fp8_conv1d(unsharded_class(module)))
     module.in_features, module.out_features = weight.shape  # type: ignore[assignment]

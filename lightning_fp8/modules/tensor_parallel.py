@@ -1,8 +1,8 @@
-"""Transformer Engine's tensor and sequence parallelism: layers of which each rank of a group has a piece.
+"""Transformer Engine's tensor and sequence parallelism: layers that are sharded over the ranks of a group.
 
-The gradients of parameters that all ranks have, norms' and biases' of row mode, are summed here where each rank applies
-them to a piece of the sequence. Megatron does so for parameters whose attribute ``sequence_parallel`` is True, so that
-it is False here.
+With sequence parallelism, each rank applies replicated parameters (those of norms, and biases of row-parallel layers)
+to a shard of the sequence, and their gradients are summed here. Megatron sums the gradients of parameters whose
+attribute ``sequence_parallel`` is True, so it is False here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Mode = Literal["column", "row"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a module shares its work with the ranks of a group.
+    """The ranks that a module is sharded over.
 
-    Copies of a module share it. A pickle has no group: :meth:`GroupTaker.set_tensor_parallel_group` gives it again.
+    Copies of a module share one instance. A pickle does not hold the group: set it again by
+    :meth:`GroupTaker.set_tensor_parallel_group`.
 
     Attributes:
-        size: the number of ranks; 1 is a module that computes alone.
-        group: the ranks; None until they are known.
-        sequence: the first dimension of what is outside column and row layers is cut, too.
+        size: the number of ranks; 1 if the module is not sharded.
+        group: the process group; None until it is set.
+        sequence: True if activations outside column- and row-parallel layers are sharded along their first dimension.
     """
 
     size: int = 1
@@ -50,10 +51,10 @@ class TensorParallel:
 
     @classmethod
     def asked(cls, parallel: ParallelArguments) -> TensorParallel:
-        """What the arguments of a module ask for.
+        """Read the parallel arguments of a module.
 
         Raises:
-            ValueError: ``tp_size`` is another number than the group's.
+            ValueError: If ``tp_size`` differs from the size of the group.
         """
         size, group = parallel.get("tp_size", 1), parallel.get("tp_group")
         if group is not None:
@@ -64,20 +65,22 @@ class TensorParallel:
         return cls(size, group, size > 1 and parallel.get("sequence_parallel", False))
 
     def with_group(self, group: dist.ProcessGroup | None) -> TensorParallel:
-        """The same over the ranks of ``group``.
+        """A copy with another group.
 
         Raises:
-            ValueError: it has another number of ranks.
+            ValueError: If ``group`` does not have :attr:`size` ranks.
         """
         if self.size > 1 and group is not None and (ranks := dist.get_world_size(group)) != self.size:
-            raise ValueError(f"tp_group has {ranks} ranks and this module tp_size={self.size}; give a group of as many")
+            raise ValueError(
+                f"tp_group has {ranks} ranks, but the module has tp_size={self.size}; pass a group of that size"
+            )
         return replace(self, group=group)
 
     def over(self, mode: Mode) -> Parallel:
-        """How a linear layer of this ``mode`` computes.
+        """The parallel arguments of a linear layer with this ``mode``.
 
         Raises:
-            RuntimeError: there is no group yet.
+            RuntimeError: If the group is not set.
         """
         if self.group is None:
             raise RuntimeError(
@@ -88,14 +91,14 @@ class TensorParallel:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group; 0 where there is none yet."""
+        """The rank of this process in the group; 0 if the group is not set."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def part_of(self, name: str, value: int) -> int:
-        """This rank's share of ``value``.
+        """``value / size``, this rank's share.
 
         Raises:
-            ValueError: it does not divide.
+            ValueError: If ``value`` is not divisible by :attr:`size`.
         """
         if value % self.size:
             raise ValueError(f"{name}={value} does not divide into tp_size={self.size} equal parts; pass a multiple")
@@ -113,32 +116,32 @@ ALONE = TensorParallel()
 
 def require_parallel_mode(parallel: ParallelArguments, tensor_parallel: TensorParallel) -> None:
     """Raises:
-    ValueError: sequence parallelism of a module of several layers without ``set_parallel_mode``.
+    ValueError: If a module of several layers has sequence parallelism without ``set_parallel_mode``.
     """
     if tensor_parallel.sequence and not parallel.get("set_parallel_mode", False):
         raise ValueError(
-            f"sequence_parallel=True with tp_size={tensor_parallel.size} needs set_parallel_mode=True, which cuts the "
-            "linear layers over the ranks"
+            f"sequence_parallel=True with tp_size={tensor_parallel.size} needs set_parallel_mode=True, which shards "
+            "the linear layers over the ranks"
         )
 
 
 class GroupTaker(nn.Module):
-    """A module that takes Transformer Engine's tensor-parallel group, for itself and for the modules inside it."""
+    """A module with Transformer Engine's ``set_tensor_parallel_group``, which also sets the group of its children."""
 
     tensor_parallel: TensorParallel = ALONE
     cuts: Mapping[str, Cut] = MappingProxyType({})
-    """How each parameter is cut of which this rank has a piece."""
+    """For each sharded parameter, how it is cut into shards."""
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        """Compute with the ranks of ``tp_group``. A module that is not cut takes any group, without effect.
+        """Set the group of ranks that the module is sharded over. It has no effect on a module that is not sharded.
 
         Raises:
-            TypeError: no process group.
-            ValueError: its number of ranks is not ``tp_size``.
+            TypeError: If ``tp_group`` is not a process group.
+            ValueError: If its number of ranks is not ``tp_size``.
         """
         if not (tp_group is None or isinstance(tp_group, dist.ProcessGroup)):
             raise TypeError(
-                f"tp_group={tp_group!r} must be a process group of torch.distributed; of a mesh its get_group()"
+                f"tp_group={tp_group!r} must be a process group of torch.distributed; for a mesh pass mesh.get_group()"
             )
         self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
         for child in self.children():
@@ -147,19 +150,19 @@ class GroupTaker(nn.Module):
 
 
 class CutLayer(GroupTaker, LinearLayer):
-    """A linear layer, or several, whose parameters may be pieces of one rank.
+    """One or several linear layers whose parameters may be sharded.
 
     Attributes:
-        parallel_mode: ``"column"``, ``"row"``, or None of a layer that is not cut.
+        parallel_mode: ``"column"``, ``"row"``, or None for a layer that is not sharded.
     """
 
     parallel_mode: Mode | None = None
 
     def cut(self, tensor_parallel: TensorParallel, cuts: Mapping[str, Cut]) -> None:
-        """Keep this rank's piece of each parameter that ``cuts`` names. It is whole before.
+        """Replace each full parameter named in ``cuts`` by this rank's shard.
 
         Raises:
-            ValueError: a size does not divide.
+            ValueError: If a size is not divisible by the number of ranks.
         """
         self.tensor_parallel = tensor_parallel
         parameters = {name: self._parameters[name] for name in cuts}
@@ -172,8 +175,8 @@ class CutLayer(GroupTaker, LinearLayer):
             except ValueError as error:
                 what = "columns" if cut.dim else "rows"
                 raise ValueError(
-                    f"{name} {list(whole.shape)}: its {what} are cut over tp_size={tensor_parallel.size} ranks, and "
-                    f"{error}; pass features that tp_size divides"
+                    f"{name} {list(whole.shape)}: its {what} are sharded over tp_size={tensor_parallel.size}, and "
+                    f"{error}; pass a number of features that is divisible by tp_size"
                 ) from None
             self.register_parameter(name, nn.Parameter(piece, whole.requires_grad))
         self._mark_parameters()
@@ -181,15 +184,15 @@ class CutLayer(GroupTaker, LinearLayer):
         tracked = first is not None and first.weight is not None and first.get_rng_state_tracker is not None
         if tensor_parallel.group is None and not tracked:
             warnings.warn(
-                f"tp_size={tensor_parallel.size} without tp_group: the constructor does not know this rank, and fills "
-                "parameters with the first rank's pieces. Pass tp_group, or init_method and get_rng_state_tracker, "
-                "or load a state_dict",
+                f"tp_size={tensor_parallel.size} without tp_group: the constructor does not know this rank, and "
+                "initializes parameters with the shards of rank 0. Pass tp_group, or init_method and "
+                "get_rng_state_tracker, or load a state_dict",
                 UserWarning,
-                stacklevel=1,  # one place for all layers, so that it is shown once
+                stacklevel=1,  # the same line for all layers, so the warning is shown once
             )
 
     def _mark_parameters(self) -> None:
-        """Give parameters the attributes that Megatron reads; see the module's docstring."""
+        """Set the attributes of parameters that Megatron reads; see the docstring of this file."""
         for name, parameter in self._parameters.items():
             if parameter is None:
                 continue
@@ -202,9 +205,9 @@ class CutLayer(GroupTaker, LinearLayer):
 
     @contextmanager
     def _as_whole(self) -> Iterator[None]:
-        """Fill whole parameters here; this rank keeps its pieces of them.
+        """Initialize full parameters inside this context; on exit, this rank keeps its shards of them.
 
-        All ranks with the same seed then have pieces of what one process would have.
+        Ranks with the same seed get shards of the parameters that a single process would have.
         """
         pieces = {name: self._parameters[name] for name in self.cuts}
         for name, piece in pieces.items():
@@ -225,12 +228,12 @@ class CutLayer(GroupTaker, LinearLayer):
             self._mark_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take this rank's pieces of parameters that are whole in ``state_dict``, too."""
+        """Load shards, or this rank's shards of full parameters."""
         for name, cut in self.cuts.items():
             own, given = getattr(self, name), state_dict.get(prefix + name)
             ranks = self.tensor_parallel.size
             if isinstance(given, Tensor) and tuple(given.shape) == cut.whole_shape(own.shape, ranks):
-                self.tensor_parallel.over("column")  # which piece it is must be known
+                self.tensor_parallel.over("column")  # raises if the rank is not known
                 state_dict[prefix + name] = cut.piece(given, self.tensor_parallel.rank, ranks)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -239,12 +242,12 @@ class CutLayer(GroupTaker, LinearLayer):
     def _multiply(
         self, mode: Mode, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, dtype: torch.dtype
     ) -> Tensor:
-        """``x wᵀ + bias`` of one of the layers, in FP8 by ``product``, or without one in high precision."""
+        """``x wᵀ + bias`` of one of the layers, in FP8, or in high precision if ``product`` is None."""
         parallel = self.tensor_parallel.over(mode)
         if parallel.sequence is not None and x.dim() < 2:
             raise ValueError(
-                f"{self.kind} with sequence_parallel=True cuts the first dimension of its input, which has shape "
-                f"{tuple(x.shape)}; give [sequence, ..., features]"
+                f"{self.kind} with sequence_parallel=True shards the first dimension of its input, but the input has "
+                f"shape {tuple(x.shape)}; pass [sequence, ..., features]"
             )
         if product is None:
             return high_precision_linear(x.to(autocast_dtype(x.device.type) or x.dtype), weight, bias, parallel)
@@ -255,14 +258,14 @@ class CutLayer(GroupTaker, LinearLayer):
         return parallel_linear(x.to(dtype), weight, bias, product, dtype, parallel)
 
     def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:
-        """What calibration sees of the operands of one of the layers."""
+        """Calibrate: observe the amaxes of the operands of one of the layers."""
         slots = self.ensure_slots(x.device)[gemm]
         ops.observe(x.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         slots[Role.INPUT].history.calibrated = True
 
     def _observed(self, gemm: int, y: Tensor) -> Tensor:
-        """``y``, of whose gradient calibration sees the amax."""
+        """Calibrate: return ``y``, with a backward that observes the amax of its gradient."""
         slot = self.ensure_slots(y.device)[gemm][Role.GRAD_OUTPUT]
         observed: Tensor = ObserveGradFunction.apply(y, slot) if y.requires_grad else y
         return observed
@@ -275,7 +278,7 @@ class CutLayer(GroupTaker, LinearLayer):
         context: FP8Context,
         is_first_microbatch: bool | None,
     ) -> Tensor:
-        """The output of a module that is one linear layer; ``bias`` is added unless it is returned."""
+        """The output of a module that is one linear layer, with ``bias`` added unless ``return_bias`` is set."""
         added_bias = None if self.return_bias else bias
         if not (context.enabled and self.fp8):
             return self._forward_outside_fp8(x, weight, added_bias, context, is_first_microbatch)
@@ -289,7 +292,7 @@ class CutLayer(GroupTaker, LinearLayer):
         return self._multiply(self.parallel_mode, input, weight, bias, None, input.dtype)
 
     def _returned_bias(self, bias: Any, mode: Mode | None) -> Any:
-        """The bias that is given beside y, for whoever adds it to a piece of the sequence."""
+        """The bias that is returned with y. Callers add it to a shard of the sequence, so its gradient is summed."""
         if mode != "row" or not self.tensor_parallel.sequence:
             return bias
         return sum_gradients(bias, parallel=self.tensor_parallel.over(mode))[0]
@@ -298,19 +301,19 @@ class CutLayer(GroupTaker, LinearLayer):
 def cut_linear(
     layer: CutLayer, mode: str | None, tensor_parallel: TensorParallel, sections: tuple[int, ...] | int = 1
 ) -> None:
-    """Keep this rank's piece of a module that is one linear layer.
+    """Replace the parameters of a module that is one linear layer by this rank's shards.
 
     Args:
-        mode: ``"column"``, ``"row"`` or None, which leaves it whole.
-        sections: of the rows of column mode, see :class:`~lightning_fp8.parallel.pieces.Cut`.
+        mode: ``"column"``, ``"row"`` or None, which does not shard.
+        sections: the sections of the rows in column mode, see :class:`~lightning_fp8.parallel.pieces.Cut`.
 
     Raises:
-        ValueError: sequence parallelism without a mode, or features that do not divide.
+        ValueError: If there is sequence parallelism without a mode, or if the number of features is not divisible.
     """
     if mode is None and tensor_parallel.sequence:
         raise ValueError(
-            "sequence_parallel=True needs parallel_mode='column' or 'row': the gradients of a whole weight, which each "
-            "rank applies to a piece of the sequence, are not summed"
+            "sequence_parallel=True needs parallel_mode='column' or 'row': the gradients of a weight that is not "
+            "sharded, and that each rank applies to a shard of the sequence, are not summed"
         )
     if mode is None or tensor_parallel.size == 1:
         return

@@ -1,6 +1,6 @@
-"""The cache of a linear layer's FP8 weight: micro-batches of one step share what the first one cast.
+"""The cache of a linear layer's FP8 weight, which the micro-batches of a step share.
 
-Whether a plugin lets layers keep copies unasked, and until when, is its choice of ``FP8Context.weight_period``:
+A plugin enables it for layers that are called without ``is_first_microbatch`` by ``FP8Context.weight_period``, see
 ``plugin/kept_weights.py``.
 """
 
@@ -28,14 +28,13 @@ from lightning_fp8.scaled import Role
 
 @dataclass
 class _KeptWeight:
-    """The FP8 copies of a weight.
+    """The cached FP8 copies of a weight.
 
     Attributes:
-        made_from: the weight's parameters and all else that they were made from.
-        automatic: no ``is_first_microbatch`` asked for them, but the context's ``weight_period``.
-        observed: the weight's slot of the amax history has its amax.
-        sources: the parameters that they were made from, and their storages, whose addresses nothing else gets
-            meanwhile.
+        made_from: the cache's key: recipe, stream, step and the versions of the weight's parameters.
+        automatic: True if the copies were cached because of ``weight_period``, not of ``is_first_microbatch``.
+        observed: True if the amax of the weight was written to its slot.
+        sources: weak references to the parameters and to their storages. The latter keep addresses from being reused.
     """
 
     made_from: tuple[Any, ...]
@@ -45,41 +44,42 @@ class _KeptWeight:
     sources: tuple[tuple[weakref.ref[Tensor], StorageWeakRef], ...]
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters that it was made from, and not others in the place of such as are gone."""
+        """Whether these are the very parameters that the copies were made from, and not new ones at their addresses."""
         return all(source() is parameter for (source, _), parameter in zip(self.sources, parameters))
 
 
 class WeightCachingModule(FP8Module):
-    """A module that keeps the FP8 copies of its weight where ``is_first_microbatch`` or the context says so.
+    """A module that caches the FP8 copies of its weight.
 
-    | a forward with ``is_first_microbatch`` | |
+    | ``is_first_microbatch`` of a forward | |
     |---|---|
-    | True | makes the copies, and keeps them |
-    | False | takes what is kept, unless it is stale; else makes and keeps them |
-    | None, in a context with a ``weight_period`` | the same, with copies that were made so |
-    | None, in any other | keeps nothing, and lets go of copies that were made in such a context |
+    | True | casts the weight and caches the copies |
+    | False | uses the cached copies; if they are stale or missing, casts the weight and caches the copies |
+    | None, in a context with a ``weight_period`` | the same, with copies that were cached automatically |
+    | None, in any other context | caches nothing, and drops copies that were cached automatically |
 
-    Copies are stale once an optimizer has stepped, or a parameter was replaced or changed in place, or the recipe or
-    the CUDA stream is another. While a CUDA graph is captured only ``is_first_microbatch`` keeps copies. Those that
-    ``is_first_microbatch`` did not ask for serve no forward that does, nor the other way round, and are stale, too,
-    once the ``weight_period`` is another number, the scales were updated, or training, gradients or inference mode were
-    switched on or off. What a backward pass recomputes has the context of the layer's last forward, which is another
-    than its own where the layer ran in another context in between. A pickle has no copies; code that is compiled keeps
-    none.
+    Copies are stale after an optimizer's step, after a parameter was replaced or changed in place, and with another
+    recipe or CUDA stream. Automatic copies are also stale with another ``weight_period``, after an update of the
+    scales, and after training mode, gradients or inference mode were switched. Copies that were cached automatically
+    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached automatically while a CUDA graph is
+    captured.
+
+    Recomputation in a backward pass uses the context of the layer's last forward. This is the wrong context if the
+    layer has run in another one since. Copies are not pickled, and compiled code does not cache.
 
     Attributes:
-        weight_names: the names of the parameters that hold the weight's rows; of several weights, of all of them.
+        weight_names: the names of the parameters that hold the rows of the weight, or of all weights.
     """
 
     weight_names: tuple[str, ...] = ("weight",)
-    _weight_cache: dict[tuple[str, ...], _KeptWeight] | None = None  # by the names of a weight's parameters
+    _weight_cache: dict[tuple[str, ...], _KeptWeight] | None = None  # keys: the names of a weight's parameters
 
     def forget_weight(self) -> None:
-        """Let go of the copies."""
+        """Drop the cached copies."""
         self._weight_cache = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._weight_cache = None  # first: a parameter that is referred to weakly cannot be swapped
+        self._weight_cache = None  # before super(): a parameter with weak references cannot be swapped
         super()._apply(fn, recurse)
         return self
 
@@ -100,7 +100,7 @@ class WeightCachingModule(FP8Module):
                 held.high_precision_init_val = value.detach().to("cpu", held.dtype, copy=True)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Weights in FP8 as plain tensors of their values."""
+        """Save FP8 weights as plain tensors, dequantized."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         for name in self.weight_names:
             if not keep_vars and isinstance(weight := destination.get(prefix + name), FP8Tensor):
@@ -117,17 +117,17 @@ class WeightCachingModule(FP8Module):
         is_first_microbatch: bool | None,
         context: FP8Context,
     ) -> Quantized | None:
-        """The operands of ``weight [N, K]`` and of its transpose; None where nothing is to be kept.
+        """The cached FP8 copies of ``weight [N, K]`` and of its transpose; None if this forward does not cache.
 
         Args:
-            product: casts it.
-            parameter_names: of the parameters that hold its rows.
-            context: says whether to keep them where ``is_first_microbatch`` does not.
+            product: the product that casts the weight.
+            parameter_names: the names of the parameters that hold its rows.
+            context: decides whether to cache if ``is_first_microbatch`` is None.
         """
         if torch.compiler.is_compiling():
-            return None  # before anything is read that the compiled code would be guarded by
+            return None  # first: compiled code would have guards on all that is read below
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
-            return None  # cast already
+            return None  # already in FP8
         automatic = is_first_microbatch is None
         cache = self._weight_cache or {}
         kept = cache.get(parameter_names)
@@ -137,26 +137,26 @@ class WeightCachingModule(FP8Module):
             return None
         computed = self._modules.get("parametrizations")
         if computed is not None and any(name in computed for name in parameter_names):  # type: ignore[operator]
-            return None  # a weight that is computed anew has nothing to keep
+            return None  # a parametrization computes the weight in each forward
         parameters = [getattr(self, name) for name in parameter_names]
         if any(parameter.is_inference() for parameter in parameters):
-            return None  # changes of such leave no trace
+            return None  # inference tensors have no version counter
         stream = None
         if weight.is_cuda:
             if automatic and torch._C._cuda_isCurrentStreamCapturing():
-                return None  # a replay would read the copies of another step
+                return None  # a replay would read copies of another step
             stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
-        # Where optimizers step DTensors and FSDP2 gathers, no version advances, but the number of steps does.
+        # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
         made_from: tuple[Any, ...] = (product.recipe, optimizer_step_number(), stream, *versions)
-        # Who never takes gradients of it needs no copy of its transpose.
+        # Without gradients the copy of the transpose is not needed.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:
             updates = product.slots[Role.WEIGHT].history.updates
             made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
             others = {cached: copies for cached, copies in cache.items() if cached != parameter_names}
-            self._weight_cache = kept = None  # its memory serves the new copies
+            self._weight_cache = kept = None  # frees its memory for the new copies
             w8 = product.quantize(weight.detach(), Role.WEIGHT, columnwise=columnwise)
             kept = _KeptWeight(made_from, w8, automatic, product.observe, _sources(parameters))
             self._weight_cache = {**others, parameter_names: kept}

@@ -44,20 +44,20 @@ _OLDER_NAMES = {"squared_relu": "srelu"}
 
 
 def activation_named(name: str) -> str:
-    """The newest of Transformer Engine's names of the activation that it calls, or called, ``name``.
+    """Transformer Engine's current name of the activation that it calls, or once called, ``name``.
 
     Raises:
-        ValueError: no activation has the name.
+        ValueError: If no activation has this name.
     """
     one_of("activation", name, (*_FUNCTIONS, _CLAMPED, *_OLDER_NAMES))
     return _OLDER_NAMES.get(name, name)
 
 
 def activation_function(activation: str, params: Mapping[str, float] | None = None) -> Callable[[Tensor], Tensor]:
-    """The function called ``activation``: of ``x [..., F]``, of a gated one of ``[..., 2 F]``, to ``[..., F]``.
+    """The function named ``activation``. It maps ``x [..., F]``, or ``[..., 2 F]`` if it is gated, to ``[..., F]``.
 
     Raises:
-        ValueError, TypeError: ``params`` that it does not take, or that are no numbers.
+        ValueError, TypeError: If ``params`` has parameters that the activation does not have, or that are not numbers.
     """
     if activation != _CLAMPED:
         if params:

@@ -24,29 +24,30 @@ from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, ref
 class LayerNormLinear(NormedLayer):
     """``y = norm(x) wᵀ + b``, ``x [..., in_features]`` to ``y [..., out_features]``, in FP8 inside ``fp8_autocast``.
 
-    In FP8 the norm's float32 values are cast at once; in high precision it is :class:`LayerNorm` or :class:`RMSNorm`
-    followed by ``torch.nn.Linear``. Its parameters are ``layer_norm_weight``, ``layer_norm_bias`` (of LayerNorm),
-    ``weight`` and ``bias``, as Transformer Engine's.
+    In FP8 the norm's float32 values are cast directly to FP8. In high precision the module computes as
+    :class:`LayerNorm` or :class:`RMSNorm` followed by ``torch.nn.Linear``. Its parameters have Transformer Engine's
+    names: ``layer_norm_weight``, ``layer_norm_bias`` (for LayerNorm), ``weight`` and ``bias``.
 
     Args:
-        in_features: columns of x.
-        out_features: columns of y.
+        in_features: the number of columns of x.
+        out_features: the number of columns of y.
         eps: added to the variance.
-        bias: whether there is a bias.
+        bias: whether the linear layer has a bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
-        init_method: called on each weight; ``None`` is normal with deviation 0.023. The bias starts at 0.
-        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
-        parameters_split: as in :class:`lightning_fp8.Linear`.
-        return_bias: give the bias beside y, not added.
-        return_layernorm_output: give the norm's output ``[..., in_features]``, in y's dtype, beside y.
-        fuse_wgrad_accumulation: as in :class:`lightning_fp8.Linear`.
+        init_method: initializes each weight. ``None`` is a normal distribution with a standard deviation of 0.023. The
+            bias is initialized to 0.
+        params_dtype: the dtype of the parameters. ``dtype`` is an alias.
+        parameters_split: see :class:`lightning_fp8.Linear`.
+        return_bias: return the bias with y instead of adding it.
+        return_layernorm_output: also return the norm's output ``[..., in_features]``, in y's dtype.
+        fuse_wgrad_accumulation: see :class:`lightning_fp8.Linear`.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`; ``parallel_mode`` is ``"column"`` or None. See
             :class:`lightning_fp8.Linear`.
 
     Raises:
-        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: an argument that is not supported, and not at its default.
+        ValueError, TypeError: If an argument or an input is invalid; the message names the valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     kind = "LayerNormLinear"
@@ -101,11 +102,11 @@ class LayerNormLinear(NormedLayer):
         keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
-        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
 
         Raises:
-            RuntimeError: parameters are on meta, or ``init_method`` was left out of a pickle, of which this module was
-                loaded.
+            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits
+                ``init_method``.
         """
         refuse_meta(self)
         reset_norm(self, self.norm)
@@ -126,16 +127,16 @@ class LayerNormLinear(NormedLayer):
         """``[..., in_features]`` to ``[..., out_features]`` in the input's dtype (or torch.autocast's).
 
         Args:
-            inp: bfloat16, float16 or float32.
-            is_first_microbatch: as in :meth:`lightning_fp8.Linear.forward`.
-            fp8_output, fp8_grad, weight, bias: refused where they ask for anything.
+            inp: a bfloat16, float16 or float32 tensor.
+            is_first_microbatch: see :meth:`lightning_fp8.Linear.forward`.
+            fp8_output, fp8_grad, weight, bias: not supported; only their defaults are accepted.
 
         Returns:
-            y; with ``return_bias`` and ``return_layernorm_output`` a tuple of y, the bias and the norm's output.
+            y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, the bias and the norm's output.
 
         Raises:
-            TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
-            NotImplementedError: an argument that is not supported, and not at its default.
+            TypeError, ValueError: see :meth:`lightning_fp8.Linear.forward`.
+            NotImplementedError: If an argument that is not supported differs from its default.
         """
         refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)
         if self.parallel_mode is not None:
@@ -162,7 +163,7 @@ class LayerNormLinear(NormedLayer):
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        """y and, if it is asked for, the norm's output."""
+        """y, and the norm's output with ``return_layernorm_output``."""
         tensors = x.reshape(-1, self.in_features), self.layer_norm_weight, self.layer_norm_bias, weight, bias
         (product,), dtype = self._products(x, (weight,), tensors, context, is_first_microbatch)
         if product.recipe.backward_override is not None:

@@ -32,42 +32,44 @@ _NO_OVERRIDE = "LayerNormMLP; use LayerNormLinear, an activation and Linear"
 class LayerNormMLP(NormedLayer):
     """``y = activation(norm(x) w1ᵀ + b1) w2ᵀ + b2`` of ``x [..., hidden_size]``, in FP8 inside ``fp8_autocast``.
 
-    In FP8 the float32 values of the norm and of the activation are cast at once; in high precision it is
-    :class:`LayerNorm` or :class:`RMSNorm` followed by ``torch.nn.Linear``, the activation and another. Its parameters
-    are ``layer_norm_weight``, ``layer_norm_bias`` (of LayerNorm), ``fc1_weight``, ``fc1_bias``, ``fc2_weight`` and
-    ``fc2_bias``, as Transformer Engine's. ``fc1_weight`` of a gated activation, whose name ends in ``glu``, has
-    ``2 * ffn_hidden_size`` rows: first what is activated, then what multiplies it.
+    In FP8 the float32 values of the norm and of the activation are cast directly to FP8. In high precision the module
+    computes as :class:`LayerNorm` or :class:`RMSNorm`, ``torch.nn.Linear``, the activation, and ``torch.nn.Linear``.
+    Its parameters have Transformer Engine's names: ``layer_norm_weight``, ``layer_norm_bias`` (for LayerNorm),
+    ``fc1_weight``, ``fc1_bias``, ``fc2_weight`` and ``fc2_bias``. The names of gated activations end in ``glu``. With
+    one of them ``fc1_weight`` has ``2 * ffn_hidden_size`` rows. The output of the first half is activated and
+    multiplied by the output of the second.
 
     Args:
-        hidden_size: columns of x and y.
-        ffn_hidden_size: columns of the activation's output.
+        hidden_size: the number of columns of x and y.
+        ffn_hidden_size: the number of columns of the activation's output.
         eps: added to the variance.
         bias: whether the linear layers have biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"`` (its tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"`` (``"squared_relu"``), ``"silu"``,
             or gated ``"geglu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``, ``"swiglu"``, ``"glu"``,
             ``"clamped_swiglu"``.
-        activation_params: of ``"clamped_swiglu"``, gpt-oss's: ``limit`` (7.0), ``alpha`` (1.702) and
-            ``glu_linear_offset`` (1.0). With a the first half of its input and g the second it is
-            ``a' sigmoid(alpha a') (clamp(g, -limit, limit) + glu_linear_offset)``, ``a' = min(a, limit)``. It is not
-            fused with casts.
+        activation_params: the parameters of ``"clamped_swiglu"``, the activation of gpt-oss: ``limit`` (7.0), ``alpha``
+            (1.702) and ``glu_linear_offset`` (1.0). For the halves a and g of its input it computes
+            ``a' sigmoid(alpha a') (clamp(g, -limit, limit) + glu_linear_offset)`` with ``a' = min(a, limit)``. It is
+            not fused with casts.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1 and starts at 0.
-        init_method: called on ``fc1_weight``; ``None`` is normal with deviation 0.023. Biases start at 0.
+        init_method: initializes ``fc1_weight``. ``None`` is a normal distribution with a standard deviation of 0.023.
+            Biases are initialized to 0.
         output_layer_init_method: the same for ``fc2_weight``.
-        params_dtype: dtype of the parameters; ``dtype`` is the same by torch's name.
-        return_bias: give ``fc2_bias`` beside y, not added.
-        return_layernorm_output: give the norm's output ``[..., hidden_size]``, in y's dtype, beside y.
-        fuse_wgrad_accumulation: of both weights, as in :class:`lightning_fp8.Linear`.
-        checkpoint: keep neither the output of the first linear layer nor its activation for the backward pass, and
-            compute them again there.
-        seq_length, micro_batch_size: taken, and not needed.
+        params_dtype: the dtype of the parameters. ``dtype`` is an alias.
+        return_bias: return ``fc2_bias`` with y instead of adding it.
+        return_layernorm_output: also return the norm's output ``[..., hidden_size]``, in y's dtype.
+        fuse_wgrad_accumulation: applies to both weights; see :class:`lightning_fp8.Linear`.
+        checkpoint: recompute the output of the first linear layer and the activation in the backward pass instead of
+            saving them.
+        seq_length, micro_batch_size: accepted and ignored.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` the first linear
-            layer is column, the second row; ``ffn_hidden_size`` is given for all ranks together, and the attribute is
-            this rank's. Of a gated activation each rank has rows of both halves that belong together.
+            layer is column-parallel and the second row-parallel. The argument ``ffn_hidden_size`` is then the global
+            size, and the attribute is this rank's. With a gated activation each rank has matching rows of both halves.
 
     Raises:
-        ValueError, TypeError: arguments or an input that do not fit; the message says what would.
-        NotImplementedError: an argument that is not supported, and not at its default.
+        ValueError, TypeError: If an argument or an input is invalid; the message names the valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     gemms = ("fc1", "fc2")
@@ -142,11 +144,11 @@ class LayerNormMLP(NormedLayer):
         keep_weights_in_fp8(self, self.weight_names)
 
     def reset_parameters(self) -> None:
-        """Fill the parameters as the constructor does: those of a module that was on meta, after ``to_empty``.
+        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
 
         Raises:
-            RuntimeError: parameters are on meta, or an ``init_method`` was left out of a pickle, of which this module
-                was loaded.
+            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits an
+                ``init_method``.
         """
         refuse_meta(self)
         reset_norm(self, self.norm)
@@ -170,18 +172,18 @@ class LayerNormMLP(NormedLayer):
         """``[..., hidden_size]`` to the same shape in the input's dtype (or torch.autocast's).
 
         Args:
-            inp: bfloat16, float16 or float32.
-            is_first_microbatch: as in :meth:`lightning_fp8.Linear.forward`.
+            inp: a bfloat16, float16 or float32 tensor.
+            is_first_microbatch: see :meth:`lightning_fp8.Linear.forward`.
 
         Returns:
-            y; with ``return_bias`` and ``return_layernorm_output`` a tuple of y, ``fc2_bias`` and the norm's output.
+            y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, ``fc2_bias`` and the norm's output.
 
         Raises:
-            TypeError, ValueError: as :meth:`lightning_fp8.Linear.forward`.
+            TypeError, ValueError: see :meth:`lightning_fp8.Linear.forward`.
         """
         if self.parallel_mode is not None:
             return self._forward_of_piece(inp, is_first_microbatch)
-        weights = self.fc1_weight, self.fc2_weight  # once: a parametrization may compute others each time
+        weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
         context = self._begin(inp, weights[0], is_first_microbatch)
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
@@ -193,7 +195,7 @@ class LayerNormMLP(NormedLayer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
-        """This rank's piece of both linear layers, between which each rank activates its own features."""
+        """The forward of a sharded module: each rank activates its own features between the two linear layers."""
         w1, w2 = self.fc1_weight, self.fc2_weight
         context = self._begin(x, w1, is_first_microbatch)
         added_bias = None if self.return_bias else self.fc2_bias
@@ -228,7 +230,7 @@ class LayerNormMLP(NormedLayer):
     def _fused(
         self, x: Tensor, weights: tuple[Tensor, Tensor], context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        """y and, if it is asked for, the norm's output."""
+        """y, and the norm's output with ``return_layernorm_output``."""
         added_bias = None if self.return_bias else self.fc2_bias
         parameters = weights[0], self.fc1_bias, weights[1], added_bias
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
@@ -248,7 +250,7 @@ class LayerNormMLP(NormedLayer):
         fc2: Product,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """y and the norm's output; the linear layers cast what norm and activation give in high precision."""
+        """y and the norm's output. Norm and activation run in high precision; the linear layers cast their outputs."""
         (w1, w2), b1 = weights, self.fc1_bias
 
         def computed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +264,7 @@ class LayerNormMLP(NormedLayer):
         return both
 
     def _in_high_precision(self, x: Tensor, weights: tuple[Tensor, Tensor], calibrating: bool) -> tuple[Tensor, Tensor]:
-        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # what is recomputed is observed no more
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # a recomputation would observe twice
             return self._unfused(x, *weights, calibrating)
         both: tuple[Tensor, Tensor] = checkpoint(
             self._unfused, x, *weights, calibrating, use_reentrant=False, preserve_rng_state=False
@@ -270,7 +272,7 @@ class LayerNormMLP(NormedLayer):
         return both
 
     def _unfused(self, x: Tensor, w1: Tensor, w2: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
-        """y and the norm's output; ``calibrating`` observes what an FP8 forward and backward would cast."""
+        """y and the norm's output. ``calibrating`` observes the tensors that FP8 would cast."""
         normalized = self._normalized(x)
         added_bias = None if self.return_bias else self.fc2_bias
         if not calibrating:

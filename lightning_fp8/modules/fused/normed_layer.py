@@ -1,4 +1,4 @@
-"""NormedLayer: what a norm and the linear layers that read it have in common."""
+"""NormedLayer: the common base of modules that fuse a norm with linear layers."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def register_norm(module: nn.Module, norm: Norm, size: int, **factory: Any) -> N
 
 
 def reset_norm(module: Any, norm: Norm) -> None:
-    """Begin with the identity: gamma 1 and beta 0."""
+    """Set gamma to 1 and beta to 0."""
     nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered else 1.0)
     if module.layer_norm_bias is not None:
         nn.init.zeros_(module.layer_norm_bias)
 
 
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, without gradients where none are enabled: a function keeps and casts only what those need."""
+    """The tensors, detached if gradients are disabled, so that a function saves and casts nothing for its backward."""
     if torch.is_grad_enabled():
         return [*tensors]
     return [None if tensor is None else without_gradient(tensor) for tensor in tensors]
 
 
 class NormedLayer(PassesContextParallelGroup, CutLayer):
-    """A linear layer, or several, that read a norm of the module's own.
+    """One or several linear layers that read the output of a norm.
 
     Attributes:
-        norm: its formula; its parameters are ``layer_norm_weight`` and ``layer_norm_bias``.
-        return_layernorm_output: give its output, too.
-        return_layernorm_output_gathered: of sequence parallelism, give it whole.
+        norm: the formula of the norm, whose parameters are ``layer_norm_weight`` and ``layer_norm_bias``.
+        return_layernorm_output: also return the norm's output.
+        return_layernorm_output_gathered: with sequence parallelism, gather that output over the ranks.
     """
 
     norm: Norm
@@ -53,10 +53,10 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     return_layernorm_output_gathered: bool
 
     def _keep(self, flags: Mapping[str, bool], **sizes: Any) -> None:
-        """Keep flags and sizes of the constructor under their names.
+        """Set flags and sizes of the constructor as attributes.
 
         Raises:
-            ValueError: a size that is no positive integer.
+            ValueError: If a size is not a positive integer.
         """
         sizes = {name: plain(size) for name, size in sizes.items()}
         for name, size in sizes.items():
@@ -69,25 +69,25 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
 
     def _normalized(self, x: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
-        if self.tensor_parallel.sequence:  # each rank has a piece of x
+        if self.tensor_parallel.sequence:  # x is sharded
             weight, bias = sum_gradients(weight, bias, parallel=self.tensor_parallel.over("column"))
         return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
     def _given_norm(self, normalized: Tensor) -> Tensor:
-        """The norm's output as it is returned."""
+        """The norm's output as the forward returns it, gathered if that is requested."""
         if not (self.return_layernorm_output_gathered and self.tensor_parallel.sequence):
             return normalized
         return gathered(normalized, self.tensor_parallel.over("column"))
 
     def _shaped(self, outputs: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-        """y and the norm's output of an input of ``shape``; the function gives y alone where nobody asks for more."""
+        """y and the norm's output, which is None without ``return_layernorm_output``, for an input of ``shape``."""
         y, normalized = outputs if self.return_layernorm_output else (outputs, None)
         if len(shape) == 2:
             return y, normalized
-        # Here, not in the function: views that one makes cannot be changed in place.
+        # Not inside the autograd function: the views that a function returns cannot be changed in place.
         return y.view(*shape[:-1], self.out_features), None if normalized is None else normalized.view(shape)
 
     def _returned(self, y: Tensor, bias: Any, normalized: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
-        """What the forward gives: y, and what is asked for beside it."""
+        """The result of the forward: y, or a tuple of y and the other outputs that are requested."""
         more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y

@@ -1,4 +1,4 @@
-"""What MultiheadAttention and TransformerLayer are told, in Transformer Engine's words, checked."""
+"""The arguments of MultiheadAttention and TransformerLayer, with Transformer Engine's names, and their checks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Mask = Tensor | tuple[Tensor, Tensor]
 
 
 class AttentionArguments(TypedDict, total=False):
-    """Arguments of a forward that all attention of a layer is called with.
+    """The arguments of a forward that are passed on to all attention modules of a layer.
 
     Attributes:
-        is_first_microbatch: as :class:`lightning_fp8.Linear` has it: True casts weights and keeps the copies, False
-            uses them again.
-        checkpoint_core_attention: keep only q, k and v for the backward pass, and compute attention again there.
-        inference_params: keys and values of earlier rows, under ``torch.no_grad()``.
-        rotary_pos_emb: angles float32 ``[positions, 1, 1, channels]`` of queries and keys, or a pair, one for each.
+        is_first_microbatch: see :class:`lightning_fp8.Linear`: True casts weights and caches the copies, False uses
+            the cached copies.
+        checkpoint_core_attention: save only q, k and v for the backward pass, and recompute attention there.
+        inference_params: the cache of keys and values, under ``torch.no_grad()``.
+        rotary_pos_emb: angles float32 ``[positions, 1, 1, channels]``, or a pair of them for queries and keys.
         core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
         core_attention_bias: broadcastable to ``[b, h, sq, skv]``.
-        alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
-        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as
-            :class:`lightning_fp8.DotProductAttention` has them. With ``inference_params`` theirs count.
-        max_seqlen_q, max_seqlen_kv: as :class:`lightning_fp8.DotProductAttention` has them; not used with
+        alibi_slopes: float32 ``[h]`` or ``[b, h]``; None uses the slopes of the paper.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: see
+            :class:`lightning_fp8.DotProductAttention`. ``inference_params`` overrides them.
+        max_seqlen_q, max_seqlen_kv: see :class:`lightning_fp8.DotProductAttention`; ignored with
             ``inference_params``.
-        fast_zero_fill, pad_between_seqs: taken, and not needed.
+        fast_zero_fill, pad_between_seqs: accepted and ignored.
     """
 
     is_first_microbatch: bool | None
@@ -51,21 +51,21 @@ class AttentionArguments(TypedDict, total=False):
 
 
 def mask_type_over_cache(attn_mask_type: str, attention_mask: Mask | None, padded: bool) -> str:
-    """The mask type of a step's queries over the keys of all steps, of which the newest are the queries' own.
+    """The mask type for the queries of one step and the keys of all steps. The last keys belong to the queries.
 
     Args:
-        attn_mask_type, attention_mask: what the layer is called with.
-        padded: the step says lengths, by ``cu_seqlens``.
+        attn_mask_type, attention_mask: the layer's arguments.
+        padded: whether the step has ``cu_seqlens``.
 
     Raises:
-        ValueError: a mask tensor that does not go with lengths that the step says.
+        ValueError: If there are both a mask tensor and ``cu_seqlens``.
     """
     if attn_mask_type == "arbitrary" and not padded:
         return attn_mask_type
     if attention_mask is not None or attn_mask_type == "arbitrary":
         raise ValueError(
-            f"inference_params say how long sequences are: pass no attention_mask with {attn_mask_type=}; 'arbitrary' "
-            "takes one where all sequences are of one length"
+            f"attention_mask with {attn_mask_type=} is not supported with inference_params, which hold the lengths of "
+            "the sequences: leave it out, or pass attn_mask_type='arbitrary' if all sequences have the same length"
         )
     causal = "causal" in attn_mask_type
     if padded:
@@ -75,36 +75,37 @@ def mask_type_over_cache(attn_mask_type: str, attention_mask: Mask | None, padde
 
 def check_call(layer_name: str, call: Mapping[str, Any]) -> None:
     """Raises:
-    TypeError: an argument that :class:`AttentionArguments` does not have, or of another type.
+    TypeError: If an argument is not in :class:`AttentionArguments`, or has the wrong type.
     """
     if unknown := [name for name in call if name not in AttentionArguments.__annotations__]:
         raise TypeError(f"{layer_name}.forward got an unexpected keyword argument {unknown[0]!r}")
     params = call.get("inference_params")
     if params is not None and not isinstance(params, InferenceParams):
-        raise TypeError(f"inference_params is {type(params).__name__}; make it of lightning_fp8.InferenceParams")
+        raise TypeError(f"inference_params is {type(params).__name__}; pass a lightning_fp8.InferenceParams")
 
 
 def angles_of_both(rotary_pos_emb: Any) -> tuple[Any, Any]:
-    """The angles of queries and those of keys.
+    """The angles of the queries, and the angles of the keys.
 
     Raises:
-        ValueError: a sequence that is no pair.
+        ValueError: If ``rotary_pos_emb`` is a sequence, but not of two.
     """
     if not isinstance(rotary_pos_emb, (tuple, list)):
         return rotary_pos_emb, rotary_pos_emb
     if len(rotary_pos_emb) != 2:
         raise ValueError(
-            f"rotary_pos_emb is a sequence of {len(rotary_pos_emb)}; pass the angles, or a pair: of queries and of keys"
+            f"rotary_pos_emb is a sequence of {len(rotary_pos_emb)}; pass one tensor of angles, or a pair for "
+            "queries and keys"
         )
     of_q, of_k = rotary_pos_emb
     return of_q, of_k
 
 
 def check_encoder_output(argument: str, value: str, crossing: str, encoder_output: object) -> None:
-    """Check that ``encoder_output`` comes where ``argument`` is ``crossing``, and only there.
+    """Check that ``encoder_output`` is passed if and only if ``argument`` is ``crossing``.
 
     Raises:
-        ValueError: it is missing, or there is nothing that looks at it.
+        ValueError: If it is missing, or if the layer does not use it.
     """
     if (value == crossing) != (encoder_output is not None):
         wrong = "needs encoder_output" if encoder_output is None else f"takes no encoder_output; pass {crossing!r}"
@@ -114,10 +115,10 @@ def check_encoder_output(argument: str, value: str, crossing: str, encoder_outpu
 def head_sizes(
     hidden_size: int, num_attention_heads: int, kv_channels: int | None, num_gqa_groups: int | None
 ) -> Sizes:
-    """Heads, groups and channels; ``hidden_size / num_attention_heads`` channels where ``kv_channels`` is None.
+    """Heads, groups and channels. ``kv_channels=None`` is ``hidden_size / num_attention_heads``.
 
     Raises:
-        ValueError: a number that is not positive, or that another does not divide.
+        ValueError: If a number is not positive, or not divisible as it must be.
     """
     require_positive("hidden_size", hidden_size)
     if kv_channels is None and isinstance(num_attention_heads, int) and num_attention_heads > 0:

@@ -19,7 +19,7 @@ class L2Normalization(nn.Module):
         self.eps = eps
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Transformer Engine's is an operation, which has a state that is always empty."""
+        """Drop the ``_extra_state`` of Transformer Engine's norm, which is always empty."""
         state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -35,9 +35,9 @@ class L2Normalization(nn.Module):
 def head_norms(
     qk_norm_type: str | None, channels: int, eps: float, **factory: Any
 ) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
-    """The norm of queries and the norm of keys, each with parameters ``[channels]`` of its own; None without a type.
+    """The norm of the queries and the norm of the keys, each with its own parameters ``[channels]``.
 
-    One that has no parameters is the same for both.
+    Both are None without a type. A norm without parameters is shared.
     """
     if qk_norm_type is None:
         return None, None

@@ -1,4 +1,4 @@
-"""InferenceParams: the keys and values of rows that a model has seen, for generation step by step."""
+"""InferenceParams: a cache of keys and values for step-by-step generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.attention.ops import FORMATS
 
 
 class Batch(NamedTuple):
-    """The rows that each sequence of a batch had before a step of generation, and those that it brings."""
+    """For each sequence of a batch, the number of rows before a step of generation and the number of new rows."""
 
     before: tuple[int, ...]
     new: tuple[int, ...]
@@ -26,24 +26,24 @@ class Batch(NamedTuple):
         return tuple(map(sum, zip(self.before, self.new)))
 
     def is_even(self, rows: int) -> bool:
-        """Whether all sequences are of one length and bring ``rows`` rows."""
+        """Whether all sequences have the same length, and ``rows`` new rows."""
         return {*self.new} <= {rows} and len({*self.before}) < 2
 
     def cu_seqlens_q(self, device: torch.device) -> Tensor:
-        """The new rows added up, int32 ``[b + 1]``."""
+        """The cumulative numbers of new rows, int32 ``[b + 1]``."""
         return _added_up(self.new, device)
 
     def start_positions(self) -> Tensor | None:
-        """The position of each sequence's first new row, integers ``[b]``; None where all of them are 0."""
+        """The position of each sequence's first new row, integers ``[b]``; None if all of them are 0."""
         return torch.tensor(self.before, device="cpu") if any(self.before) else None
 
 
 class CachedKeys(NamedTuple):
-    """The keys and values of all rows of a batch's sequences.
+    """The keys and values of all rows of the sequences of a batch.
 
     Attributes:
-        k, v: in the format of the batch's own, with as many rows as the longest sequence has.
-        cu_seqlens_q, cu_seqlens_kv: int32 ``[b + 1]``, lengths added up; None where rows are of one number.
+        k, v: in the batch's format, padded to the number of rows of the longest sequence.
+        cu_seqlens_q, cu_seqlens_kv: cumulative lengths, int32 ``[b + 1]``; None if all lengths are equal.
     """
 
     k: Tensor
@@ -53,7 +53,7 @@ class CachedKeys(NamedTuple):
 
 
 class InferenceParams:
-    """A cache of keys and values for each attention that is called with it, under ``torch.no_grad()``.
+    """A cache of keys and values for each attention module that is called with it, under ``torch.no_grad()``.
 
     Before each forward of the model, :meth:`pre_step` sets the number of new rows of each sequence::
 
@@ -63,24 +63,25 @@ class InferenceParams:
             params.pre_step({0: len(rows)})
             rows = next_row(model(rows, inference_params=params))
 
-    or, as before Transformer Engine 2.2, ``sequence_len_offset`` is raised after each forward.
+    Alternatively, increase ``sequence_len_offset`` after each forward, as before Transformer Engine 2.2.
 
-    An attention module stores its rows once in a step. A step begins with a call of :meth:`pre_step` or :meth:`reset`,
-    or with an assignment to ``sequence_len_offset``, of the same value too.
+    An attention module stores its rows once per step. A step begins with a call of :meth:`pre_step` or :meth:`reset`,
+    or with an assignment to ``sequence_len_offset``, even of the same value.
 
     Args:
-        max_batch_size: sequences at a time.
-        max_sequence_length: rows of each.
-        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len, qkv_format: taken, and not needed: they follow
+        max_batch_size: the maximum number of sequences in a batch.
+        max_sequence_length: the maximum number of rows of a sequence.
+        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len, qkv_format: accepted and ignored. The cache takes them
             from the first keys and values.
-        is_paged, total_num_pages, page_size, custom_cache_manager: refused if they select another kind of cache.
+        is_paged, total_num_pages, page_size, custom_cache_manager: paged caches are not supported; only the defaults
+            are accepted.
 
     Attributes:
-        sequence_len_offset: rows that every sequence already has; used if :meth:`pre_step` is never called.
+        sequence_len_offset: the number of cached rows of every sequence; used if :meth:`pre_step` is never called.
 
     Raises:
-        ValueError: sizes that are not positive.
-        NotImplementedError: a cache in pages, or one of another manager.
+        ValueError: If a size is not positive.
+        NotImplementedError: If a paged cache or a custom cache manager is requested.
     """
 
     def __init__(
@@ -103,15 +104,17 @@ class InferenceParams:
                 raise ValueError(f"{name}={size!r} must be a positive integer")
         if is_paged or custom_cache_manager is not None:
             raise NotImplementedError(
-                "a cache in pages, or with a manager of its own, is not supported: leave out is_paged and "
-                "custom_cache_manager; the place of a finished sequence is given to a new one all the same"
+                "a paged cache or a custom cache manager is not supported: leave out is_paged and "
+                "custom_cache_manager; the memory of finished sequences is reused without them"
             )
         one_of("qkv_format", qkv_format, FORMATS)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self._step = 0
-        self._step_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # in which a module last kept rows
+        self._step_of: WeakKeyDictionary[nn.Module, int] = (
+            WeakKeyDictionary()
+        )  # the step in which a module last stored rows
         self.sequence_len_offset = 0
-        self._batch: dict[Any, tuple[int, int]] | None = None  # before and new rows by sequence
+        self._batch: dict[Any, tuple[int, int]] | None = None  # sequence: numbers of cached and of new rows
         self._caches: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
     @property
@@ -124,20 +127,22 @@ class InferenceParams:
         self._step += 1
 
     def reset(self) -> None:
-        """Forget all sequences; the memory that they lay in is used again."""
+        """Drop all sequences. Their memory is reused."""
         self._batch, self.sequence_len_offset = None, 0
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Begin a step: the rows that each sequence of the batch brings, by the sequence's id, in the batch's order.
+        """Begin a step. ``step_dict`` maps each sequence's id to its number of new rows, in the order of the batch.
 
-        A sequence that is not named is finished; one that is named first is new.
+        A sequence that is missing is finished. An id that occurs for the first time is a new sequence.
 
         Raises:
-            ValueError: more sequences or rows than the cache has.
-            TypeError: no mapping to integers.
+            ValueError: If there are more sequences or rows than the cache has memory for.
+            TypeError: If ``step_dict`` is not a mapping to integers.
         """
         if not isinstance(step_dict, Mapping):
-            raise TypeError(f"pre_step takes a mapping of sequences to their new rows, {{0: 5}}, not {step_dict!r}")
+            raise TypeError(
+                f"pre_step takes a mapping of sequences to numbers of new rows, such as {{0: 5}}, not {step_dict!r}"
+            )
         step_dict = {seq_id: _count(f"rows of sequence {seq_id!r}", new) for seq_id, new in step_dict.items()}
         lengths = {seq_id: sum(counts) for seq_id, counts in (self._batch or {}).items()}
         batch = {seq_id: (lengths.get(seq_id, 0), new) for seq_id, new in step_dict.items()}
@@ -153,18 +158,20 @@ class InferenceParams:
         self._step += 1
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """The rows that each sequence had before this step: int32 ``[b]``."""
+        """The number of rows of each sequence before this step: int32 ``[b]``."""
         return torch.tensor([before for before, _ in (self._batch or {}).values()], dtype=torch.int32, device="cpu")
 
     def batch_of(self, k: Tensor, qkv_format: str) -> Batch:
-        """The sequences that bring keys ``k``, in a step of generation.
+        """The sequences that the new keys ``k`` of this step belong to.
 
         Raises:
-            ValueError: other sequences or rows than :meth:`pre_step` was told.
+            ValueError: If the shape of ``k`` does not match the last :meth:`pre_step`.
         """
         if self._batch is None:
             if qkv_format == "thd":
-                raise ValueError("qkv_format='thd' needs InferenceParams.pre_step, which says where sequences begin")
+                raise ValueError(
+                    "qkv_format='thd' needs InferenceParams.pre_step, which sets the lengths of the sequences"
+                )
             rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
             self._check([*range(sequences)], [(self.sequence_len_offset, rows)])
             return Batch((self.sequence_len_offset,) * sequences, (rows,) * sequences)
@@ -182,23 +189,23 @@ class InferenceParams:
         return batch
 
     def append(self, module: nn.Module, batch: Batch, k: Tensor, v: Tensor, qkv_format: str) -> CachedKeys:
-        """Keep the batch's keys and values of ``module``, and give them with those of earlier steps.
+        """Store the new keys and values of ``module``, and return those of all steps.
 
         Raises:
-            RuntimeError: gradients are asked for, which would not reach the rows of earlier steps; or ``module`` has
-                kept rows in this step already, which others would overwrite.
+            RuntimeError: If gradients are enabled, since they would not flow to the rows of earlier steps; or if
+                ``module`` has already stored rows in this step, which the new ones would overwrite.
         """
         if k.requires_grad or v.requires_grad:
-            raise RuntimeError("inference_params keep no gradients: call the model under torch.no_grad()")
+            raise RuntimeError("inference_params do not support gradients: call the model under torch.no_grad()")
         if self._step_of.get(module) == self._step:
             raise RuntimeError(
-                "inference_params keep rows of an attention module once in a step, and this one has been called before "
-                "in it. Where layers share one module, call each with InferenceParams of its own; else begin a step: "
-                "pre_step, a value for sequence_len_offset, or reset"
+                "inference_params store the rows of an attention module once per step, and this module was already "
+                "called in this step. Begin a new step: call pre_step or reset, or assign sequence_len_offset. If "
+                "layers share this module, call each with its own InferenceParams"
             )
         if module not in self._caches:
             sizes = (self.max_batch_size, self.max_sequence_length)
-            with torch.inference_mode(False):  # else nothing could write to them outside it
+            with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                 self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
         k_cache, v_cache = self._caches[module]
         for cache, x in ((k_cache, k), (v_cache, v)):
@@ -229,8 +236,8 @@ class InferenceParams:
 
 def _count(name: str, rows: Any) -> int:
     """Raises:
-    TypeError: no integer.
-    ValueError: less than 0.
+    TypeError: If ``rows`` is not an integer.
+    ValueError: If ``rows`` is negative.
     """
     try:
         rows = operator.index(rows)

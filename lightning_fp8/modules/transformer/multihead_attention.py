@@ -1,4 +1,4 @@
-"""MultiheadAttention: the projections to queries, keys and values, attention, and the projection of its output."""
+"""MultiheadAttention: projections to queries, keys and values, attention, and the output projection."""
 
 from __future__ import annotations
 
@@ -48,39 +48,42 @@ _CALL_OF_CORE = (
 class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
     """Multi-head attention with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
-    Of ``attention_type="self"`` it has ``layernorm_qkv`` (``qkv`` without ``input_layernorm``), of ``"cross"``
-    ``layernorm_query`` (``query_layer``) and ``key_value``; then ``core_attention`` and ``proj``.
+    For ``attention_type="self"`` its children are ``layernorm_qkv`` (``qkv`` without ``input_layernorm``),
+    ``core_attention`` and ``proj``. For ``"cross"`` they are ``layernorm_query`` (``query_layer`` without
+    ``input_layernorm``), ``key_value``, ``core_attention`` and ``proj``.
 
     Args:
-        hidden_size: columns of input and output.
-        num_attention_heads: of queries.
-        kv_channels: of each head; None is ``hidden_size / num_attention_heads``.
-        attention_dropout: probability; attention runs in FP8 without dropout alone.
-        layernorm_epsilon: of the input's norm.
-        init_method, output_layer_init_method: called on the weights of the projections to q, k and v, and on that of
-            the output's; None is normal with a standard deviation of 0.023.
+        hidden_size: the number of columns of input and output.
+        num_attention_heads: the number of query heads.
+        kv_channels: the number of channels of a head. None is ``hidden_size / num_attention_heads``.
+        attention_dropout: the dropout probability. Attention runs in FP8 only without dropout.
+        layernorm_epsilon: the epsilon of the input's norm.
+        init_method, output_layer_init_method: initialize the weights of the projections to q, k and v, and the weight
+            of the output projection. None is a normal distribution with a standard deviation of 0.023.
         attn_mask_type, window_size, bottom_right_diagonal: see :class:`lightning_fp8.DotProductAttention`.
-        num_gqa_groups: heads of keys and values; None is as many as of queries.
-        return_bias: return the output without the bias of ``proj``, and that bias.
-        input_layernorm: normalize the input first; ``normalization`` is ``"LayerNorm"`` or ``"RMSNorm"``.
-        return_layernorm_output: return the normalized input, too; needs ``input_layernorm``.
-        fuse_qkv_params: one weight for queries, keys and values instead of ``query_weight``, ``key_weight``,
+        num_gqa_groups: the number of key and value heads. None is ``num_attention_heads``.
+        return_bias: return the output without the bias of ``proj``, and the bias.
+        input_layernorm: normalize the input first. ``normalization`` is ``"LayerNorm"`` or ``"RMSNorm"``.
+        return_layernorm_output: also return the normalized input; needs ``input_layernorm``.
+        fuse_qkv_params: use one weight for queries, keys and values instead of ``query_weight``, ``key_weight`` and
             ``value_weight``. ``fuse_wgrad_accumulation`` needs it.
-        qkv_weight_interleaved: the order of the fused weight's rows: by groups, each with its query heads, its key and
-            its value, or first all queries. Without ``fuse_qkv_params`` it says so of a checkpoint's fused weight.
-        rotary_pos_interleaved: ``rotary_pos_emb`` turns neighbouring channels, not the halves of a head.
+        qkv_weight_interleaved: the order of the fused weight's rows. True orders them by group: its query heads, its
+            key head, its value head. False puts all queries first. Without ``fuse_qkv_params`` it is the order of a
+            fused weight in a checkpoint.
+        rotary_pos_interleaved: ``rotary_pos_emb`` rotates pairs of neighboring channels, not the halves of a head.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
-        qk_norm_type: ``"L2Normalization"``, ``"RMSNorm"`` or ``"LayerNorm"`` of the heads of queries and keys, with
+        qk_norm_type: ``"L2Normalization"``, ``"RMSNorm"`` or ``"LayerNorm"`` for the heads of queries and keys, with
             ``qk_norm_eps``, before or after the rotary embedding (``qk_norm_before_rope``).
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``.
-        get_rng_state_tracker: its state is forked around dropout of attention, and while weights are initialized.
-        layer_number, name, seq_length, micro_batch_size: taken, and without effect.
-        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` each rank has
-            an equal share of heads and groups: the projections to q, k and v are column, ``proj`` is row.
+        get_rng_state_tracker: returns the RNG tracker whose state is forked for attention dropout and initialization.
+        layer_number, name, seq_length, micro_batch_size: accepted and ignored.
+        parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` heads and groups
+            are divided equally over the ranks: the projections to q, k and v are column-parallel, ``proj`` is
+            row-parallel.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit; the message says what would.
-        NotImplementedError: one that is not supported, and not at its default.
+        ValueError, TypeError: If an argument is invalid; the message names the valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     q_norm: nn.Module | None
@@ -126,7 +129,9 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
     ) -> None:
         super().__init__()
         if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError("fuse_wgrad_accumulation=True needs fuse_qkv_params=True: main_grad is of one weight")
+            raise ValueError(
+                "fuse_wgrad_accumulation=True needs fuse_qkv_params=True: a main_grad belongs to one weight"
+            )
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output=True needs input_layernorm=True, which normalizes the input")
         self.attention_type = attention_type
@@ -209,7 +214,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             cut_linear(self.proj, "row", self.tensor_parallel)
             for norm in (self.q_norm, self.k_norm):
                 if isinstance(norm, (LayerNorm, RMSNorm)):
-                    norm.sequence_parallel = True  # each rank normalizes its own heads
+                    norm.sequence_parallel = True  # each rank normalizes only its own heads
                     norm.tensor_parallel = self.tensor_parallel
 
     def forward(
@@ -225,18 +230,18 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
         Args:
-            hidden_states: bfloat16, float16 or float32.
+            hidden_states: a bfloat16, float16 or float32 tensor.
             attention_mask: True is masked out; see :meth:`lightning_fp8.DotProductAttention.forward`.
-            encoder_output: what keys and values of cross attention are made of, of the queries' format.
-            attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
+            encoder_output: the input of cross attention's keys and values, in the format of ``hidden_states``.
+            attn_mask_type, window_size, bottom_right_diagonal: None uses the constructor's value.
             call: :class:`lightning_fp8.modules.transformer.AttentionArguments`.
 
         Returns:
-            The output; with ``return_bias`` and ``return_layernorm_output`` a tuple of it, the bias and the normalized
-            input.
+            The output; with ``return_bias`` or ``return_layernorm_output`` a tuple of the output, the bias and the
+            normalized input.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit; the message says what would.
+            ValueError, TypeError: If an argument is invalid; the message names the valid values.
         """
         check_call("MultiheadAttention", call)
         check_encoder_output("attention_type", self.attention_type, "cross", encoder_output)
@@ -266,7 +271,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The heads of queries, keys and values, and the normalized input where it is returned."""
+        """The heads of queries, keys and values, and the normalized input with ``return_layernorm_output``."""
         heads: list[Tensor] = []
         normalized = None
         for name, order in self.projection_rows.items():
@@ -278,7 +283,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         return q, k, v, normalized
 
     def _positioned(self, q: Tensor, k: Tensor, call: AttentionArguments, batch: Batch | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys normalized by head, and turned by their positions."""
+        """Queries and keys after the norm of their heads and the rotary embedding."""
         if self.qk_norm_before_rope:
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
@@ -307,7 +312,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take projections that were saved with the other ``fuse_qkv_params``, too."""
+        """Load projections, including those that were saved with the other value of ``fuse_qkv_params``."""
         for projection in self.projection_rows:
             projection_prefix = f"{prefix}{projection}."
             parameters = {
@@ -331,9 +336,9 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
 
 
 def _starts_and_lengths(call: Mapping[str, Any], of: str, other: str) -> tuple[Tensor | None, Tensor | None]:
-    """Where sequences of ``"q"`` or ``"kv"`` start, and their lengths where padding follows them.
+    """The starts of the sequences of ``of`` (``"q"`` or ``"kv"``), and their lengths if there is padding between them.
 
-    Those that are given alone hold for both, as in ``DotProductAttention``.
+    If only one of ``"q"`` and ``"kv"`` is passed, it holds for both, as in ``DotProductAttention``.
     """
     both = all(call.get(f"cu_seqlens_{name}") is not None for name in (of, other))
     added_up, padded = (

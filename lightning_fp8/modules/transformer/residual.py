@@ -1,4 +1,4 @@
-"""How the branches of a TransformerLayer are added up: dropout, and stochastic depth."""
+"""The residual connections of a TransformerLayer, with dropout and stochastic depth."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 def add_branch(
     residual: Tensor, branch: Tensor, dropout: float, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """``residual + branch`` in training: with elements, and with whole samples, of the branch left out.
+    """``residual + branch`` in training, with dropout of elements and of whole samples of the branch.
 
-    What stays is divided by the probability to stay. Source of ``drop_path``: Huang et al., *Deep Networks with
-    Stochastic Depth*, arXiv:1603.09382.
+    The values that are kept are divided by the probability to keep them. Source of ``drop_path``: Huang et al., *Deep
+    Networks with Stochastic Depth*, arXiv:1603.09382.
 
     Args:
-        residual, branch: ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``, as ``qkv_format`` says.
-        dropout: the probability that an element is left out.
-        drop_path: the probability that a sample is: a sequence of the batch.
-        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start; without them all rows are one.
+        residual, branch: ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``, according to ``qkv_format``.
+        dropout: the probability that an element is dropped.
+        drop_path: the probability that a sample (a sequence of the batch) is dropped.
+        cu_seqlens: integers ``[b + 1]``, the starts of the sequences of ``"thd"``. Without it all rows are one sample.
     """
     branch = F.dropout(branch, dropout) if dropout else branch
     if drop_path:
@@ -28,7 +28,7 @@ def add_branch(
 
 
 def _kept(x: Tensor, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None) -> Tensor:
-    """0, or one over the probability to stay, for each sample; broadcastable to ``x``."""
+    """For each sample, 0 or one over the probability to keep it; broadcastable to ``x``."""
     if qkv_format == "thd":
         samples = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     else:

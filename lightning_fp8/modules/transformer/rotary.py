@@ -20,20 +20,21 @@ from lightning_fp8.te.keys import INV_FREQ
 class RotaryPositionEmbedding(nn.Module):
     """Angles ``position * rotary_base ** (-2 i / dim)`` of each pair of channels, for ``rotary_pos_emb``.
 
-    The frequencies are not a buffer. They stay float32 when a model is cast, since in a lower precision the angles of
-    far positions would be off by whole turns, and they are not in the ``state_dict``.
+    The frequencies are not a buffer: they are not in the ``state_dict``, and they stay float32 when a model is cast. In
+    a lower precision the angles of distant positions would be off by whole rotations.
 
     Args:
-        dim: channels of a head.
-        rotary_percent: the part of the channels that turns, from the first on.
+        dim: the number of channels of a head.
+        rotary_percent: the fraction of the channels that is rotated, from the first on.
         seq_len_interpolation_factor: together with ``pretrained_max_position_embeddings``, positions are divided by
-            ``max(factor, max_seq_len / pretrained_max_position_embeddings)`` (arXiv:2306.15595); alone, no effect.
-        pretrained_max_position_embeddings: positions that the model was trained with.
-        rotary_base: of the geometric sequence of frequencies.
-        interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + dim / 2``.
+            ``max(factor, max_seq_len / pretrained_max_position_embeddings)`` (arXiv:2306.15595). It has no effect
+            alone.
+        pretrained_max_position_embeddings: the number of positions that the model was trained with.
+        rotary_base: the base of the geometric sequence of frequencies.
+        interleaved: pair channels ``2 i`` and ``2 i + 1`` instead of ``i`` and ``i + dim / 2``.
 
     Raises:
-        ValueError, TypeError: an argument that is not positive; an odd number of turning channels, or none.
+        ValueError, TypeError: If an argument is not positive, or the number of rotated channels is odd or zero.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class RotaryPositionEmbedding(nn.Module):
             if value is not None:
                 require_positive(name, value)
         if list(scaling.values()).count(None) == 1:
-            warnings.warn(f"{' and '.join(scaling)} have an effect together alone; one of them is None", stacklevel=2)
+            warnings.warn(f"{' and '.join(scaling)} have an effect only together; one of them is None", stacklevel=2)
         turning = int(dim * rotary_percent)
         if turning < 2 or turning % 2:
-            raise ValueError(f"{turning} of dim={dim} channels turn (rotary_percent={rotary_percent}); it must be even")
+            raise ValueError(
+                f"rotary_percent={rotary_percent} of dim={dim} is {turning} channels; it must be even and positive"
+            )
         exponent = torch.arange(0, turning, 2, dtype=torch.float32, device="cpu") / turning
         self.inv_freq = rotary_base**-exponent
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
@@ -71,7 +74,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.interleaved = interleaved
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of ``max_seq_len`` positions from ``offset`` on: float32 ``[max_seq_len, 1, 1, dim]``."""
+        """The angles of ``max_seq_len`` positions from ``offset`` on: float32 ``[max_seq_len, 1, 1, dim]``."""
         position = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if trained is not None and factor is not None:
@@ -88,7 +91,7 @@ class RotaryPositionEmbedding(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Transformer Engine saves them."""
+        """Drop the frequencies that Transformer Engine saves."""
         state_dict.pop(f"{prefix}{INV_FREQ}", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -102,31 +105,33 @@ def apply_rotary_pos_emb(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Turn pairs of channels of ``t`` by angles, computed in float32 at least, in t's dtype.
+    """Rotate pairs of channels of ``t``. It computes in float32 or higher, and returns the dtype of ``t``.
 
     Args:
-        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says.
-        freqs: angles ``[s2, 1, 1, d2]``, of positions from 0 on; channels from ``d2`` on stay as they are.
+        t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, according to ``tensor_format``.
+        freqs: angles ``[s2, 1, 1, d2]`` of the positions from 0 on. Channels from ``d2`` on are not rotated.
         start_positions: integers ``[b]``, the position of each sequence's first row; None is 0.
-        interleaved: pairs are channels ``2 i`` and ``2 i + 1``, else ``i`` and ``i + d2 / 2``.
-        cu_seqlens: integers ``[b + 1]``, where sequences of ``"thd"`` start. Rows behind the last one are padding and
-            turned by any angle.
-        lengths: integers ``[b]``, rows of each sequence of ``"thd"`` where padding follows it; None: up to the next.
+        interleaved: pair channels ``2 i`` and ``2 i + 1`` instead of ``i`` and ``i + d2 / 2``.
+        cu_seqlens: integers ``[b + 1]``, the starts of the sequences of ``"thd"``. Rows after the last sequence are
+            padding, whose result is unspecified.
+        lengths: integers ``[b]``, the number of rows of each sequence of ``"thd"`` if padding follows it. None means
+            that each sequence ends where the next one starts.
 
     Raises:
-        TypeError: ``freqs`` is no tensor.
-        ValueError: fewer positions than rows, more channels than a head has, or ``"thd"`` without ``cu_seqlens``.
+        TypeError: If ``freqs`` is not a tensor.
+        ValueError: If there are fewer positions than rows, more channels than in a head, or ``"thd"`` without
+            ``cu_seqlens``.
     """
     if not isinstance(freqs, Tensor):
         raise TypeError(
-            f"rotary_pos_emb={freqs!r} must be a tensor of angles [positions, 1, 1, channels], as "
-            "RotaryPositionEmbedding(channels)(positions) gives it, or a pair of such, or None"
+            f"rotary_pos_emb={freqs!r} must be a tensor of angles [positions, 1, 1, channels], such as the result of "
+            "RotaryPositionEmbedding(channels)(positions), a pair of such tensors, or None"
         )
     turning = freqs.shape[-1] if freqs.dim() else 0
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or turning > t.shape[-1] or turning % 2:
         raise ValueError(
             f"rotary_pos_emb has shape {list(freqs.shape)}; it must be [positions, 1, 1, channels] with an even number "
-            f"of at most {t.shape[-1]} channels, as RotaryPositionEmbedding gives it"
+            f"of at most {t.shape[-1]} channels, as RotaryPositionEmbedding returns it"
         )
     angle = _angles_of_rows(t, freqs.to(t.device), tensor_format, start_positions, cu_seqlens, lengths)
     wide = torch.promote_types(torch.promote_types(t.dtype, freqs.dtype), torch.float32)
@@ -152,7 +157,7 @@ def _angles_of_rows(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
 ) -> Tensor:
-    """The angles of each row of t, broadcastable to it."""
+    """The angles of each row of t, broadcastable to t."""
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ValueError("rotary_pos_emb with sequences of 'thd' needs cu_seqlens_q and cu_seqlens_kv")
@@ -164,9 +169,11 @@ def _angles_of_rows(
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
             ends = ends + start_positions.to(t.device)
-        if len(ends) and not (t.is_cuda or torch.compiler.is_compiling()):  # asking would wait for the card
+        if len(ends) and not (
+            t.is_cuda or torch.compiler.is_compiling()
+        ):  # reading the maximum would wait for the device
             _check_positions(freqs, int(ends.max()))
-        return freqs[position.clamp(0, len(freqs) - 1), 0]  # padding has no position
+        return freqs[position.clamp(0, len(freqs) - 1), 0]  # rows of padding
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
     if start_positions is None:
         _check_positions(freqs, length)

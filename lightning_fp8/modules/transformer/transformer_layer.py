@@ -1,4 +1,4 @@
-"""TransformerLayer: attention, cross attention of a decoder, and an MLP, each with its norm and its residual."""
+"""TransformerLayer: self attention, cross attention (in decoders) and an MLP, each with its norm and its residual."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelG
 
 
 class TransformerLayer(PassesContextParallelGroup, GroupTaker):
-    """A layer of a transformer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
+    """A transformer layer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
 
-    ``x + attention(norm(x))``, of a decoder ``x + cross_attention(norm(x), encoder_output)``, then
-    ``x + mlp(norm(x))``. Its children are ``self_attention``, ``inter_attention`` (of a decoder), ``layernorm_mlp`` and
+    It computes ``x + attention(norm(x))``, in a decoder ``x + cross_attention(norm(x), encoder_output)``, and
+    ``x + mlp(norm(x))``. Its children are ``self_attention``, ``inter_attention`` (in a decoder), ``layernorm_mlp`` and
     ``layernorm`` (with ``output_layernorm``).
 
     Args:
-        hidden_size: columns of input and output.
-        ffn_hidden_size: columns inside the MLP.
+        hidden_size: the number of columns of input and output.
+        ffn_hidden_size: the number of columns inside the MLP.
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, softmax_type, fuse_qkv_params,
             fuse_wgrad_accumulation, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope, get_rng_state_tracker: see :class:`lightning_fp8.MultiheadAttention`.
-        layernorm_epsilon, normalization, zero_centered_gamma: of all norms.
-        hidden_dropout: probability, of what is added to the residual.
-        drop_path_rate: probability that self attention or the MLP is left out for a sequence.
-        init_method, output_layer_init_method: called on the weights that begin a branch, and on those that end it; None
-            is normal with a standard deviation of 0.023.
-        self_attn_mask_type, window_size, bottom_right_diagonal: of self attention; see
+        layernorm_epsilon, normalization, zero_centered_gamma: the arguments of all norms.
+        hidden_dropout: the dropout probability of the branches, before they are added to the residual.
+        drop_path_rate: the probability that self attention or the MLP is dropped for a sequence.
+        init_method, output_layer_init_method: initialize the first and the last weights of the branches. None is a
+            normal distribution with a standard deviation of 0.023.
+        self_attn_mask_type, window_size, bottom_right_diagonal: the mask of self attention; see
             :class:`lightning_fp8.DotProductAttention`.
-        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of cross attention.
-        apply_residual_connection_post_layernorm: add branches to what their norm gives, not to what it takes.
-        output_layernorm: normalize the output; self attention then has no norm.
-        parallel_attention_mlp: attention and MLP read the same input, and are added to it at once.
-        layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
+        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: the mask of cross attention.
+        apply_residual_connection_post_layernorm: add a branch to the output of its norm, not to the input of its norm.
+        output_layernorm: normalize the output of the layer, instead of the input of self attention.
+        parallel_attention_mlp: attention and MLP read the same input, and both outputs are added to it.
+        layer_type: ``"encoder"``, or ``"decoder"`` for a layer with cross attention.
         bias: whether linear layers have biases.
-        activation, activation_params: of the MLP, see :class:`lightning_fp8.LayerNormMLP`.
+        activation, activation_params: the activation of the MLP; see :class:`lightning_fp8.LayerNormMLP`.
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``: inputs ``[s, b, h]``, ``[b, s, h]`` or ``[t, h]``.
-        layer_number, name, seq_length, micro_batch_size: taken, and without effect.
-        ub_tp_comm_overlap: refused if True; other ``ub_...`` are without effect while it is False.
+        layer_number, name, seq_length, micro_batch_size: accepted and ignored.
+        ub_tp_comm_overlap: True is not supported. Other ``ub_...`` arguments are ignored.
         parallel: :class:`lightning_fp8.te.arguments.ParallelArguments`. With ``set_parallel_mode`` attention and MLP
-            are divided over the ranks; with ``sequence_parallel`` input, output and all between these are one rank's
-            piece of their first dimension.
+            are sharded over the ranks. With ``sequence_parallel`` the input, the output and the residual stream are
+            sharded along their first dimension.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit; the message says what would.
-        NotImplementedError: one that is not supported, and not at its default.
+        ValueError, TypeError: If an argument is invalid; the message names the valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     @checked_arguments
@@ -123,8 +123,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
             raise ValueError(
-                "parallel_attention_mlp=True goes with layer_type='encoder', and neither with "
-                "apply_residual_connection_post_layernorm nor with output_layernorm"
+                "parallel_attention_mlp=True needs layer_type='encoder', and supports neither "
+                "apply_residual_connection_post_layernorm nor output_layernorm"
             )
         self.parallel_attention_mlp = parallel_attention_mlp
         self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
@@ -135,7 +135,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
         if asked.sequence and drop_path_rate:
             raise ValueError(
-                f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: ranks would leave out "
+                f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: each rank would drop "
                 "other samples; pass drop_path_rate=0.0, or sequence_parallel=False"
             )
         divided: dict[str, Any] = {
@@ -226,23 +226,22 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
     ) -> Tensor:
         """``[s, b, hidden_size]`` (``sbhd``), ``[b, s, hidden_size]`` or ``[t, hidden_size]`` to the same shape.
 
-        The result has the input's dtype, or torch.autocast's, which ``hidden_states`` are cast to first, as in
-        Transformer Engine: the residual stream takes half of the memory. To keep
-        a float32 stream under autocast, as torch's own layers do, add the outputs of ``MultiheadAttention`` and
-        ``LayerNormMLP`` to it yourself.
+        Under torch.autocast ``hidden_states`` is cast to autocast's dtype first, as in Transformer Engine, so the
+        residual stream takes half of the memory. torch's own layers keep it in float32: for that, add the outputs of
+        ``MultiheadAttention`` and ``LayerNormMLP`` to a float32 stream yourself.
 
         Args:
-            hidden_states: bfloat16, float16 or float32.
-            attention_mask: of self attention; True is masked out.
-            encoder_output: of the same format; what a decoder's cross attention attends to.
-            enc_dec_attn_mask: of cross attention. An encoder has none: any ``enc_dec`` argument gives a warning there.
+            hidden_states: a bfloat16, float16 or float32 tensor.
+            attention_mask: the mask of self attention; True is masked out.
+            encoder_output: the input of a decoder's cross attention, in the format of ``hidden_states``.
+            enc_dec_attn_mask: the mask of cross attention. An encoder warns if it gets an ``enc_dec`` argument.
             self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type, enc_dec_window_size,
-                enc_dec_bottom_right_diagonal: the constructor's where None.
-            call: :class:`lightning_fp8.modules.transformer.AttentionArguments`; both attentions are called with it, as
-                in Transformer Engine. Lengths of self attention's keys are those of its queries.
+                enc_dec_bottom_right_diagonal: None uses the constructor's value.
+            call: :class:`lightning_fp8.modules.transformer.AttentionArguments`. Both attentions get these arguments, as
+                in Transformer Engine. In self attention, the lengths of the queries are also those of the keys.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit; the message says what would.
+            ValueError, TypeError: If an argument is invalid; the message names the valid values.
         """
         check_call("TransformerLayer", call)
         check_encoder_output("layer_type", self.layer_type, "decoder", encoder_output)
@@ -259,8 +258,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         unused = [name for name, value in crossing.items() if value is not None and self.layer_type == "encoder"]
         if unused:
             tell(
-                f"{' and '.join(unused)} without effect: layer_type='encoder' has no cross attention; pass what is of "
-                "self attention, or make the layer with layer_type='decoder'"
+                f"{' and '.join(unused)} has no effect: layer_type='encoder' has no cross attention; leave them out, "
+                "or construct the layer with layer_type='decoder'"
             )
         if isinstance(hidden_states, Tensor) and (dtype := autocast_dtype(hidden_states.device.type)) is not None:
             hidden_states = hidden_states.to(dtype)
@@ -298,7 +297,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
     def _add(
         self, x: Tensor, branch: Tensor | tuple[Tensor, Tensor], drop_path: float, cu_seqlens: Tensor | None
     ) -> Tensor:
-        """The branch added to ``x``, or to the output of the branch's norm where it comes with it."""
+        """Add the branch to ``x``, or to the output of the branch's norm if the branch returns it."""
         if isinstance(branch, tuple):
             branch, x = branch
         if not self.training:

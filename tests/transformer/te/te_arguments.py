@@ -168,14 +168,14 @@ CALL: dict[str, list[Any]] = {
     "inference_params": [
         None,
         InferenceParams(2, 6),
-        Refused({}, "make it of lightning_fp8.InferenceParams", TypeError),
+        Refused({}, "pass a lightning_fp8.InferenceParams", TypeError),
     ],
     "rotary_pos_emb": [
         None,
         RotaryPositionEmbedding(8)(6),
         (RotaryPositionEmbedding(8)(6), RotaryPositionEmbedding(4)(9)),
         Refused(5, "rotary_pos_emb=5 must be a tensor of angles .*RotaryPositionEmbedding", TypeError),
-        Refused((RotaryPositionEmbedding(8)(6),) * 3, "a sequence of 3; pass the angles, or a pair", ValueError),
+        Refused((RotaryPositionEmbedding(8)(6),) * 3, "a sequence of 3; pass one tensor of angles, or a pair", ValueError),
     ],
     "core_attention_bias_type": [
         "no_bias",
