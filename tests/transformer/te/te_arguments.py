@@ -175,7 +175,7 @@ CALL: dict[str, list[Any]] = {
         RotaryPositionEmbedding(8)(6),
         (RotaryPositionEmbedding(8)(6), RotaryPositionEmbedding(4)(9)),
         Refused(5, "rotary_pos_emb=5 must be a tensor of angles .*RotaryPositionEmbedding", TypeError),
-        Refused((RotaryPositionEmbedding(8)(6),) * 3, "a sequence of 3; pass one tensor of angles, or a pair", ValueError),
+        Refused((RotaryPositionEmbedding(8)(6),) * 3, "a sequence of 3; pass one tensor", ValueError),
     ],
     "core_attention_bias_type": [
         "no_bias",
