@@ -1,1 +1,1 @@
-"""The state of delayed scaling: amaxes, their history, the scales computed from them, and who updates them."""
+"""The state of delayed scaling: amaxes, their history, the scales computed from them, and their updates."""

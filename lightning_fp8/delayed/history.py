@@ -1,12 +1,12 @@
 """AmaxHistory: the state of delayed scaling, and the only one that changes between steps.
 
-One :class:`AmaxHistory` serves a whole model, as one ``GradScaler`` does. It holds names, never modules; a module
-holds a :class:`Slot` for each of its roles: the entry of one tensor in every buffer of the history. Between updates
-scales are constant and observing is ``amax = max(amax, max |x|)``, so a recomputed forward, a micro-batch, a second
-call of a shared layer and another rank fold in by the same operation, in any order.
+A model has one :class:`AmaxHistory`, as it has one ``GradScaler``. The history holds names, and no strong references to
+modules. Each module holds a :class:`Slot` for each of its roles, which is the entry of one tensor in every buffer of
+the history. Between updates the scales are constant, and an observation is ``amax = max(amax, max |x|)``. Recomputed
+forwards, micro-batches, repeated calls of a shared layer and ranks are all combined by this operation, in any order.
 
-Scales depend on a format and a margin, the *span* of a recipe: the scales of two recipes for one amax differ by a
-factor, the ratio of their spans.
+Scales depend on the format and the margin of a recipe, its *span*. For the same amax, the scales of two recipes differ
+by a factor, the ratio of their spans.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from lightning_fp8.scaling import FLOAT32_MAX, rescaling
 T = TypeVar("T")
 
 Span = tuple[Format, int]
-"""A recipe's format and margin, which with an amax give a scale."""
+"""The format and margin of a recipe. With an amax they determine a scale."""
 
 _not_for_inference = torch.inference_mode(False)
-"""Decorates what makes state: tensors made under ``inference_mode`` could not be changed in place outside it."""
+"""Decorator of functions that create state: tensors created in inference mode cannot be updated outside of it."""
 
 # --- Every history of this process ------------------------------------------------------------------------------------
 
 _instances: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
-"""By creation index."""
+"""All histories, by creation index."""
 _creation_indices = itertools.count()
 _versions = itertools.count(1)
 _version = 0
 
 
 def version_of_modules() -> int:
-    """A number that changes with every new history, and with the modules or the device of one."""
+    """A number that changes when a history is created, and when the modules or the device of one change."""
     return _version
 
 
@@ -56,17 +56,17 @@ def _modules_changed() -> None:
 
 
 def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
-    """The values that are still in use: a copy, since another thread may add to them while they are iterated."""
+    """The values that are still referenced, as a copy, since another thread may add values during an iteration."""
     return [instance for reference in objects.valuerefs() if (instance := reference()) is not None]
 
 
 def any_history() -> bool:
-    """Whether a history exists; without one nothing runs in FP8."""
+    """Whether a history exists. If not, nothing runs in FP8."""
     return len(_instances) > 0
 
 
 def all_histories() -> list[AmaxHistory]:
-    """Every history in creation order, which all ranks share."""
+    """All histories in order of creation, which is the same on all ranks."""
     return sorted(living(_instances), key=lambda history: history.creation_index)
 
 
@@ -74,12 +74,12 @@ def all_histories() -> list[AmaxHistory]:
 
 
 def span_of(recipe: DelayedScaling) -> Span:
-    """The span of the scales that ``recipe`` makes."""
+    """The span of ``recipe``."""
     return recipe.fp8_format, recipe.margin
 
 
 def span_ratio(before: Span | None, after: Span, role: Role) -> float:
-    """The factor from a scale of ``role`` made for ``before`` to one for ``after``; 1 where ``before`` is unknown."""
+    """The factor that converts a scale of ``role`` from span ``before`` to ``after``; 1 if ``before`` is unknown."""
     if before is None or before == after:
         return 1.0
     fp8_maxes = float8_for(before[0], role).max, float8_for(after[0], role).max
@@ -87,22 +87,22 @@ def span_ratio(before: Span | None, after: Span, role: Role) -> float:
 
 
 def saved_span(span: Span | None) -> dict[str, Any]:
-    """The entries of a saved state that hold ``span``; none where it is unknown."""
+    """The entries of a saved state for ``span``; empty if it is unknown."""
     return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
 
 
 def span_in(state: dict[str, Any]) -> Span | None:
-    """The span that the scales of a saved state were made for; ``None`` in older files, which do not say.
+    """The span of the scales of a saved state; ``None`` for older files, which do not have it.
 
     Raises:
-        ValueError: it is no format and margin of delayed scaling.
+        ValueError: If the format or the margin is invalid for delayed scaling.
     """
     name = state.get("fp8_format")
     margin = state.get("margin")
     if name is None and margin is None:
         return None
     if not isinstance(name, str) or name not in Format.__members__:
-        raise ValueError(f"FP8 state's 'fp8_format' must be the name of a format where it is there, not {name!r}")
+        raise ValueError(f"FP8 state's 'fp8_format' must be the name of a format, or be missing; it is {name!r}")
     try:
         return span_of(DelayedScaling(fp8_format=Format[name], margin=margin))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -113,9 +113,9 @@ def span_in(state: dict[str, Any]) -> Span | None:
 
 
 class NonzeroScales:
-    """An asynchronous host mirror of ``scale > 0``: it never waits for the GPU, and learns an answer a step later.
+    """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step.
 
-    A scale that is not 0 stays so until other scales are loaded.
+    A scale that is nonzero stays nonzero until a state is loaded.
     """
 
     def __init__(self) -> None:
@@ -123,11 +123,11 @@ class NonzeroScales:
         self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_nonzero(self, index: int) -> bool:
-        """Whether the scale of the slot ``index`` is known not to be 0."""
+        """Whether the scale of the slot ``index`` is known to be nonzero."""
         return index < len(self._nonzero) and self._nonzero[index]
 
     def read(self, scale: Tensor) -> None:
-        """Read ``scale > 0`` of float32 ``[n]`` at once; waits for the GPU."""
+        """Read ``scale > 0`` of float32 ``[n]`` synchronously. It waits for the GPU."""
         if not scale.is_meta:
             self._nonzero = (scale > 0).tolist()
             self._pending_copy = None
@@ -135,8 +135,7 @@ class NonzeroScales:
     def poll(self, scale: Tensor) -> None:
         """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
 
-        On the CPU the answer is there at once. On a GPU one call starts a copy to the host, and the first call that
-        finds it finished takes it.
+        On a GPU, one call starts an asynchronous copy to the host, and a later call reads it once it is complete.
         """
         if self._nonzero and all(self._nonzero):
             return
@@ -155,16 +154,16 @@ class NonzeroScales:
             self._pending_copy = None
 
     def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
-        return NonzeroScales, ()  # copies and pickles start without knowledge
+        return NonzeroScales, ()  # copies and pickles start with all unknown
 
 
 class Sample(NamedTuple):
-    """Where the casts of one tensor are counted while a monitor samples them; see :mod:`lightning_fp8.ops.sample`.
+    """The counters of one tensor's casts while a monitor samples them; see :mod:`lightning_fp8.ops.sample`.
 
     Attributes:
-        counts: float64 ``[8]``, of ``sample_cast``.
-        losses: float64 ``[4, 4]``, of ``sample_recipes``; None where that is not asked for.
-        exponents: float64 ``[256]``, likewise.
+        counts: float64 ``[8]``, filled by ``sample_cast``.
+        losses: float64 ``[4, 4]``, filled by ``sample_recipes``; None if it is not requested.
+        exponents: float64 ``[256]``, filled by ``sample_recipes``; None if it is not requested.
     """
 
     counts: Tensor
@@ -174,19 +173,19 @@ class Sample(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """The entry of one tensor in each buffer of an :class:`AmaxHistory`, as a module sees it.
+    """The entry of one tensor in each buffer of an :class:`AmaxHistory`.
 
-    It is no tuple: torch.compile would specialize a module's code on its index, and compile it again for every
-    other module.
+    It is not a tuple, because torch.compile would specialize a module's code on the index and compile it again for
+    every other module.
 
     Attributes:
-        history: the history that the slot belongs to.
-        index: where it is in the history's buffers, whose last dimension counts slots.
-        scale: float32 ``[]``; read by value, it changes at the next update.
-        amax: float32 ``[]`` that a cast writes its amax into.
-        readers: the layers that read one cast of this slot's module together, as far as known; 0 before the second.
-        readers_of_last: those that have read the last one.
-        sample: where its casts are counted; None while no monitor samples them.
+        history: the history that owns the slot.
+        index: the index in the last dimension of the history's buffers.
+        scale: float32 ``[]``. It changes in place at the next update.
+        amax: float32 ``[]``, updated by casts.
+        readers: the number of layers known to read one cast of this tensor; 0 until the second cast.
+        readers_of_last: the number of layers that have read the last cast.
+        sample: the counters of its casts; None while no monitor samples them.
     """
 
     history: AmaxHistory
@@ -198,23 +197,23 @@ class Slot:
     sample: Sample | None = None
 
     def __reduce__(self) -> Any:
-        return _slot_of, (self.history, self.index)  # copies and pickles share what their history has
+        return _slot_of, (self.history, self.index)  # copies and pickles refer to their history's buffers
 
     @property
     def name(self) -> str:
         return self.history.names[self.index]
 
     def scale_for(self, span: Span) -> Tensor:
-        """The scale; where it was made for another format or margin than ``span``'s, what it would be for that."""
+        """The scale, converted to the format and margin of ``span`` if it was computed for others."""
         if self.history.span is None or self.history.span == span:
             return self.scale
         ratio = span_ratio(self.history.span, span, self.history.roles[self.index])
         return self.scale if ratio == 1 else (self.scale * ratio).clamp(max=FLOAT32_MAX)
 
     def scale_is_nonzero(self) -> bool:
-        """Whether the host knows, without waiting for the GPU, that the scale is not 0."""
-        if torch.compiler.is_dynamo_compiling():  # and not torch.export's default, which runs Python code
-            return False  # what the host learns later must not compile anew
+        """Whether the scale is known to be nonzero, without waiting for the GPU."""
+        if torch.compiler.is_dynamo_compiling():  # False for torch.export's default, which runs Python code
+            return False  # a value that changes later would recompile
         return self.history.nonzero_scales.is_nonzero(self.index)
 
 
@@ -226,35 +225,36 @@ def _slot_of(history: AmaxHistory, index: int) -> Slot:
 
 
 class AmaxHistory:
-    """Amaxes and scales of tensors by name, one slot for each.
+    """The amaxes and scales of named tensors, one slot for each tensor.
 
     Attributes:
-        names: one name per slot, ``layers.0.fc1.input``; n slots.
-        roles: one role per slot; decides the tensor's format.
+        names: the names of the n slots, for example ``layers.0.fc1.input``.
+        roles: the role of each slot, which determines the tensor's format.
         amax: float32 ``[n]``, the largest \\|x\\| since the slot's last update.
-        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` steps, the
-            newest among them, and then clears the oldest: between updates the first step is 0.
-        scale: float32 ``[n]``; 0, which casts the tensor by its own amax, until it is computed for the first time: at
-            the tensor's first usable amax, with an ``interval`` of n at the n-th.
-        updates: how many updates there were, of any of the slots.
-        num_observed: float32 ``[n]``, in how many updates a tensor had a usable amax; what ``interval`` counts.
-        steps: ``None`` before the first step of an optimizer that owns slots, then 0; positive while a step's amaxes
-            still wait for their update, as in states that earlier versions saved: the next training forward updates.
-        span: the format and margin that the scales were made for; ``None`` where none was made or nobody knows.
-        recipe: the recipe that amaxes were last observed under; ``None`` where the host does not know.
-        plugin_recipe: the recipe of the plugin that trains the model; ``None`` where regions of ``fp8_autocast`` say.
+        amax_history: float32 ``[len, n]``, amaxes of earlier steps, oldest first. An update reduces ``len`` steps,
+            including the newest, and then clears the oldest, so row 0 is 0 between updates.
+        scale: float32 ``[n]``. 0 means that there is no scale yet, and the tensor is cast by its current amax. The
+            first scale is computed at the tensor's first usable amax, or at the n-th with an ``interval`` of n.
+        updates: the number of updates, of any of the slots.
+        num_observed: float32 ``[n]``, the number of updates in which a tensor had a usable amax; ``interval`` counts
+            these.
+        steps: ``None`` before the first step of an optimizer that owns slots, then 0. It is positive while amaxes of a
+            step are not yet part of an update, as in states of earlier versions; the next training forward updates.
+        span: the format and margin of the scales; ``None`` if there are no scales or it is unknown.
+        recipe: the recipe of the last observed amaxes; ``None`` if it is unknown.
+        plugin_recipe: the recipe of the plugin that trains the model; ``None`` if ``fp8_autocast`` sets the recipe.
         calibrated: whether a calibrating region has observed amaxes and has not ended yet.
-        modules: by ``id`` the modules that decide which optimizers own the slots: those that read them, and the root of
-            the converted model. Weak references.
-        slots_of: by ``id`` of a module the indices of its slots; none of a root.
-        watch: what only warnings need.
-        nonzero_scales: what the host knows of ``scale > 0``.
-        fp8_max: float32 ``[n]``, the largest value of each slot's format, after the format and device that it was made
-            for: a step copies nothing to the GPU.
-        before_update: called with the history before each update, while its amaxes and scales are those of the step.
-        creation_index: orders the histories of a process alike on all ranks.
+        modules: weak references, by ``id``, to the modules that determine which optimizers own the slots: the modules
+            that read the slots, and the root of the converted model.
+        slots_of: the indices of the slots of each module, by its ``id``; a root has none.
+        watch: state that only warnings use.
+        nonzero_scales: a copy of ``scale > 0`` on the host.
+        fp8_max: float32 ``[n]``, the largest value of each slot's format, cached with the format and device, so that an
+            update copies nothing to the GPU.
+        before_update: called with the history before each update, when its amaxes and scales are those of the step.
+        creation_index: the order of the histories of a process, which is the same on all ranks.
 
-    ``amax`` and ``scale`` are changed in place only: the tensors of :class:`Slot` share their memory.
+    ``amax`` and ``scale`` must only be changed in place, because the tensors of each :class:`Slot` share their memory.
     """
 
     creation_index: int
@@ -289,23 +289,23 @@ class AmaxHistory:
         _modules_changed()
 
     def _place_slots(self) -> None:
-        """Point the tensors of every slot at ``scale`` and ``amax``.
+        """Let the tensors of every slot share the memory of ``scale`` and ``amax``.
 
-        They are no views: those share one version counter, and a graph that saves one slot for its backward pass would
-        refuse to run once another graph has written to another slot.
+        They are not views, because views share one version counter: a graph that saves one slot for its backward pass
+        would fail after another graph has written to another slot.
         """
         for index, tensors in enumerate(self._slot_tensors):
             for tensor, whole in zip(tensors, (self.scale, self.amax)):
                 tensor.data = whole.new_empty(0).set_(whole.untyped_storage(), index, (), ())
 
     def slot(self, index: int) -> Slot:
-        """The scale and amax of one tensor, as a module sees them."""
+        """The slot ``index``."""
         return Slot(self, index, *self._slot_tensors[index])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmaxHistory:
-        """Slots of the same names that start empty: a copy that is only evaluated would keep its scales for ever.
+        """A history with the same names and empty slots. A copy that is only evaluated would never update its scales.
 
-        A copied root decides for the copy, too; copied layers add themselves.
+        The copy of a root is registered here; copied layers register themselves.
         """
         copied = AmaxHistory(list(zip(self.names, self.roles)), self.scale.device)
         for module in living(self.modules):
@@ -313,7 +313,7 @@ class AmaxHistory:
                 copied.add_module(memo[id(module)], self.slots_of[id(module)])
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:  # no module or plugin uses a pickle yet
+    def __getstate__(self) -> dict[str, Any]:  # modules and plugins register themselves after loading
         without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "_slot_tensors")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
@@ -336,26 +336,26 @@ class AmaxHistory:
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Note that amaxes are observed under ``recipe`` from now on; scales of unknown origin are taken for its."""
+        """Set the recipe of the amaxes that follow. Scales of unknown span are assumed to have that of ``recipe``."""
         if self.span is None:
             self.span = span_of(recipe)
         self.recipe = recipe
         self.watch.observed = True
 
     def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
-        """Let the optimizers of ``module`` own its ``slots``; without any it is the root of a converted model."""
+        """Let the optimizers of ``module`` own its ``slots``. The root of a converted model has no slots."""
         self.modules[id(module)] = module
         self.slots_of[id(module)] = tuple(slots)
         _modules_changed()
 
     def training_forward_begins(self, *, observes: bool = False) -> None:
-        """Count for the warnings; see :meth:`Watch.forward_begins`."""
+        """Update the counts for warnings; see :meth:`Watch.forward_begins`."""
         training = any(module.training for module in living(self.modules))
         self.watch.forward_begins(self.updates, training, observes=observes)
 
     @_not_for_inference
     def resize(self, length: int) -> None:
-        """Give the history ``length`` steps: the oldest are dropped, or zeros are put before them."""
+        """Resize the history to ``length`` steps: drop the oldest steps, or prepend zeros."""
         if self.amax_history.shape[0] != length:
             amax_history = self.amax_history.new_zeros(length, len(self.names))
             num_kept = min(length, self.amax_history.shape[0])
@@ -364,7 +364,7 @@ class AmaxHistory:
             self.amax_history = amax_history
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
-        """Give one slot its scale and its amaxes ``amax_history [len]``, oldest first; the others keep theirs."""
+        """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""
         self.resize(max(len(amax_history), len(self.amax_history)))
         self.nonzero_scales = NonzeroScales()
         self.scale[index] = scale
@@ -376,8 +376,8 @@ class AmaxHistory:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as float32 tensors, numbers and names: loads with ``weights_only=True``."""
-        # The keys of amax and num_observed are those of files that were saved before these had their names.
+        """The state as float32 tensors, numbers and names, which loads with ``weights_only=True``."""
+        # The keys of amax and num_observed are older names of these attributes, which existing files have.
         return {
             "version": STATE_VERSION,
             "names": list(self.names),
@@ -392,17 +392,17 @@ class AmaxHistory:
 
     @_not_for_inference
     def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
-        """Take the slots that both know by name; the others start empty.
+        """Load the slots whose names are in ``state``. All other slots start empty.
 
         Args:
-            state: what :meth:`state_dict` gave.
-            names: what ``state`` calls this history's slots; ``None`` is :attr:`names`.
+            state: the result of :meth:`state_dict`.
+            names: the names of this history's slots in ``state``; ``None`` is :attr:`names`.
 
         Returns:
-            The names of this history's slots that ``state`` does not hold.
+            The names of this history's slots that are missing in ``state``.
 
         Raises:
-            ValueError: ``state`` is malformed; nothing was changed.
+            ValueError: If ``state`` is malformed. The history is then unchanged.
         """
         saved_names, scale, amax_history, updates = validated_state(state)
         names = self.names if names is None else names
@@ -421,7 +421,7 @@ class AmaxHistory:
         self.nonzero_scales = NonzeroScales()
         self.amax.zero_()
         self.num_observed.zero_()
-        if known:  # files of others hold neither
+        if known:  # files of Transformer Engine have neither
             self.amax[own_slots] = state["seen"].to(self.scale.device)[saved_slots] if "seen" in state else 0.0
             self.num_observed[own_slots] = (
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
@@ -434,15 +434,15 @@ class AmaxHistory:
 # --- Saved states -----------------------------------------------------------------------------------------------------
 
 STATE_VERSION = 1
-"""The version of saved FP8 states. Those that lack the entry, as of Transformer Engine's files, are of version 1. A new
-version is one that this code would read wrongly; entries that it may ignore need none."""
+"""The version of saved FP8 states. States without the entry, such as Transformer Engine's, have version 1. The version
+is increased if older code would misread a state, and not for entries that older code can ignore."""
 
 
 def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
-    """The names, scales, amax history and update count of a saved state.
+    """Validate a saved state, and return its names, scales, amax history and number of updates.
 
     Raises:
-        ValueError: a key is missing or a value has the wrong type, dtype or shape; the message names it.
+        ValueError: If a key is missing, or a value has the wrong type, dtype or shape. The message names the key.
     """
     if not isinstance(state, dict):
         is_path = isinstance(state, (str, os.PathLike))
@@ -453,8 +453,8 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         raise ValueError(f"FP8 state's 'version' must be a positive integer, not {reprlib.repr(version)}")
     if version > STATE_VERSION:
         raise ValueError(
-            f"FP8 state's 'version' is {version}, and this lightning_fp8 reads versions up to {STATE_VERSION}: "
-            "a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8"
+            f"FP8 state's 'version' is {version}, but this lightning_fp8 reads versions up to {STATE_VERSION}. It was "
+            "saved by a newer lightning_fp8: upgrade with pip install -U lightning-fp8"
         )
     missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
     if missing:
@@ -477,34 +477,34 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
                 f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
             )
         if value.is_meta or value.layout != torch.strided:
-            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
+            raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
         if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
         if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     steps_in(state)
     span_in(state)
-    for key in ("seen", "counts"):  # amaxes that wait may be infinite or NaN: the next update passes over them
+    for key in ("seen", "counts"):  # pending amaxes may be infinite or NaN: an update ignores them
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
-            raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},) where it is there")
+            raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},), or be missing")
         if value.is_meta or value.layout != torch.strided:
-            raise ValueError(f"FP8 state's {key!r} must hold values, not be sparse or on meta; load it onto the CPU")
+            raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
         if key == "counts" and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     return names, scale.detach(), amax_history.detach(), updates
 
 
 def saved_steps(steps: int | None) -> dict[str, int]:
-    """The entry of a saved state that holds optimizer steps since the last update: -1 where no optimizer is known."""
+    """The entry of a saved state for the optimizer steps since the last update: -1 if no optimizer is known."""
     return {"steps": -1 if steps is None else steps}
 
 
 def steps_in(state: dict[str, Any]) -> int | None:
-    """What :func:`saved_steps` was given; ``None`` for states of older versions and of others, which lack it.
+    """The inverse of :func:`saved_steps`; ``None`` for states of older versions and of Transformer Engine.
 
     Raises:
-        ValueError: it is no number of steps.
+        ValueError: If the entry is not a number of steps.
     """
     steps = state.get("steps", -1)
     if isinstance(steps, bool) or not isinstance(steps, int):

@@ -1,15 +1,15 @@
 """Owners: which optimizers update which slots.
 
-The owner of a slot is the nearest module around it, the layer itself first and the root of the converted model last,
-that has a parameter which requires a gradient or which a known optimizer holds. An optimizer that holds a parameter of
-the owner updates the slot. So of two networks in one model each follows its own optimizer; a frozen layer follows that
-of its adapters, or of the head behind it; attention without parameters follows that of its block. A layer that was
-converted with no model around it and has no parameters at all follows every optimizer.
+The owner of a slot is its layer, or the closest parent of the layer up to the root of the converted model, that has a
+parameter which requires a gradient or which a known optimizer holds. An optimizer that holds a parameter of the owner
+updates the slot. So each of two networks in one model follows its own optimizer, a frozen layer follows the optimizer
+of its adapters or of the head after it, and attention without parameters follows the optimizer of its block. A layer
+without parameters that was not converted as part of a model follows every optimizer.
 
-An optimizer is known from its first step on; a Trainer's are known before. Owners are found at a step, when another
-model, optimizer or list of an optimizer's parameters has come since the last one, or an FP8 layer has other parameters
-or others that require gradients; a forward that asks before the first step finds them, too, but not under FSDP2, which
-has other parameters in the modules then.
+An optimizer is known from its first step on; those of a Trainer are known earlier. Owners are computed at an optimizer
+step, if since the last step there is a new model, optimizer or parameter group, or if the parameters of an FP8 layer
+have changed, or which of them require gradients. A forward before the first step can also compute them, but not under
+FSDP2, since modules have other parameters during a forward.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch import Tensor
 from lightning_fp8.delayed.history import AmaxHistory, all_histories, living, version_of_modules
 
 Slots = frozenset[int]
-"""Indices of slots of one history."""
+"""The indices of slots in one history."""
 
 
 @dataclass(eq=False)
 class _Optimizer:
-    """What is known of one optimizer.
+    """The cached facts about one optimizer.
 
     Attributes:
         parameters: the ``id`` of each parameter that it holds.
-        version: of the modules and owners that ``owned`` was computed for.
-        owned: the histories of which it owns slots, in creation order, and these.
+        version: the version of the modules and owners that ``owned`` was computed for.
+        owned: the histories in which it owns slots, in order of creation, with these slots.
     """
 
     parameters: list[int]
@@ -54,10 +54,10 @@ class _Owners:
     """The owners of one history's slots.
 
     Attributes:
-        version: of the modules that they were found in.
-        parameters: for each slot the ``id`` of its owner's parameters; ``None`` where every optimizer updates it.
-        masks: tensors that are True at some slots, by their indices.
-        optimizers: the known optimizers of each slot, behind how many were known by then.
+        version: the version of the modules that they were computed for.
+        parameters: for each slot, the ``id`` of its owner's parameters; ``None`` if every optimizer updates it.
+        masks: cached masks of slots, by the indices of the slots.
+        optimizers: the known optimizers of each slot, cached with the number of known optimizers.
     """
 
     version: int
@@ -72,7 +72,7 @@ class _Owners:
         return frozenset(slot for slot, parameters in enumerate(self.parameters) if id(parameters) in owned)
 
     def optimizers_by_slot(self) -> list[set[int]]:
-        """For each slot the ``id`` of what is known of its optimizers."""
+        """For each slot, the ``id`` of the :class:`_Optimizer` of each of its optimizers."""
         if self.optimizers[0] != _num_known:
             by_slot: list[set[int]] = [set() for _ in self.parameters]
             for optimizer in list(_optimizers.values()):
@@ -84,26 +84,26 @@ class _Owners:
 
 _owners: weakref.WeakKeyDictionary[AmaxHistory, _Owners] = weakref.WeakKeyDictionary()
 _num_known = 0
-"""How many optimizers, or lists of their parameters, have become known so far."""
+"""The number of optimizers, and of changed lists of their parameters, that have been registered."""
 _renewals = 0
-"""How often optimizers or parameters have changed: owners are then found anew."""
+"""The number of times that owners were invalidated."""
 _parameters_of_layers: list[tuple[int, bool]] = []
-"""The ``id`` of each parameter of an FP8 layer at the last step, and whether it makes its module an owner."""
+"""The ``id`` of each parameter of an FP8 layer at the last step, and whether it made its module an owner."""
 _held: frozenset[int] = frozenset()
 """The ``id`` of each parameter that a known optimizer holds."""
 _collected = 0
-"""The version of the modules for which the garbage collector has run."""
+"""The version of the modules at the last run of the garbage collector."""
 
 
 def _renew() -> None:
-    """Let owners be found anew."""
+    """Invalidate all owners, because optimizers or parameters have changed."""
     global _renewals
     _owners.clear()
     _renewals += 1
 
 
 def _compare_parameters() -> None:
-    """Let owners be found anew if FP8 layers have other parameters than at the last step."""
+    """Invalidate all owners if the parameters of FP8 layers have changed since the last step."""
     global _parameters_of_layers
     modules = [module for history in all_histories() for module in living(history.modules)]
     parameters = [each for module in modules for each in module._parameters.values() if each is not None]
@@ -131,7 +131,7 @@ def _find_owners(history: AmaxHistory) -> _Owners:
                 owners.parameters[slot] = parameters
 
     def visit(module: Any) -> tuple[frozenset[int], bool, list[int]]:
-        """The parameters of ``module``, whether it owns slots inside, and the layers inside that found no owner yet."""
+        """The parameters of ``module``, whether it is an owner, and the layers inside that have no owner yet."""
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         unclaimed = {id(each) for each in own if not each.requires_grad and id(each) not in _held}
         parameters = frozenset(map(id, own))
@@ -147,7 +147,7 @@ def _find_owners(history: AmaxHistory) -> _Owners:
             layers = []
         return parameters, is_owner, layers
 
-    # Roots first: a layer is its own root only where no converted model holds it.
+    # Roots first: a layer is its own root only if it is not part of a converted model.
     for root in sorted(modules, key=lambda module: id(module) in slots_of):
         if not history.slots_of[id(root)] or id(root) in slots_of:
             parameters, _, without_owner = visit(root)
@@ -156,12 +156,12 @@ def _find_owners(history: AmaxHistory) -> _Owners:
 
 
 def parameter_ids(optimizer: Any) -> list[int]:
-    """The ``id`` of each parameter that ``optimizer``, anything with ``param_groups``, holds."""
+    """The ``id`` of each parameter of ``optimizer``, an object with ``param_groups``."""
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def know(optimizer: Any) -> _Optimizer:
-    """Know ``optimizer``, anything with ``param_groups``, and which parameters it holds now."""
+    """Register ``optimizer``, an object with ``param_groups``, and the parameters that it currently holds."""
     global _num_known, _held
     parameters = parameter_ids(optimizer)
     known = _optimizers.get(optimizer)
@@ -175,7 +175,7 @@ def know(optimizer: Any) -> _Optimizer:
 
 
 def owned_by(optimizer: Any) -> list[tuple[AmaxHistory, Slots]]:
-    """The histories of which ``optimizer`` owns slots, in creation order, and these; it is known from now on."""
+    """Register ``optimizer``, and return the histories in which it owns slots, in order of creation, with the slots."""
     known = know(optimizer)
     _compare_parameters()
     if known.version != (version_of_modules(), _renewals):
@@ -187,10 +187,11 @@ def owned_by(optimizer: Any) -> list[tuple[AmaxHistory, Slots]]:
 
 
 def _collect_unreachable() -> None:
-    """Run the garbage collector once for each new model, where there are several ranks.
+    """With several ranks, run the garbage collector once for each new model.
 
-    A model in a reference cycle, as a Trainer's is, keeps its history until the collector runs, which each rank does at
-    another time; ranks would then reduce unequal lists of histories. A new model is made on all ranks alike.
+    A model in a reference cycle, such as a Trainer's, keeps its history until the garbage collector runs, which happens
+    at different times on each rank: ranks would reduce different lists of histories. A new model is created on all
+    ranks.
     """
     global _collected
     if _collected != version_of_modules():
@@ -200,10 +201,10 @@ def _collect_unreachable() -> None:
 
 
 def have_the_same_optimizers(history: AmaxHistory, first: int, second: int) -> bool:
-    """Whether the known optimizers that update the slot ``first`` are those that update ``second``.
+    """Whether the same known optimizers update the slots ``first`` and ``second``.
 
-    Asked in forwards: as of the last step; where FSDP2 shards the model and nobody has stepped since a model or an
-    optimizer has come, False.
+    Called in forwards, it returns the state of the last step. If FSDP2 shards the model, it returns False until the
+    first step with a new model or optimizer.
     """
     if not _optimizers:
         return True
@@ -217,15 +218,15 @@ def have_the_same_optimizers(history: AmaxHistory, first: int, second: int) -> b
 
 
 def _is_sharded(history: AmaxHistory) -> bool:
-    """Whether FSDP2 shards parameters around the slots: in forwards modules then have others than the optimizer."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which sharding a model imports
+    """Whether FSDP2 shards the model. If so, the parameters of modules in a forward are not those of the optimizer."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # sharding a model imports it
     if fsdp is None:
         return False
     return any(isinstance(each, fsdp.FSDPModule) for module in living(history.modules) for each in module.modules())
 
 
 def mask_of(history: AmaxHistory, slots: Slots) -> Tensor:
-    """Bool ``[n]`` where ``history`` is, True at ``slots``."""
+    """Bool ``[n]`` on the device of ``history``, True at ``slots``."""
     masks = _owners_of(history).masks
     if slots not in masks:
         mask = torch.zeros(len(history.names), dtype=torch.bool, device="cpu")

@@ -1,20 +1,20 @@
 """The update of delayed scaling: once per optimizer step, of the slots that the optimizer owns.
 
-The step hook of ``torch.optim`` calls for it, in plain loops, under Fabric and in a Trainer alike. Of the steps of an
-optimizer inside a backward pass, one for each parameter for example, the end of that backward pass does. Explicit calls
-are ``update_scales()`` of a plugin, ``update_fp8_scales(model)``, and the end of a calibrating region.
+The step hook of ``torch.optim`` triggers the update in plain loops, under Fabric and in a Trainer. If an optimizer
+steps inside a backward pass, for example once for each parameter, the end of that backward pass triggers it. Explicit
+triggers are ``update_scales()`` of a plugin, ``update_fp8_scales(model)``, and the end of a calibrating region.
 
-First, the amaxes of slots that are not to be updated are put aside, and the others are reduced over ranks. Then
-:func:`_advance` rescales what was made for another format or margin (:func:`lightning_fp8.scaling.rescaling`) and
-pushes the amaxes into each history. The history's maximum, or its newest step, gives the scales,
-``fp8_max 2**-margin / amax``, at most float32's largest value; a tensor whose amax is 0, inf or NaN keeps its scale and
-its history. This is ``ops.update_scales``, one launch, by the formulas of
-:func:`lightning_fp8.scaling.updated_scales`, which ``cuda_kernels/casts/update_scales.py`` has, too.
+First, the amaxes of slots that are not updated are saved and cleared, and the other amaxes are reduced over ranks. Then
+:func:`_advance` converts scales of another format or margin (:func:`lightning_fp8.scaling.rescaling`) and appends the
+amaxes to each history. The new scale is ``fp8_max 2**-margin / amax``, at most float32's largest value, where amax is
+the history's maximum or its newest step. A tensor whose amax is 0, inf or NaN keeps its scale and its history. This is
+``ops.update_scales``, one launch. Its formulas are :func:`lightning_fp8.scaling.updated_scales`, and its kernel is
+``cuda_kernels/casts/update_scales.py``.
 
-Ranks share their scales in one collective, by position. Ranks of which only some began a collective would wait for
-ever. So whether one begins does not depend on what ran on a rank, only on what all ranks do alike: the recipe of the
-plugin, or of the last outermost training region, says whether amaxes are reduced, and the region over which group. The
-names of slots are compared before they are first reduced.
+Ranks share their scales by one collective, by position. If only some ranks began a collective, they would hang. So the
+decision must not depend on what a rank ran, only on state that is equal on all ranks: the recipe of the plugin, or of
+the last outermost training region, determines whether amaxes are reduced, and the region determines the group. The
+names of slots are compared over ranks before the first reduction.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from lightning_fp8.scaling import FLOAT32_MAX, is_usable
 
 @dataclass
 class _Region:
-    """The last outermost region of ``fp8_autocast`` that took gradients; all ranks enter the same ones.
+    """The last outermost ``fp8_autocast`` region with gradients enabled. All ranks enter the same regions.
 
     Attributes:
-        recipe: for amaxes that were observed under no other that the host knows of; None before the first region.
-        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+        recipe: the recipe for amaxes whose recipe is unknown; None before the first region.
+        group: the ranks that share their scales; ``None`` is all ranks.
     """
 
     recipe: DelayedScaling | None = None
@@ -63,7 +63,7 @@ _region = _Region()
 
 
 def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, training: bool) -> None:
-    """Note an outermost region of ``fp8_autocast``.
+    """Record the entry of an outermost ``fp8_autocast`` region.
 
     Args:
         training: whether gradients are enabled.
@@ -79,9 +79,9 @@ def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, tr
 
 
 def update_waiting(histories: Iterable[AmaxHistory]) -> None:
-    """Make the updates that still wait for a step: see :func:`_end_of_backward`, and states that were saved so.
+    """Run pending updates: those of :func:`_end_of_backward`, and those of loaded states.
 
-    Earlier versions saved the amaxes of every step of a plain loop without its update.
+    In plain loops, earlier versions saved the amaxes of a step before its update.
     """
     if _stepped_in_backward and _current_backward() < 0:
         _update_after_backward()
@@ -98,21 +98,21 @@ def reduce_and_update(
     """Update all slots of several histories with one collective: the element-wise maximum of all their amaxes.
 
     Args:
-        histories: each then pushes its amaxes into its window and computes new scales.
+        histories: the histories to update.
         recipe: the margin, interval, history length and algorithm.
-        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+        group: the ranks that share their scales; ``None`` is all ranks.
 
     Raises:
-        RuntimeError: ranks are to share the scales of unlike tensors.
+        RuntimeError: If ranks would share the scales of different tensors.
     """
     _reduce_and_update(all_slots(histories), dict.fromkeys(histories, recipe), recipe.reduce_amax, group)
 
 
 def update_slots(owned: Iterable[tuple[AmaxHistory, Slots]]) -> None:
-    """Update these slots: with one collective for all of a plugin's models, and one for all without a plugin.
+    """Update these slots, with one collective for all models of plugins and one for all models without a plugin.
 
-    A plugin whose recipe keeps no state lets amaxes come only from regions of ``fp8_autocast`` inside it. Whether such
-    a region ran, a rank knows only of itself: each rank then has its own scales.
+    If the recipe of a plugin has no state, amaxes can only come from nested ``fp8_autocast`` regions. A rank does not
+    know whether such a region ran on other ranks, so each rank then has its own scales.
     """
     of_plugin: list[tuple[AmaxHistory, Slots]] = []
     of_region: list[tuple[AmaxHistory, Slots]] = []
@@ -157,7 +157,7 @@ def _reduce_and_update(
 
 
 def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
-    """Take away the amaxes of all but ``slots``: a tensor without an amax keeps its scale and history."""
+    """Clear the amaxes of all but ``slots``, and return them. A tensor with amax 0 keeps its scale and history."""
     mask = mask_of(history, slots)
     amaxes = history.amax.masked_fill(mask, 0.0)
     history.amax.masked_fill_(~mask, 0.0)
@@ -165,7 +165,7 @@ def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
 
 
 def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
-    """Push the amaxes of ``history``, reduced over ranks already, into its window and compute new scales."""
+    """Append the amaxes of ``history``, after the reduction over ranks, to it and compute new scales."""
     if history.before_update is not None:
         history.before_update(history)
     history.resize(recipe.amax_history_len)
@@ -177,7 +177,7 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     previous_scale: Tensor | None = None
     if recipe.interval > 1:
         previous_scale = history.scale.clone()
-        # An update that passes over a tensor, which did not run or overflowed, brings it no nearer to its next scale.
+        # An update in which a tensor did not run or overflowed does not count towards its interval.
         history.num_observed += is_usable(history.amax)
     ops.update_scales(
         history.amax,
@@ -194,7 +194,7 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
 
 
 def _rescale_to(history: AmaxHistory, span: Span) -> None:
-    """Rescale the scales that an update keeps to the format and margin of ``span``."""
+    """Convert the scales to the format and margin of ``span``, for those that the update keeps."""
     ratios = {role: span_ratio(history.span, span, role) for role in dict.fromkeys(history.roles)}
     if any(ratio != 1 for ratio in ratios.values()):
         history.scale *= history.scale.new_tensor([ratios[role] for role in history.roles])
@@ -214,18 +214,18 @@ def _fp8_max(history: AmaxHistory, recipe: DelayedScaling) -> Tensor:
 @cache
 def _warn_of_own_scales(name: str) -> None:
     warnings.warn(
-        f"each rank has its own scales for a region of delayed scaling inside recipe={name!r}: reduce_amax=True is "
-        "ignored there. To share them, give the plugin recipe='delayed', and fp8_autocast the other recipe",
+        f"reduce_amax=True is ignored in a delayed-scaling region inside recipe={name!r}: each rank has its own "
+        "scales. To share scales, pass recipe='delayed' to the plugin and the other recipe to fp8_autocast",
         stacklevel=2,
     )
 
 
 def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
-    """Turn the amaxes that calibration observed, on any rank, into scales; those of a plugin's model wait for a step.
+    """Compute scales from amaxes that calibration observed on any rank. Models of plugins are updated at their step.
 
     Args:
-        recipe: of the outermost calibrating region.
-        group: the ranks that share their scales; ``None`` is every rank where torch.distributed runs.
+        recipe: the recipe of the outermost calibrating region.
+        group: the ranks that share their scales; ``None`` is all ranks.
     """
     histories = [history for history in all_histories() if history.plugin_recipe is None]
     reduces = recipe.reduce_amax and are_several_ranks(group)
@@ -244,16 +244,16 @@ def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -
 
 
 def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | None) -> None:
-    """Replace the amaxes of ``histories`` by their maximum over ``group``, ``None`` being all ranks.
+    """Replace the amaxes of ``histories`` by their maximum over ``group``; ``None`` is all ranks.
 
     Raises:
-        RuntimeError: on all ranks, if the names of one differ from those of another.
+        RuntimeError: On all ranks, if the names of their slots differ.
     """
     if not histories or not are_several_ranks(group):
         return
     _compare_names(histories, group)
     amaxes = torch.cat([history.amax for history in histories])
-    # A collective's maximum may drop a NaN, and ranks must agree; inf keeps the old scale just as well.
+    # A collective's maximum may drop a NaN on some ranks. inf keeps the old scale, too.
     torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     for history, amax in zip(histories, amaxes.split([len(history.names) for history in histories])):
@@ -261,17 +261,17 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
 
 
 def are_several_ranks(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``group``, or torch.distributed where it is ``None``, has more than one rank."""
+    """Whether ``group`` has more than one rank; ``None`` is all ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 _compared: weakref.WeakKeyDictionary[AmaxHistory, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""By the first of them, the lists of histories whose names were compared: group, creation indices, numbers of slots."""
+"""By their first history, the lists that were compared: group, creation indices, numbers of slots."""
 
 
 @torch.compiler.disable
 def _compare_names(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | None) -> None:
-    """Compare the names of slots over ``group``, once for each list of histories; the host waits for a GPU."""
+    """Compare the names of slots over ``group``, once for each list of histories. This synchronizes with the GPU."""
     compared = _compared.setdefault(histories[0], set())
     key = id(group), *((history.creation_index, len(history.names)) for history in histories)
     device = histories[0].amax.device
@@ -291,7 +291,7 @@ def _compare_names(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
 
 
 def _difference(names_by_rank: dict[int, list[str]]) -> str:
-    """What the error says where the names of slots are not the same on all ranks."""
+    """The error message for names of slots that differ between ranks."""
     ranks_by_names: dict[tuple[str, ...], list[int]] = {}
     for rank, names in names_by_rank.items():
         ranks_by_names.setdefault(tuple(names), []).append(rank)
@@ -305,35 +305,35 @@ def _difference(names_by_rank: dict[int, list[str]]) -> str:
         for names in (first, other)
     )
     return (
-        f"ranks are to share the FP8 scales of unlike tensors: there are {counts}; number {index} is {differing}. Give "
-        "fp8_autocast as fp8_group the ranks that hold the same layers, or take DelayedScaling(reduce_amax=False), "
-        "with which each rank has its own scales"
+        f"ranks would share the FP8 scales of different tensors: there are {counts}; number {index} is {differing}. "
+        "Pass the ranks that hold the same layers as fp8_group of fp8_autocast, or use "
+        "DelayedScaling(reduce_amax=False), with which each rank has its own scales"
     )
 
 
-# --- Optimizer steps, where they happen: in torch.optim, whoever calls step and however -------------------------------
+# --- Optimizer steps, by the hooks of torch.optim ---------------------------------------------------------------------
 
-_numbers = itertools.count(1)  # each is given once, whichever threads step at a time
+_numbers = itertools.count(1)  # unique across threads
 _step_number = 0
 _STEP = Optimizer.profile_hook_step(lambda self: None).__code__
-"""The code around every ``step`` of torch.optim that calls the hooks."""
+"""The code of the wrapper around every ``step`` of torch.optim, which calls the hooks."""
 
 
 def optimizer_step_number() -> int:
-    """The number of an optimizer step in this process; a copy computed from a weight is stale once it is another."""
+    """The number of the last optimizer step in this process. Cached copies of weights are stale once it changes."""
     return _step_number
 
 
 def _current_backward() -> int:
-    """The number of the backward pass that autograd is running on this thread; -1 where it runs none."""
+    """The number of the backward pass that autograd is running on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
 def _is_inner_step(optimizer: Any) -> bool:
-    """Whether an optimizer of the same parameters makes this step, as ``ZeroRedundancyOptimizer`` does in its own.
+    """Whether this step runs inside the step of another optimizer of the same parameters.
 
-    The inner one may hold other parameters on each rank; the outer one's step is the one that counts. An optimizer
-    that steps in the closure of another one, whose parameters are others, is no inner one.
+    ``ZeroRedundancyOptimizer`` does so. Its inner optimizer may hold other parameters on each rank, so the outer step
+    counts. An optimizer with other parameters that steps in the closure of another one is not an inner optimizer.
     """
     parameters = set(parameter_ids(optimizer))
     frame = sys._getframe()
@@ -347,21 +347,21 @@ def _is_inner_step(optimizer: Any) -> bool:
 
 
 def _overflowed(optimizer: Any) -> bool:
-    """Whether ``GradScaler`` has a fused optimizer step over infinite gradients, which changes nothing.
+    """Whether the gradients of a fused optimizer with ``GradScaler`` are infinite, so that its step has no effect.
 
-    A tensor on the GPU is not read: the host would wait for it.
+    A tensor on the GPU is not read, because the host would wait for it.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
 
 
-# A compiled step breaks its graph here, as torch's own optimizers do at their beginning and end.
+# A compiled step has a graph break here, as torch's own optimizers have at their beginning and end.
 @torch.compiler.disable
 def after_optimizer_step(optimizer: Any, *_: Any) -> None:
-    """Update the slots that ``optimizer`` owns; called after its step, for those of torch by their hook.
+    """Update the slots that ``optimizer`` owns. torch's optimizers call it by their step hook.
 
     Args:
-        optimizer: anything with ``param_groups``.
+        optimizer: an object with ``param_groups``.
     """
     global _step_number
     _step_number = next(_numbers)
@@ -386,13 +386,13 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
 
 
 _stepped_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The optimizers that have stepped in a backward pass that still runs."""
+"""The optimizers that have stepped in the running backward pass."""
 _awaited: int | None = None
-"""The backward pass whose end was last asked to update their slots."""
+"""The backward pass whose end will update their slots."""
 
 
 def _put_off(optimizer: Any) -> None:
-    """Leave the update to the end of the backward pass: within it scales stand."""
+    """Defer the update to the end of the backward pass, in which scales must not change."""
     global _awaited
     _stepped_in_backward.add(optimizer)
     for history, _ in owned_by(optimizer):
@@ -403,8 +403,8 @@ def _put_off(optimizer: Any) -> None:
 
 
 def _end_of_backward() -> None:
-    # A backward pass inside another one, as of reentrant checkpointing, ends while a node of that runs. If the one
-    # around it steps nothing itself, the next training forward updates.
+    # A nested backward pass, as in reentrant checkpointing, ends while a node of the outer one runs. If the outer one
+    # does not step an optimizer, the next training forward updates.
     if torch._C._current_autograd_node() is None:
         _update_after_backward()
 

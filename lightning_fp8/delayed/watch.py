@@ -1,4 +1,4 @@
-"""Watch: warnings of delayed scales that do not follow the training. Nothing here is state: no scale depends on it."""
+"""Watch: warnings about delayed scales that are not updated in training. Scales do not depend on it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import warnings
 from collections.abc import Sequence
 
 PATIENCE = 1000
-"""Training forwards without any optimizer step after which a warning says so; more than steps have micro-batches."""
+"""The number of training forwards without an optimizer step before a warning; more than a step has micro-batches."""
 
 UPDATES_IN_EVAL = 100
-"""Updates after which a warning says that the model trains in eval mode."""
+"""The number of updates before a warning that the model trains in eval mode."""
 
 UPDATES_OF_OTHERS = 100
-"""Updates of a history after each of which it is asked whether none of them updates some slots."""
+"""Every so many updates of a history, check for slots that no optimizer updates."""
 
 
 class Watch:
-    """Counts what one history's layers do between its updates, and warns, each time once.
+    """Counts the forwards of a history's layers between updates, and issues each warning once.
 
     Attributes:
-        patience: as :data:`PATIENCE`; more where a step has many micro-batches.
-        stepped: whether an optimizer that owns slots of the history has ever stepped in this process.
-        observed: whether a layer observed amaxes since the last training forward began.
-        found: whether one did before that, since the last update.
-        forwards: training forwards since the last update, as far as they count.
-        trained_in_eval: whether weights had gradients taken in eval mode since the last update.
-        unobserved_updates: updates in a row that found nothing because of it.
-        has_warned_of_eval, has_warned_of_standstill, has_warned_of_others: whether each warning was given.
+        patience: :data:`PATIENCE`, or more if a step has many micro-batches.
+        stepped: whether an optimizer that owns slots of the history has stepped in this process.
+        observed: whether a layer has observed amaxes since the beginning of the last training forward.
+        found: whether a layer has observed amaxes before that, since the last update.
+        forwards: the number of training forwards since the last update that observed amaxes.
+        trained_in_eval: whether weights got gradients in eval mode since the last update.
+        unobserved_updates: the number of consecutive updates without amaxes because of eval mode.
+        has_warned_of_eval, has_warned_of_standstill, has_warned_of_others: whether each warning was issued.
     """
 
     patience = PATIENCE
@@ -37,15 +37,15 @@ class Watch:
         self.has_warned_of_eval = self.has_warned_of_standstill = self.has_warned_of_others = False
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
-        return Watch, ()  # copies and pickles have not run yet
+        return Watch, ()  # copies and pickles start anew
 
     def forward_begins(self, updates: int, training: bool, *, observes: bool = False) -> None:
-        """Count the last training forward if it observed amaxes, and warn when there are too many without a step.
+        """Count the last training forward if it observed amaxes, and warn if there are too many without a step.
 
         Args:
-            updates: how many the history had.
-            training: whether a module that uses it is in training mode.
-            observes: count it anyway: compiled layers do not set :attr:`observed`.
+            updates: the number of the history's updates.
+            training: whether a module that uses the history is in training mode.
+            observes: True counts the forward even without :attr:`observed`, which compiled layers do not set.
         """
         self.forwards += self.observed or observes
         self.found |= self.observed
@@ -55,17 +55,17 @@ class Watch:
             return
         self.has_warned_of_standstill = True
         warnings.warn(
-            f"the FP8 scales stand still: {self.forwards} training forwards since update {updates}, and no "
-            "torch.optim.Optimizer that holds parameters of the model has stepped. Step them with one, or after each "
-            "step call update_scales() of the plugin, without a plugin update_fp8_scales(model), or take a recipe "
-            "without state, recipe='tensorwise'",
+            f"the FP8 scales are not updated: {self.forwards} training forwards since update {updates}, and no "
+            "torch.optim.Optimizer that holds parameters of the model has stepped. Use such an optimizer; or call "
+            "update_scales() of the plugin, or update_fp8_scales(model) without a plugin, after each step; or use a "
+            "recipe without state, recipe='tensorwise'",
             stacklevel=2,
         )
 
     def updated(self) -> None:
-        """Begin to count anew; warn once that updates find no amax because the model trains in eval mode."""
+        """Reset the counts, and warn once if updates have no amaxes because the model trains in eval mode."""
         found = self.observed or self.found
-        # Gradients without an optimizer are no training.
+        # Gradients without an optimizer are not training.
         unobserved = self.trained_in_eval and self.stepped and not found
         self.unobserved_updates = 0 if found else self.unobserved_updates + unobserved
         self.observed = self.found = self.trained_in_eval = False
@@ -73,19 +73,19 @@ class Watch:
         if self.unobserved_updates >= UPDATES_IN_EVAL and not self.has_warned_of_eval:
             self.has_warned_of_eval = True
             warnings.warn(
-                f"the FP8 layers train in eval mode, in which delayed scaling observes nothing: their scales did not "
-                f"follow for {UPDATES_IN_EVAL} updates. Call model.train(), or take a recipe without state, "
+                "the FP8 layers train in eval mode, in which delayed scaling observes no amaxes: their scales did not "
+                f"change for {UPDATES_IN_EVAL} updates. Call model.train(), or use a recipe without state, "
                 "recipe='tensorwise'",
                 stacklevel=2,
             )
 
     def warn_of_others(self, names: Sequence[str]) -> None:
-        """Warn of tensors that are observed and that no optimizer's step updates."""
+        """Warn about tensors whose amaxes are observed, but whose scales no optimizer updates."""
         self.has_warned_of_others = True
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
-            f"the FP8 scales of {', '.join(names[:3])}{more} stand still: their layers have parameters that require "
-            "gradients, and no optimizer that has stepped holds one of them. Give them to an optimizer, or freeze them "
-            "with requires_grad_(False): they then follow the optimizer of the module around them",
+            f"the FP8 scales of {', '.join(names[:3])}{more} are not updated: their layers have parameters that "
+            "require gradients, and no optimizer that has stepped holds one of them. Add them to an optimizer, or "
+            "freeze them with requires_grad_(False): they then follow the optimizer of their parent module",
             stacklevel=2,
         )

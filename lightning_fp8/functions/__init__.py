@@ -1,1 +1,1 @@
-"""The ``torch.autograd.Function`` of each FP8 operation: what a forward saves, and what its backward computes."""
+"""The ``torch.autograd.Function`` of each FP8 operation: what its forward saves and its backward computes."""

@@ -1,4 +1,4 @@
-"""Tensors that are computed where something reads them; FP8 layers read FP8 copies of them instead."""
+"""Tensors whose values are computed on first read. FP8 layers do not read them: they read FP8 copies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _READ_NO_VALUES = (_aten.new_empty_strided.default, _aten.new_empty.default, _at
 
 
 class DeferredTensor(torch.Tensor):
-    """A function of a tensor of its own shape, dtype and device, the first of ``source``, and of what follows that.
+    """A tensor that is computed from ``source`` on first read. It has the shape, dtype and device of ``source[0]``.
 
-    Every operation but those on shapes takes it for the tensor that it stands for.
+    All operations that read values, and not only the shape, compute it.
 
     Attributes:
-        what: its name in errors.
-        made_of: the tensors of ``source``, likewise.
+        what: the name of the tensor in error messages.
+        made_of: the name of the tensors of ``source`` in error messages.
     """
 
     what: ClassVar[str]
@@ -52,23 +52,23 @@ class DeferredTensor(torch.Tensor):
         raise NotImplementedError
 
     def checked_source(self) -> tuple[Any, ...]:
-        """What it is computed from.
+        """The tensors that it is computed from.
 
         Raises:
-            RuntimeError: a tensor of it was changed since.
+            RuntimeError: If one of them was changed in place.
         """
         if _versions(self._source) != self._versions:
             raise RuntimeError(
-                f"{self.what} is read for the first time after {self.made_of} was changed in place, as an optimizer "
-                "does; read it before (clone() keeps the values), or convert with fuse=False"
+                f"{self.what} is read for the first time after {self.made_of} was changed in place, for example by an "
+                "optimizer; read it earlier (clone() keeps the values), or convert with fuse=False"
             )
         return self._source
 
     def computed(self) -> Tensor:
-        """The values, as the model's own modules give them.
+        """The values, as the unconverted modules compute them.
 
         Raises:
-            RuntimeError: as :meth:`checked_source`.
+            RuntimeError: See :meth:`checked_source`.
         """
         if self._computed is None:
             with torch.no_grad():
@@ -76,7 +76,7 @@ class DeferredTensor(torch.Tensor):
         return self._computed
 
     def data_ptr(self) -> int:
-        """The address that kernels of others read."""
+        """The address of the computed values, for kernels of other libraries."""
         return self.computed().data_ptr()
 
     def tolist(self) -> Any:
@@ -84,7 +84,7 @@ class DeferredTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # says why it does not
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # raises torch's error for non-leaf tensors
         return self.computed().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # pickles hold the values
@@ -105,10 +105,10 @@ class DeferredTensor(torch.Tensor):
 
 
 class DeferredGradient(DeferredTensor):
-    """A gradient that the FP8 layer that it reaches casts as it is computed."""
+    """A gradient that is cast to FP8 in the pass that computes it, if an FP8 layer is the next to read it."""
 
     def quantized(self, cast: Cast, args: CastArgs) -> Quantized:
-        """The operands of the float32 values ``[R, K]``, which are rounded to no other dtype before."""
+        """The FP8 operands of the float32 values ``[R, K]``, which are not rounded to another dtype first."""
         raise NotImplementedError
 
     @classmethod
@@ -116,7 +116,7 @@ class DeferredGradient(DeferredTensor):
         gradient = args[0] if args else None
         if function is _aten.view.default and isinstance(gradient, DeferredGradient):
             size = args[1]
-            if size[-1] == gradient.shape[-1]:  # rows of a batch, as a linear layer takes them
+            if size[-1] == gradient.shape[-1]:  # a linear layer flattens leading dimensions
                 return type(gradient)(*(_reshaped(x, size) for x in gradient.checked_source()))
         return super().__torch_dispatch__(function, types, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The gradients of an FP8 linear layer that reads a norm, and what is kept for them."""
+"""The autograd function of a norm and an FP8 linear layer that reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quantized_norm(
     columnwise: bool,
     again: bool = False,
 ) -> Normalized:
-    """The norm of ``x [R, K]`` as the input of ``product``; ``columnwise``: also for its wgrad."""
+    """The norm of ``x [R, K]``, cast as the input of ``product``. ``columnwise`` also casts it for wgrad."""
     normalized = ops.norm_quantize(
         x,
         norm_weight,
@@ -50,7 +50,7 @@ def norm_gradients(
     norm: Norm,
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x ``[R, K]``, weight and bias, from those of the FP8 copy and of the high-precision output."""
+    """The gradients of x ``[R, K]``, weight and bias, given those of the FP8 copy and of the returned norm output."""
     if dy is None or of_output is None:
         dy = of_output if dy is None else dy
         assert dy is not None
@@ -62,9 +62,9 @@ def norm_gradients(
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
-    """``y [R, N] = norm(x [R, K]) wᵀ + bias`` with its three GEMMs in FP8, and, if asked for, ``norm(x)`` beside it.
+    """``y [R, N] = norm(x [R, K]) wᵀ + bias`` with its three GEMMs in FP8. Optionally it also returns ``norm(x)``.
 
-    Keeps x, the norm's statistics, the FP8 copy that wgrad multiplies, and the parameters.
+    It saves x, the norm's statistics, the FP8 copy that wgrad multiplies, and the parameters.
     """
 
     @staticmethod

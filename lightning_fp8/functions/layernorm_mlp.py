@@ -1,4 +1,4 @@
-"""The gradients of two FP8 linear layers, a norm before and an activation between them, and what is kept for them."""
+"""The autograd function of a norm, an FP8 linear layer, an activation and a second FP8 linear layer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_fp8.scaled import Role
 
 
 class MLP(NamedTuple):
-    """What :class:`LayerNormMLPFunction` computes.
+    """The settings of a :class:`LayerNormMLPFunction`.
 
     Attributes:
-        norm: of the input.
+        norm: the norm of the input.
         activation: a name of :data:`lightning_fp8.ops.ACTIVATIONS`.
         fc1: the linear layer before the activation.
-        fc2: the linear layer behind it.
-        dtype: of what the linear layers give, and of gradients between them.
-        recompute: keep the input alone for the backward pass, and compute all again there but the second layer.
-        gives_norm: give the norm's output, too.
+        fc2: the linear layer after the activation.
+        dtype: the dtype of the outputs of the linear layers, and of the gradients between them.
+        recompute: save only the input, and recompute everything except fc2 in the backward pass.
+        gives_norm: also return the norm's output.
     """
 
     norm: Norm
@@ -41,12 +41,12 @@ class MLP(NamedTuple):
         self, x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
         *, columnwise: bool, again: bool = False,
     ) -> tuple[Normalized, Tensor]:  # fmt: skip
-        """The norm's result, and the output of fc1 ``[R, F]``, of a gated activation ``[R, 2 F]``."""
+        """The norm's result, and the output of fc1: ``[R, F]``, or ``[R, 2 F]`` with a gated activation."""
         normed = quantized_norm(x, norm_weight, norm_bias, self.norm, self.fc1, columnwise=columnwise, again=again)
         return normed, self.fc1.forward(normed.operands, weight, bias, self.dtype, again=again)
 
     def activated(self, h: Tensor, *, rowwise: bool, columnwise: bool, again: bool = False) -> Quantized:
-        """The input of fc2, from fc1's output."""
+        """The input of fc2, given the output of fc1."""
         args = self.fc2.cast_args(Role.INPUT, rowwise=rowwise, columnwise=columnwise, again=again)
         made = ops.activation_quantize(h, self.activation, self.fc2.cast(Role.INPUT), **args)
         if self.fc2.is_sampled(Role.INPUT) and not again:
@@ -57,8 +57,8 @@ class MLP(NamedTuple):
 class LayerNormMLPFunction(torch.autograd.Function):
     """``y [R, N] = activation(norm(x [R, K]) w1ᵀ + b1) w2ᵀ + b2`` with its six GEMMs in FP8.
 
-    Keeps x, the norm's statistics, the output of the first layer, the FP8 copies that wgrad multiplies, and parameters;
-    of these ``recompute`` keeps x and the parameters.
+    It saves x, the norm's statistics, the output of the first layer, the FP8 copies that wgrad multiplies, and the
+    parameters. With ``recompute`` it saves only x and the parameters.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer in FP8, :class:`Product`, and the autograd function of a layer that is one."""
+"""The three FP8 GEMMs of a linear layer (:class:`Product`), and its autograd function."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 
 Slots = dict[Role, Slot]
 Delayed = deque[Callable[[], "Tensor | None"]]
-"""Gradients of a weight that wait, the oldest first; each is None where it was added to ``main_grad``."""
+"""Delayed gradients of a weight, oldest first, as functions. One returns None if it adds to ``main_grad`` itself."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of x, of the weight and of the bias; None where one is not needed."""
+"""The gradients of x, of the weight and of the bias; None if one is not needed."""
 
 _STALE = "_fp8_stale"
-"""The attribute of a ``main_grad`` that the next wgrad overwrites."""
+"""The attribute that marks a ``main_grad`` as stale: the next wgrad overwrites it."""
 
 
 class MainGrad(NamedTuple):
-    """Where the gradient of a weight ``[N, K]`` goes instead of ``weight.grad``: it is added to ``weight.main_grad``.
+    """Accumulates the gradient of a weight ``[N, K]`` in ``weight.main_grad`` instead of ``weight.grad``.
 
-    Attributes of the weight that Megatron sets are honoured: ``overwrite_main_grad``, with which each gradient
-    overwrites, and ``grad_added_to_main_grad``, which is True after an addition where the weight has it.
+    It supports the attributes that Megatron sets on a weight. With ``overwrite_main_grad=True`` each gradient
+    overwrites ``main_grad``. An existing ``grad_added_to_main_grad`` is set to True after an addition.
     """
 
     weight: Tensor
     tensor: Tensor
 
     def add_product(self, a: ScaledTensor, b: ScaledTensor) -> Tensor | None:
-        """Add ``a @ bᵀ``; what the backward pass returns as the weight's gradient."""
+        """Add ``a @ bᵀ``, and return the value that the backward pass returns as the weight's gradient."""
         if self.tensor.dtype is not torch.float32:
             return self.add(ops.scaled_mm(a, b, out_dtype=torch.float32))
         self._forget_stale()
@@ -52,7 +52,7 @@ class MainGrad(NamedTuple):
         return self.replacement()
 
     def add(self, gradient: Tensor) -> Tensor | None:
-        """Add ``gradient``, rounded once; what the backward pass returns as the weight's gradient."""
+        """Add ``gradient``, rounded once, and return the value that the backward pass returns in its place."""
         self._forget_stale()
         self.tensor.add_(gradient)
         return self.replacement()
@@ -63,10 +63,10 @@ class MainGrad(NamedTuple):
             self.tensor.zero_()
 
     def replacement(self) -> Tensor | None:
-        """Zeros where the weight has ``grad_added_to_main_grad``: Megatron's hooks run for a gradient alone.
+        """Zeros if the weight has ``grad_added_to_main_grad``, since Megatron's hooks only run if there is a gradient.
 
-        With ``zero_out_wgrad`` Megatron adds them to ``main_grad``, and others may have added to them before. Else all
-        weights of a shape share them.
+        With ``zero_out_wgrad`` Megatron adds this gradient to ``main_grad``, and other code may add to it before, so it
+        is a new tensor. Otherwise all weights of the same shape share one tensor.
         """
         weight = self.weight
         if not hasattr(weight, "grad_added_to_main_grad"):
@@ -83,15 +83,15 @@ def _shared_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -
 
 
 class Product:
-    """How one linear layer, ``y [R, N] = x [R, K] wᵀ + bias``, casts its tensors and runs its three GEMMs.
+    """The casts and the three GEMMs of one linear layer, ``y [R, N] = x [R, K] wᵀ + bias``.
 
     Attributes:
-        recipe: how its tensors are cast.
-        slots: its slots of the amax history.
-        observe: whether casts of the forward and the backward pass write amaxes to them.
-        cached_weight: the FP8 copies of the weight, where micro-batches share them.
-        main_grad: where the weight's gradient goes instead of ``grad``.
-        delayed: where the weight's gradients wait until the layer's ``backward_dw``; None computes them at once.
+        recipe: the recipe of the casts.
+        slots: the layer's slots of the amax history.
+        observe: whether the casts of the forward and the backward pass write amaxes to the slots.
+        cached_weight: the cached FP8 copies of the weight; None casts it.
+        main_grad: accumulates the weight's gradient instead of ``grad``; None uses ``grad``.
+        delayed: collects the weight's gradients until the layer's ``backward_dw``; None computes them at once.
     """
 
     __slots__ = ("_casts", "_span", "cached_weight", "delayed", "main_grad", "observe", "recipe", "slots")
@@ -115,11 +115,11 @@ class Product:
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
     def cast(self, role: Role) -> Cast:
-        """Format and scales of the tensor of ``role``."""
+        """The format and scales of the tensor of ``role``."""
         return self._casts[role]
 
     def cast_args(self, role: Role, *, rowwise: bool, columnwise: bool, again: bool = False) -> CastArgs:
-        """The keywords of an op that casts ``role``; ``again``: a recomputed tensor, whose amax is not observed."""
+        """The keyword arguments of an op that casts ``role``. ``again`` does not observe the amax a second time."""
         scale, amax, scale_is_nonzero = self._scale_and_amax(role, again)
         return {
             "scale": scale,
@@ -130,7 +130,7 @@ class Product:
         }
 
     def _scale_and_amax(self, role: Role, again: bool = False) -> tuple[Tensor | None, Tensor | None, bool]:
-        """The scale of ``role``'s slot, the amax to write, and whether the scale is known not to be 0."""
+        """The scale of ``role``'s slot, the amax to update, and whether the scale is known to be nonzero."""
         if self._span is None:
             return None, None, False
         slot = self.slots[role]
@@ -140,10 +140,10 @@ class Product:
     def quantize(
         self, x: Tensor, role: Role, *, rowwise: bool = True, columnwise: bool = False, again: bool = False
     ) -> Quantized:
-        """Cast ``x [R, K]`` as the recipe does for ``role``; delayed scaling reads its slot, and observes the amax.
+        """Cast ``x [R, K]`` by the recipe for ``role``. Delayed scaling reads the slot's scale and updates its amax.
 
-        A weight that is a transposed view is cast as its memory is, and its two copies change places. An FP8Tensor of
-        the recipe's format and blocks is cast already; the values of another one are cast.
+        A weight that is a transposed view is cast in its memory order, and the two copies are exchanged. An FP8Tensor
+        in the format and blocks of the recipe is used as it is; any other FP8Tensor is dequantized and cast.
         """
         if isinstance(x, FP8Tensor):
             serves = x.recipe is None or x.recipe == self.recipe
@@ -167,11 +167,11 @@ class Product:
         return made
 
     def is_sampled(self, role: Role) -> bool:
-        """Whether a monitor counts what the casts of ``role`` lose."""
+        """Whether a monitor samples the casts of ``role``."""
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """Count what the cast of ``x [R, K]`` to the operands that it ``made`` loses."""
+        """Count the quantization errors of a cast of ``x [R, K]``, given the operands that it ``made``."""
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None:
@@ -191,7 +191,7 @@ class Product:
         *,
         columnwise: bool,
     ) -> tuple[Quantized, Tensor]:
-        """The operands of ``x [..., K]`` as :meth:`quantize_input` gives them, and ``x wᵀ + bias`` in ``dtype``."""
+        """The operands of ``x [..., K]`` (see :meth:`quantize_input`), and ``x wᵀ + bias`` in ``dtype``."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         results = None
         casts_both = self.cached_weight is None and (shared is None or shared.is_new)
@@ -209,10 +209,10 @@ class Product:
         return x8 if shared is None else shared.complete(x8), results[0]
 
     def quantize_input(self, x: Tensor, shared: InputCast | None, *, columnwise: bool) -> Quantized:
-        """Cast ``x [R, K]``: what a ``shared`` cast has not already."""
+        """Cast ``x [R, K]`` to the copies that a ``shared`` cast does not hold yet."""
         rowwise, transposed = (True, columnwise) if shared is None else shared.lacks(columnwise)
         made = None
-        again = shared is not None and shared.reads > 1  # the first reader's amax is in this slot already
+        again = shared is not None and shared.reads > 1  # the slot already has the amax of the first reader
         if rowwise or transposed:
             made = self.quantize(x, Role.INPUT, rowwise=rowwise, columnwise=transposed, again=again)
         if shared is None:
@@ -240,7 +240,7 @@ class Product:
         return ops.scaled_mm(dy8.rowwise, w8.columnwise, out_dtype=dtype)  # type: ignore[arg-type]
 
     def weight_gradient(self, dy8: Quantized, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
-        """``dyᵀ x`` in ``dtype``, or what :class:`MainGrad` returns for it; None where it is :attr:`delayed`."""
+        """``dyᵀ x`` in ``dtype``. With :attr:`main_grad` or :attr:`delayed`, the value to return in its place."""
         dy_t = dy8.columnwise
         assert dy_t is not None
         if self.delayed is not None:
@@ -253,7 +253,7 @@ class Product:
         return self.main_grad.add_product(dy_t, x_t)
 
     def high_precision_weight_gradient(self, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """:meth:`weight_gradient` of ``dy [R, N]`` and ``x [R, K]``, which are not cast."""
+        """:meth:`weight_gradient` of ``dy [R, N]`` and ``x [R, K]`` in high precision."""
 
         def compute() -> Tensor | None:
             dw = dy.t() @ x
@@ -288,17 +288,17 @@ class Product:
         return results
 
     def saved(self, x8: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
-        """The tensors of x's operand that wgrad multiplies, to be saved; see :meth:`unsaved`."""
+        """The tensors of x's operand for wgrad, for ``save_for_backward``; see :meth:`unsaved`."""
         x_t = None if x8 is None else x8.columnwise
         return (None, None) if x_t is None else (x_t.data, x_t.scale_inv)
 
     def unsaved(self, data: Tensor, scale_inv: Tensor) -> ScaledTensor:
-        """The operand whose tensors :meth:`saved` returned."""
+        """The operand, given the tensors of :meth:`saved`."""
         return ScaledTensor(data, scale_inv, self._casts[Role.INPUT].layout)
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """``x.detach()``. FP8 weights cannot be detached in ``torch.inference_mode``, which is disabled for them."""
+    """``x.detach()``. FP8 weights cannot be detached in ``torch.inference_mode``, so it is disabled for them."""
     if type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
         return x.detach()
     with torch.inference_mode(False):
@@ -306,13 +306,13 @@ def without_gradient(x: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y [R, N] = x [..., K] wᵀ + bias`` with its three GEMMs in FP8; leading dimensions of x become rows.
+    """``y [R, N] = x [..., K] wᵀ + bias`` with its three GEMMs in FP8. Leading dimensions of x are flattened to rows.
 
-    Keeps the FP8 copy of x that wgrad multiplies and the weight parameter, which dgrad casts again: a kept FP8 weight
-    would hold every gathered layer in memory under FSDP2.
+    It saves the FP8 copy of x that wgrad multiplies, and the weight parameter, which dgrad casts again. A saved FP8
+    weight would keep every gathered layer in memory under FSDP2.
 
-    Where both x and the weight need gradients, a second output stands for x in second derivatives; see
-    :class:`_InPlaceOfInput`. Compiled code, which is derived once only, has none.
+    If both x and the weight need gradients, a second output represents x in second derivatives; see
+    :class:`_InPlaceOfInput`. Compiled code has no second output, since it does not support second derivatives.
     """
 
     @staticmethod
@@ -354,7 +354,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _linear_gradients(ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None) -> Gradients:
-    """``dy w``, ``dyᵀ x`` and ``dy`` summed over rows, as far as :class:`LinearFunction`'s ``ctx`` needs them."""
+    """``dy w``, ``dyᵀ x`` and the row sum of ``dy``; None for those that ``ctx`` does not need."""
     _, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     product: Product = ctx.product
@@ -372,7 +372,7 @@ def _linear_gradients(ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None) -> G
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dy [R, N]`` summed over rows, in ``dtype``."""
+    """The sum of ``dy [R, N]`` over its rows, in ``dtype``."""
     return dy.sum(0, dtype=torch.float32).to(dtype)
 
 
@@ -380,7 +380,7 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RedirectedFunction(torch.autograd.Function):
-    """The weight of a product in high precision. Its gradient is added to ``main_grad``, or waits in ``delayed``."""
+    """Identity on a weight in high precision. Its backward adds the gradient to ``main_grad``, or delays it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: MainGrad | None, delayed: Delayed | None) -> Tensor:
@@ -392,7 +392,7 @@ class RedirectedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dw: Tensor | None) -> tuple[Tensor | None, None, None]:
         main_grad: MainGrad | None = ctx.main_grad
-        if dw is None:  # a weight without part in the loss has no gradient
+        if dw is None:  # the loss does not depend on the weight
             return None, None, None
         if ctx.delayed is None:
             assert main_grad is not None
@@ -402,9 +402,9 @@ class RedirectedFunction(torch.autograd.Function):
 
 
 def mark_stale(main_grad: Tensor) -> None:
-    """Let the next wgrad overwrite ``main_grad``.
+    """Mark ``main_grad`` so that the next wgrad overwrites it.
 
-    Transformer Engine lets each wgrad of a first micro-batch overwrite it, and keeps the last call's of a shared layer.
+    In Transformer Engine each wgrad of a first micro-batch overwrites it, so a shared layer keeps only its last one.
     """
     setattr(main_grad, _STALE, True)
 
@@ -413,10 +413,10 @@ def mark_stale(main_grad: Tensor) -> None:
 
 
 class HighPrecisionGradientsFunction(torch.autograd.Function):
-    """``y [R, N] = x [..., K] wᵀ + bias`` in FP8, whose gradients are products in high precision.
+    """``y [R, N] = x [..., K] wᵀ + bias`` in FP8, with gradients in high precision.
 
-    They multiply x and the weight as they are, or with the recipe's ``backward_override="dequantized"`` the values that
-    the casts of the forward have. The gradient of y is not cast.
+    The gradients multiply x and the weight, or, with ``backward_override="dequantized"``, the dequantized operands of
+    the forward. The gradient of y is not cast.
     """
 
     @staticmethod
@@ -468,9 +468,9 @@ class HighPrecisionGradientsFunction(torch.autograd.Function):
 
 
 class _OfInput(Tensor):
-    """The gradient of a tensor without elements that carries gradients of another one, ``carried``.
+    """An empty gradient that carries the gradients of another tensor, ``carried``.
 
-    Where autograd adds up two of them, the sum carries what both did.
+    When autograd adds two of them, the sum carries the gradients of both.
     """
 
     carried: list[Tensor]
@@ -489,15 +489,15 @@ class _OfInput(Tensor):
         if func is torch.ops.aten.detach.default:
             return _OfInput(carriers[0], carriers[0].carried)
         plain = [torch.empty(0, dtype=each.dtype) if isinstance(each, _OfInput) else each for each in args]
-        return func(*plain, **(kwargs or {}))  # anomaly mode looks for NaN
+        return func(*plain, **(kwargs or {}))  # for anomaly mode, which checks for NaN
 
 
 class _InPlaceOfInput(torch.autograd.Function):
-    """The input of a :class:`LinearFunction`, dequantized, in the graph where its second output is.
+    """The dequantized input of a :class:`LinearFunction`, connected to the graph through the function's second output.
 
-    Only x's FP8 copy is saved, which is no node of the graph: second derivatives with respect to x go by that output,
-    which has no elements, so that keeping it costs nothing and ``save_on_cpu`` copies nothing. Its gradient has none
-    either, and carries what is meant for x.
+    The function saves only x's FP8 copy, which is not part of the graph. Second derivatives with respect to x therefore
+    flow through the second output. It is empty, so saving it costs nothing and ``save_on_cpu`` copies nothing. Its
+    gradient is empty, too, and carries the gradient of x.
     """
 
     @staticmethod
@@ -511,9 +511,10 @@ class _InPlaceOfInput(torch.autograd.Function):
 
 
 class _DifferentiableGradients(torch.autograd.Function):
-    """The gradients of :func:`_linear_gradients`, computed by it, with derivatives of their own.
+    """The gradients of :func:`_linear_gradients`, with derivatives.
 
-    They take casts for identities, as the first ones do, and multiply ``x [R, K]``, ``dy`` and the weight as they are.
+    The derivatives treat casts as identities, as first derivatives do, and multiply ``x [R, K]``, ``dy`` and the weight
+    in high precision.
     """
 
     @staticmethod
@@ -548,8 +549,8 @@ def _differentiable_gradients(
     product: Product = ctx.product
     if product.main_grad is not None:
         raise RuntimeError(
-            "create_graph=True cannot derive what fuse_wgrad_accumulation=True adds to weight.main_grad; construct "
-            "the Linear with fuse_wgrad_accumulation=False to take second derivatives"
+            "create_graph=True cannot derive gradients that fuse_wgrad_accumulation=True adds to weight.main_grad; "
+            "construct the Linear with fuse_wgrad_accumulation=False for second derivatives"
         )
     x = None if x8[0] is None else product.unsaved(*x8).dequantize(ctx.dtypes[0]).t()
     if x is not None and in_place_of_x is not None:
@@ -559,7 +560,7 @@ def _differentiable_gradients(
 
 def refuse_second_derivatives(layer_name: str, instead: str) -> None:
     """Raises:
-    RuntimeError: a backward pass is to be differentiated, with ``create_graph=True``.
+    RuntimeError: If the backward pass runs with ``create_graph=True``.
     """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(
@@ -573,7 +574,7 @@ def refuse_second_derivatives(layer_name: str, instead: str) -> None:
 
 
 class ObserveGradFunction(torch.autograd.Function):
-    """Identity that collects the amax of the gradient that passes it; calibration uses it."""
+    """Identity whose backward observes the amax of the gradient, for calibration."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: Slot) -> Tensor:

@@ -20,9 +20,9 @@ def normalize(
     shape: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The norm of ``x [..., *shape]`` over its last dimensions, in ``dtype``; None is x's.
+    """The norm of ``x [..., *shape]`` over its last dimensions, in ``dtype``, or in the dtype of x if it is None.
 
-    ``weight`` and ``bias`` have ``shape``.
+    ``weight`` and ``bias`` have the shape ``shape``.
     """
     dtype = dtype or x.dtype
     wide = x if x.dtype == torch.float64 else x.float()

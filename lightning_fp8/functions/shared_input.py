@@ -1,14 +1,16 @@
 """One FP8 cast of a tensor that several layers read: q, k and v, or gate and up.
 
-A thread remembers the last inputs that its layers cast, by weak references. A layer that reads one of them again takes
-the copies that are there, for its GEMMs and its backward pass.
+Each thread keeps weak references to the last inputs that its layers cast. Another layer that reads one of these inputs
+uses the existing FP8 copies for its GEMMs and its backward pass.
 
-Under delayed scaling the copies have the scale of the layer that read first, and its amax enters the slots of the
-others. Layers that always read the same tensors have equal slots, and sharing changes no bit. It does where their slots
-differ: after a checkpoint was loaded in which they do, until its amaxes have left the window, and where one of the
-layers reads other tensors, too. Layers whose slots different optimizers update, and layers of different histories, do
-not share: one model's tensors would move the other's scales. Nor do layers on two sides of an activation checkpoint's
-boundary, because the recomputation inside has only its own casts to repeat.
+With delayed scaling the copies have the scale of the first layer, and the slots of the other layers get its amax. If
+layers always read the same tensors, their slots are equal and sharing does not change results. Results do change if
+the slots differ: if one of the layers also reads other tensors, or after loading a checkpoint in which the slots
+differ, until those amaxes have left the history.
+
+Layers do not share if different optimizers update their slots or if they have different histories, since tensors of
+one model would then change the scales of another. They do not share across the boundary of an activation checkpoint
+either, because the recomputation inside can only repeat its own casts.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import ScaledTensor
 
 MOST_INPUTS = 2
-"""Inputs that a thread remembers: a block whose MLP reads what its attention read casts another in between."""
+"""The number of inputs that a thread keeps. In a parallel block, attention casts another input before the MLP reads."""
 
 
 class InputCast:
-    """The FP8 copies of one input, and what they were made under.
+    """The FP8 copies of one input, and the conditions under which they are valid.
 
-    It holds the copies until as many layers have read them as did the last time, or the input dies.
+    It drops the copies once as many layers have read them as the last time, or once the input is deallocated.
 
     Attributes:
-        slot: the input's, of the layer that cast it first; None once the input is gone.
-        observed: whether the cast wrote the input's amax into it.
-        reads: the layers that have read it.
-        storage: a weak reference to the input's, whose address no other storage gets meanwhile.
-        rowwise, columnwise: the operands of ``x [R, K]`` and of xᵀ; None where nobody has asked or nobody will.
+        slot: the slot of the layer that cast the input first; None once the input is deallocated.
+        observed: whether the cast updated the amax of the slot.
+        reads: the number of layers that have read the input.
+        storage: a weak reference to the input's storage, which keeps its address from being reused.
+        rowwise, columnwise: the operands of ``x [R, K]`` and of xᵀ; None if they are not cast yet or no longer needed.
     """
 
     __slots__ = ("columnwise", "conditions", "observed", "reads", "recipe", "rowwise", "slot", "storage")
@@ -60,18 +62,18 @@ class InputCast:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has no copies yet, and the first layer reads it."""
+        """Whether the first layer is reading the input, and there are no copies yet."""
         return self.rowwise is None and self.columnwise is None and self.reads <= 1
 
     def clear(self, _: object = None) -> None:
-        """Let go of all that it holds: the input is dead."""
+        """Drop all references. Called when the input is deallocated."""
         self.slot = self.rowwise = self.columnwise = self.storage = None
 
     def serve(self, slot: Slot, observe: bool) -> bool:
-        """Whether the layer of ``slot`` takes these copies; its slot then has got what its own cast would write."""
+        """Whether the layer of ``slot`` can use these copies. If so, its slot gets the amax of the input."""
         first_slot = self.slot
         is_first = first_slot is slot
-        if first_slot is None or (is_first and self.reads):  # who reads twice may read what something has filled anew
+        if first_slot is None or (is_first and self.reads):  # a second read by the same layer may see new values
             return False
         if not is_first and isinstance(self.recipe, DelayedScaling) and not self._feed(first_slot, slot, observe):
             return False
@@ -90,11 +92,11 @@ class InputCast:
         return True
 
     def lacks(self, columnwise: bool) -> tuple[bool, bool]:
-        """Which copies, rowwise and columnwise, are still to be made for a layer that multiplies these."""
+        """Whether the rowwise and the columnwise copy still have to be cast for the layer that reads now."""
         return self.rowwise is None, columnwise and self.columnwise is None
 
     def complete(self, made: Quantized | None) -> Quantized:
-        """The copies that were there and those that were ``made`` now."""
+        """The existing copies together with those that were just ``made``."""
         rowwise, columnwise = made or (None, None)
         copies = Quantized(rowwise or self.rowwise, columnwise or self.columnwise)
         another_reads = self.slot is not None and (not self.slot.readers or self.reads < self.slot.readers)
@@ -103,7 +105,7 @@ class InputCast:
 
 
 class _Thread(threading.local):
-    """One thread's last inputs, newest first, with their casts, which the death of an input clears."""
+    """The last inputs of a thread, newest first, with their casts. A deallocated input clears its cast."""
 
     def __init__(self) -> None:
         self.casts: tuple[tuple[weakref.ref[Tensor], InputCast], ...] = ()
@@ -113,12 +115,12 @@ _thread = _Thread()
 
 
 def forget_inputs() -> None:
-    """Share no cast made before: a region of FP8 begins or ends on this thread."""
+    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins or ends."""
     _thread.casts = ()
 
 
 def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
-    """What the values of ``x`` and of its cast depend on beside a recipe; None where a cast of it is nobody else's."""
+    """All state besides the recipe that the cast of ``x`` depends on; None if its cast cannot be shared."""
     if x.is_inference():  # these have no version
         return None
     stream = None
@@ -132,19 +134,19 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
 
 
 def _version(x: Tensor) -> tuple[int, int]:
-    """What tells other values of ``x``: other ``data`` leaves its number as it was."""
+    """The identity of the values of ``x``. The version alone does not change when ``data`` is assigned."""
     return x._version, x.untyped_storage()._cdata
 
 
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
-    """The cast of ``x`` for one layer: another layer's, or a new one; None where none can be shared.
+    """The cast of ``x`` for one layer: that of another layer, or a new one; None if its cast cannot be shared.
 
     Args:
-        x: the layer's input, as it comes.
-        dtype: which it is cast from.
-        recipe: how it is cast.
-        slot: the layer's slot for it; fed here where the cast is another layer's.
-        observe: whether a cast feeds it.
+        x: the layer's input, unchanged.
+        dtype: the dtype that it is cast to FP8 from.
+        recipe: the recipe of the cast.
+        slot: the layer's slot for its input. It gets the amax here if the cast is that of another layer.
+        observe: whether casts update the amax.
     """
     conditions = _conditions(x, dtype, slot)
     if conditions is None:
@@ -164,16 +166,16 @@ def _remember(x: Tensor, cast: InputCast) -> None:
 
 
 def cast_before_reading(x: Tensor, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
-    """A cast like ``x`` in dtype and place, for what is computed from x; None where none can be shared.
+    """A new cast for a tensor that is computed from ``x``, with its dtype and device; None if it cannot be shared.
 
     Args:
-        slot: of the layer that reads the result first.
+        slot: the slot of the layer that reads the result first.
     """
     conditions = _conditions(x, x.dtype, slot)
     return None if conditions is None else InputCast(slot, recipe, conditions, observe)
 
 
 def offer(x: Tensor, cast: InputCast) -> None:
-    """Let layers that read ``x``, which nobody has read yet, take ``cast``."""
+    """Register ``cast`` as the cast of ``x``, which no layer has read yet."""
     cast.conditions = (_version(x), *cast.conditions[1:])
     _remember(x, cast)

@@ -167,7 +167,7 @@ def test_a_model_put_into_eval_mode_during_training_is_told() -> None:
         def on_train_batch_start(self, *args: Any) -> None:
             self.net.eval()
 
-    with pytest.warns(UserWarning, match=f"train in eval mode.*did not follow for {UPDATES_IN_EVAL} updates") as caught:
+    with pytest.warns(UserWarning, match=f"train in eval mode.*did not change for {UPDATES_IN_EVAL} updates") as caught:
         fp8_trainer(max_epochs=UPDATES_IN_EVAL // 2).fit(Frozen(), regression_data())
     assert sum("eval mode" in str(warning.message) for warning in caught) == 1
 

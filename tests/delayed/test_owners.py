@@ -89,7 +89,7 @@ def test_scales_follow_a_new_optimizer_of_new_parameters(change: str) -> None:
 def test_a_layer_in_no_optimizer_is_told_and_follows_once_it_is_frozen() -> None:
     model = converted(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = SGD(model[1].parameters(), 1e-9)
-    with pytest.warns(UserWarning, match="the FP8 scales of 0.input, 0.weight.* stand still"):
+    with pytest.warns(UserWarning, match="the FP8 scales of 0.input, 0.weight.* are not updated"):
         train(model, optimizer, UPDATES_OF_OTHERS)
     assert input_scale(model[0]) == 0
     model[0].requires_grad_(False)

@@ -163,8 +163,8 @@ def test_files_hold_an_unknown_number_of_steps_as_before(saved: int, loaded: int
     [
         ("seen", torch.zeros(2), r"'seen' must be float32 of shape \(3,\)"),
         ("counts", torch.zeros(3, dtype=torch.float64), r"'counts' must be float32 of shape \(3,\)"),
-        ("seen", torch.zeros(3, device="meta"), "'seen' must hold values, not be sparse or on meta"),
-        ("counts", torch.zeros(3, device="meta"), "'counts' must hold values, not be sparse or on meta"),
+        ("seen", torch.zeros(3, device="meta"), "'seen' must be a dense tensor that is not on meta"),
+        ("counts", torch.zeros(3, device="meta"), "'counts' must be a dense tensor that is not on meta"),
         ("counts", torch.tensor([1.0, torch.nan, 1.0]), "'counts' holds negative, infinite or NaN values"),
         ("counts", torch.tensor([1.0, -1.0, 1.0]), "'counts' holds negative, infinite or NaN values"),
         ("steps", True, "'steps' must be a count or -1, not True"),
