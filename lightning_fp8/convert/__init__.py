@@ -1,1 +1,1 @@
-"""Decides which layers of a model run in FP8 and why, converts them in place, and compares with what really ran."""
+"""Decides which layers of a model run in FP8, converts them in place, and checks after the first step what ran."""

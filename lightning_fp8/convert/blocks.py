@@ -1,6 +1,6 @@
-"""The layers of a model as a policy counts them: linear layers, towers of blocks, output heads.
+"""The structure of a model: its linear layers, towers of blocks and output heads.
 
-Which of them stay in BF16 is the policy of :mod:`lightning_fp8.convert.policy`.
+:mod:`lightning_fp8.convert.policy` decides which of them stay in BF16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 
 def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """``(out_features, in_features)`` of each GEMM of a linear layer by its name, which is empty where it has one."""
+    """``(out_features, in_features)`` of each GEMM of a linear layer, by the GEMM's name; ``""`` for a single GEMM."""
     return module.matrices if isinstance(module, LinearLayer) else {"": features_of(module)}
 
 
@@ -40,7 +40,7 @@ def linear_names(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class BlockPosition:
-    """The position of a linear layer: in layer ``index`` of ``count``; ``tower`` is named where there are several."""
+    """The position of a linear layer: layer ``index`` of ``count``. ``tower`` is its name if there are several."""
 
     index: int
     count: int
@@ -52,7 +52,7 @@ class BlockPosition:
 
 @dataclass(frozen=True)
 class Tower:
-    """The names of blocks in their order, their common ``prefix`` with its dot, and whether they are bare layers."""
+    """The names of a tower's blocks, their common ``prefix`` with its dot, and whether they are bare layers."""
 
     prefix: str
     blocks: tuple[str, ...]
@@ -64,12 +64,12 @@ class Tower:
 
 
 def find_positions(model: nn.Module) -> dict[str, BlockPosition]:
-    """The place of each linear layer that lies in a tower.
+    """The place of each linear layer in a tower.
 
-    A tower is a ``ModuleList`` or ``Sequential`` of same-class blocks (of few classes, in hybrids), or of stages that
-    each have a list of them: a model's encoder and its decoder are two towers. Where there is none, layers are linear
-    layers in registration order: of each child that holds three or more of them, if there are several such children,
-    else of the whole model.
+    A tower is a ``ModuleList`` or ``Sequential`` of blocks of the same class (or of a few classes, in hybrids), or of
+    stages that each have a list of blocks. The encoder and the decoder of a model are two towers. Without towers, the
+    layers are the linear layers in registration order. If several children hold three or more linear layers each,
+    every such child is counted separately.
     """
     linears = linear_names(model)
     if towers := find_towers(model):
@@ -92,7 +92,7 @@ def find_positions(model: nn.Module) -> dict[str, BlockPosition]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, BlockPosition]:
-    """The place of each block of the towers that :func:`find_positions` speaks of; empty where there are none."""
+    """The place of each block of the towers (see :func:`find_positions`); empty without towers."""
     towers = [tower for tower in find_towers(model) if not tower.bare]
     return {
         block: BlockPosition(index, len(tower.blocks), tower.prefix.rstrip(".") if len(towers) > 1 else "")
@@ -102,14 +102,14 @@ def find_blocks(model: nn.Module) -> dict[str, BlockPosition]:
 
 
 def prefixes_of_parts(towers: list[Tower]) -> set[str]:
-    """Prefixes of the parts, beside each other, that towers lie in: encoder and decoder, or teacher and student."""
+    """The prefixes of sibling modules that contain towers: encoder and decoder, or teacher and student."""
     paths = [tower.prefix.split(".")[:-1] for tower in towers]
     shared = next((depth for depth, names in enumerate(zip(*paths)) if len(set(names)) > 1), min(map(len, paths)))
     return {f"{'.'.join(path[: shared + 1])}." for path in paths if len(path) > shared}
 
 
 def find_towers(model: nn.Module) -> list[Tower]:
-    """All lists of blocks; where there are none, of each network the longest list of bare linear layers in a chain."""
+    """All lists of blocks. Without any, the longest chain of bare linear layers of each network."""
     towers = list(_block_lists(model, ""))
     if blocks := [tower for tower in towers if not tower.bare]:
         return blocks
@@ -123,20 +123,20 @@ def find_towers(model: nn.Module) -> list[Tower]:
 
 
 def _is_chain(sizes: list[tuple[int, int]]) -> bool:
-    """Whether each layer takes what the one before gives; heads beside each other do not."""
+    """Whether each layer's input has the size of the previous layer's output. Parallel heads do not."""
     return all(before[0] == after[1] for before, after in zip(sizes, sizes[1:]))
 
 
 def _block_lists(module: nn.Module, prefix: str) -> Iterator[Tower]:
-    """The outermost lists of two or more blocks that hold linear layers, each class of them twice or more.
+    """The outermost lists of two or more blocks that hold linear layers, with at least two blocks of each class.
 
-    Lists inside a block (experts, sub-blocks) are no candidates: their length says nothing about the depth.
+    Lists inside a block (experts, sub-blocks) are not candidates, because their length is not a depth.
     """
     children = dict(module.named_children())
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
         classes = {type(child) for child in children.values()}
         bare = {is_linear(child) for child in children.values()}
-        # Hybrids have blocks of two classes by turns; parts of one block are of a class each.
+        # Hybrids alternate blocks of two classes. The parts of a single block each have a class of their own.
         alike = 2 * len(classes) <= len(children) and len(bare) == 1
         if alike and all(linear_names(child) for child in children.values()):
             names = [clean_name(f"{prefix}{child_name}") for child_name in children]
@@ -150,14 +150,14 @@ def _block_lists(module: nn.Module, prefix: str) -> Iterator[Tower]:
 
 
 def _blocks_of_stage(module: nn.Module) -> Iterator[str]:
-    """The names, in a stage of a Swin or a ConvNeXt, of its blocks."""
+    """The names of the blocks in a stage of a Swin or a ConvNeXt."""
     for child_name, child in module.named_children():
         if child_name in ("blocks", "layers") and isinstance(child, (nn.ModuleList, nn.Sequential)):
             yield from (f"{child_name}.{index}" for index, block in child.named_children() if linear_names(block))
 
 
 def _networks(model: nn.Module) -> list[str]:
-    """Names of the children that hold three or more linear layers, of the first module with several children."""
+    """The children that hold three or more linear layers, in the outermost module with several children."""
     prefix = ""
     module = model
     while True:
@@ -172,10 +172,11 @@ def _networks(model: nn.Module) -> list[str]:
 
 
 def find_heads(model: nn.Module) -> dict[str, str]:
-    """The linear layers that produce the classes of a loss, and what tells: a tie, the model itself, or their place.
+    """The output heads of a model, with the reason why each one is considered to be one.
 
-    Their place is after the blocks: the last linear layer of the model, and of each part if towers lie in several.
-    Without blocks it is the last of all, if it gives as many values as the largest embedding has rows.
+    A head is a linear layer that shares its weight with an embedding, that the model itself names, or that is the last
+    linear layer after the blocks, of the model or of each part that contains towers. Without blocks, it is the last
+    linear layer if it has as many outputs as the largest embedding has rows.
     """
     linears = {clean_name(name): module for name, module in model.named_modules() if is_linear(module)}
     embeddings = {clean_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
@@ -186,7 +187,9 @@ def find_heads(model: nn.Module) -> dict[str, str]:
         if getattr(module, "weight", None) is embedding.weight
     }
     named_by_model = [head for module in model.modules() if (head := _output_embeddings(module)) is not None]
-    head_ids = {id(module) for head in named_by_model for module in head.modules()}  # adapters wrap a head
+    head_ids = {
+        id(module) for head in named_by_model for module in head.modules()
+    }  # a head may be wrapped by an adapter
     output_heads |= {
         name: "the model's get_output_embeddings()"
         for name, module in linears.items()
@@ -210,7 +213,7 @@ def _is_of_a_loss(name: str) -> bool:
 
 
 def _with_adapters(output_heads: dict[str, str], linears: Mapping[str, nn.Module]) -> dict[str, str]:
-    """``output_heads`` and the layers that adapt them, or that they adapt."""
+    """``output_heads``, and the adapters and base layers that belong to them."""
     found = dict(output_heads)
     for name, why in output_heads.items():
         parts = name.split(".")
@@ -223,7 +226,7 @@ def _with_adapters(output_heads: dict[str, str], linears: Mapping[str, nn.Module
 
 
 def _behind(model: nn.Module, towers: list[Tower], linears: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The last linear layer of each part behind the one with the blocks, if it gives fewer values than it takes."""
+    """The last linear layer of each part after the part with the blocks, if it has fewer outputs than inputs."""
     prefix = ""
     module = model
     while len(children := [child_name for child_name, child in module.named_children() if linear_names(child)]) == 1:
@@ -240,7 +243,7 @@ def _behind(model: nn.Module, towers: list[Tower], linears: Mapping[str, nn.Modu
 
 
 def _last(towers: list[Tower], linears: list[str], known: dict[str, str]) -> set[str]:
-    """The last linear layer of the model, and of each of its parts, if behind the blocks."""
+    """The last linear layer of the model, and of each of its parts, if it is after the blocks."""
     if not towers:
         return {*linears[-1:]} - known.keys()
     found = set()
@@ -253,10 +256,10 @@ def _last(towers: list[Tower], linears: list[str], known: dict[str, str]) -> set
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:
-    """The module that a Hugging Face model calls its head; None where it names none."""
+    """The output head according to a Hugging Face model's ``get_output_embeddings()``, or None."""
     give = getattr(module, "get_output_embeddings", None)
     try:
         head = give() if callable(give) else None
-    except (NotImplementedError, AttributeError, TypeError):  # others give it another meaning
+    except (NotImplementedError, AttributeError, TypeError):  # a method of the same name in other models
         return None
     return head if isinstance(head, nn.Module) else None

@@ -1,7 +1,7 @@
 """Decides which layers run in FP8, and converts them in place.
 
-``linear.__class__ = Linear``: parameters stay the same objects, so tied weights, optimizers, hooks and ``state_dict``
-keys survive.
+It assigns ``linear.__class__ = Linear``. Parameters stay the same objects, so tied weights, optimizers, hooks and
+``state_dict`` keys are preserved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lightning_fp8.recipes import Recipe
 
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
-    """The reason why ``module`` cannot run in FP8; an empty string where it can."""
+    """The reason why ``module`` cannot run in FP8; an empty string if it can."""
     if isinstance(module, LinearLayer):
         return ""
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -67,11 +67,11 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
 
 
 def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -> ConversionSummary:
-    """Decide for the matrices of ``model``; changes nothing.
+    """The decision for each matrix of ``model``, which is not changed.
 
-    Those are the weights of linear layers and convolutions, and every other parameter of two or more dimensions outside
-    embeddings and norms; whether a forward multiplies by it, its first step shows. With ``attention``, decide for every
-    module that computes attention, too.
+    The matrices are the weights of linear layers and convolutions, and all other parameters of two or more dimensions
+    outside embeddings and norms. Whether a forward multiplies by them is known after the first step. With
+    ``attention``, there is also a decision for each module that computes attention.
     """
     attentions = (
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
@@ -108,7 +108,7 @@ _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.Grou
 
 
 def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
-    """The matrices among the parameters of ``module``, called ``name``, that are not the weight of a linear layer."""
+    """The matrices among the parameters of ``module``, named ``name``, that are not the weight of a linear layer."""
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
@@ -124,7 +124,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
 
 
 def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
-    """The parameters from which hooks of torch.nn.utils compute those called ``names`` before each forward."""
+    """The parameters from which hooks of torch.nn.utils compute the parameters ``names`` before each forward."""
     of_hooks = {
         getattr(hook, "_tensor_name", None) or getattr(hook, "name", None)  # the former of pruning
         for hook in module._forward_pre_hooks.values()
@@ -153,7 +153,7 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
 
 
 def _is_depthwise(module: nn.modules.conv._ConvNd) -> bool:
-    """Whether each channel is convolved by itself, which is no product of matrices."""
+    """Whether the convolution is depthwise, which is not a matrix product."""
     return module.groups == module.in_channels and module.groups > 1
 
 
@@ -177,9 +177,10 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
 
 
 def prepare_attention(model: nn.Module, policy: Policy) -> None:
-    """Decide which attention of ``model`` follows FP8 contexts whose recipe has it in FP8.
+    """Set which attention modules of ``model`` run in FP8 in contexts whose recipe enables FP8 attention.
 
-    Modules of ours follow at once, others from :func:`lightning_fp8.attention.models.attach.attach` on.
+    This takes effect at once for modules of this package, and for others after
+    :func:`lightning_fp8.attention.models.attach.attach`.
     """
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
@@ -191,7 +192,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """Every name of each module by its ``id``; a shared one has several."""
+    """All names of each module, by its ``id``. A shared module has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(clean_name(name))
@@ -199,7 +200,7 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _gemm_names(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Of a linear layer that has several GEMMs, which run in one precision, their names by each of its ``names``."""
+    """The names of the GEMMs of a linear layer with several GEMMs, for each of its ``names``."""
     made = [gemm_name(name, gemm) for name in names for gemm in matrices_of(module)]
     return [name for name in dict.fromkeys(made) if name not in names]
 
@@ -214,31 +215,33 @@ def convert_module(
     skip: Skip = (),
     fuse: bool = False,
 ) -> nn.Module:
-    """Turn the linear layers of ``model`` (and GPT-2's ``Conv1D``) into FP8 layers, in place; again changes nothing.
+    """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
-    A *layer* is an element of a ``ModuleList`` or ``Sequential`` of same-class blocks, of which an encoder and a
-    decoder have one each; where there is none, it is a Linear in registration order. An output head (tied to an
-    embedding, named by the model's ``get_output_embeddings()``, or the last Linear after the blocks) stays in BF16
-    unless it is made as ``lightning_fp8.Linear``, and so do adapters (LoRA) and layers with at most 64 features on one
-    side and more than 8 times as many on the other, for which FP8 is slower.
+    A *layer* is an element of a ``ModuleList`` or ``Sequential`` of blocks of the same class. An encoder and a decoder
+    each have such a list. In a model without one, a layer is a Linear, in registration order. Some layers stay in BF16:
+
+    - an output head: tied to an embedding, named by the model's ``get_output_embeddings()``, or the last Linear after
+      the blocks. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
+    - adapters (LoRA).
+    - narrow layers, which are slower in FP8: at most 64 features on one side, more than 8 times as many on the other.
 
     Args:
-        model: any module; its parameters stay the same objects and its ``state_dict`` keeps its keys.
+        model: any module. Its parameters stay the same objects, and its ``state_dict`` keeps its keys.
         first_last_layers_bf16: keep the first and last layers in BF16.
-        num_layers_at_start_in_bf16: how many first layers.
-        num_layers_at_end_in_bf16: how many last layers.
-        replace_layers: False only runs ``lightning_fp8.Linear`` modules in FP8.
-        skip: globs of the names of modules that stay in BF16, or a function that is called with each module that could
-            run in FP8, and its name, and returns True for what stays; a sequence may hold both.
-        fuse: let the RMSNorms and the gated MLPs' activations of Hugging Face's Llama and its like cast for the layers
-            that read them, in one pass.
+        num_layers_at_start_in_bf16: the number of first layers to keep.
+        num_layers_at_end_in_bf16: the number of last layers to keep.
+        replace_layers: False converts nothing; only existing ``lightning_fp8.Linear`` modules run in FP8.
+        skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
+            module and its name and returns True to keep it in BF16, or a sequence of both.
+        fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,
+            so that each takes one pass.
 
     Returns:
-        ``model`` itself.
+        ``model``.
 
     Raises:
-        ValueError, TypeError: a negative count, a ``skip`` that is neither globs nor functions, or a glob in it that
-            matches no module.
+        ValueError, TypeError: If a count is negative, if ``skip`` is neither globs nor functions, or if one of its
+            globs matches no module.
     """
     require_module("convert_module", model)
     policy = Policy(
@@ -247,7 +250,7 @@ def convert_module(
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
-    prepare_attention(model, policy)  # before modules of ours get slots in the history
+    prepare_attention(model, policy)  # before modules of this package are assigned slots
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
@@ -255,14 +258,14 @@ def convert_module(
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
-    """A sentence that says that no layer runs in FP8, with the ways out that fit the reasons of ``summary``."""
+    """The message that no layer runs in FP8, with ways out that match the reasons in ``summary``."""
     reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
     ways = {
         ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
         "first_last_layers_bf16=False",
-        "skip=": "let skip= match fewer of them",
-        "replace_layers=False": "pass replace_layers=True, or make layers as lightning_fp8.Linear",
-        "output head": "make an output head as lightning_fp8.Linear",
+        "skip=": "pass a skip= that matches fewer layers",
+        "replace_layers=False": "pass replace_layers=True, or construct layers as lightning_fp8.Linear",
+        "output head": "construct an output head as lightning_fp8.Linear",
     }
     fitting = [way for phrase, way in ways.items() if any(phrase in reason for reason in reasons)]
     others = [reason for reason in reasons if not any(phrase in reason for phrase in ways)]
@@ -271,7 +274,7 @@ def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
 
 
 def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSummary) -> list[str]:
-    """A sentence for each glob of ``policy.skip`` that matches no layer of ``summary``."""
+    """An error message for each glob of ``policy.skip`` that matches no layer of ``summary``."""
     known = {layer.name for layer in summary.layers}
     by_id = _all_names(model)
     aliases = [
@@ -284,9 +287,9 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
 
 
 def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
-    """Swap the class of each layer that ``summary`` runs in FP8, and give all of them one amax history.
+    """Swap the class of each layer that runs in FP8 according to ``summary``, and create one amax history for them.
 
-    The history takes over the scales and amaxes that the layers had.
+    The history keeps existing scales and amaxes of the layers.
     """
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
@@ -301,9 +304,9 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     history = _share_history(model)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
-    history.add_module(model)  # an optimizer of adapters or embeddings alone updates frozen layers, too
+    history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too
     if "torch.distributed.tensor" in sys.modules:
-        from lightning_fp8.parallel.agreement import require_same_plans  # only now: it imports torch.distributed
+        from lightning_fp8.parallel.agreement import require_same_plans  # imported late: it imports torch.distributed
 
         require_same_plans(model, names_of_fp8_weights(model))
     _gather_in_fp8(model)
@@ -312,11 +315,11 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
 
 def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Call ``action`` once a model that is not sharded yet is, as Fabric does after it has converted it.
+    """Calls ``action`` once a model has been sharded. Fabric shards models after the conversion.
 
-    One weight is looked at where a region of FP8 begins: the first one that is no DTensor.
+    The check, at the beginning of an ``fp8_autocast`` region, reads one weight: the first that is not a DTensor.
     """
-    model = getattr(model, "_orig_mod", model)  # a compiled module, which its caller may drop
+    model = getattr(model, "_orig_mod", model)  # a compiled module may be dropped by the caller
     plain = [
         (each, each.weight_names[0])
         for each in model.modules()
@@ -329,7 +332,7 @@ def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
 def _act_if_sharded(
     model: weakref.ref[nn.Module], layer: weakref.ref[LinearLayer], action: Callable[[nn.Module], None]
 ) -> bool:
-    """Whether there is nothing left to wait for."""
+    """Whether ``action`` was called, or the model is gone."""
     living, looked_at = model(), layer()
     if living is None or looked_at is None:
         return True
@@ -340,20 +343,20 @@ def _act_if_sharded(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called for ``model`` or a module in it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which sharding a model imports
+    """Whether ``fully_shard`` was called on ``model`` or one of its modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # sharding a model imports it
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def _gather_in_fp8(model: nn.Module) -> None:
     if is_sharded(model):
-        from lightning_fp8.parallel.fsdp import gather_in_fp8  # only now: it imports FSDP2
+        from lightning_fp8.parallel.fsdp import gather_in_fp8  # imported late: it imports FSDP2
 
         gather_in_fp8(model)
 
 
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:
-    """``summary`` with the reasons why FSDP2 gathers weights of FP8 layers of ``model`` in high precision."""
+    """``summary`` with the reasons why FSDP2 gathers the weights of some FP8 layers in high precision."""
     if not is_sharded(model):
         return summary
     from lightning_fp8.parallel.fsdp import reasons_for_high_precision

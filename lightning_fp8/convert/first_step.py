@@ -1,4 +1,4 @@
-"""The layers that really ran in FP8 in the first training steps, compared with the conversion's table."""
+"""Compares the layers that ran in FP8 in the first training steps with the conversion's table."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
 
 STEPS = 50
-"""Training steps after which a layer that none of them called is named: some are drawn by chance, or rarely needed."""
+"""The number of training steps before idle layers are reported. Some layers are called at random, or rarely."""
 
 NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
 
 
 class StepFlops(FlopCounterMode):
-    """``FlopCounterMode`` that does not change the step it counts, and adds up all the times that it is entered.
+    """A ``FlopCounterMode`` that does not change the step it counts, and that accumulates if it is entered again.
 
-    It sets no global hooks of modules, since it counts for the whole model. It lets ``torch.compile`` compile: under
-    torch's own mode Dynamo skips each function that it meets, and does not compile it later either. In compiled code it
-    counts the ops that the code calls, not the products inside generated kernels.
+    It does not register global module hooks, since it only counts the total. It does not disable ``torch.compile``:
+    under torch's own mode Dynamo skips every function that it traces, and does not compile it later. In compiled code
+    it counts the ops that the code calls, but not products inside generated kernels.
 
     Attributes:
-        failed: whether a formula has raised. The total is then too small.
+        failed: whether a formula has raised. The total is then too low.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class StepFlops(FlopCounterMode):
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         try:
             return super()._count_flops(func_packet, out, args, kwargs)
-        except Exception:  # a formula that does not accept these shapes: training does not depend on it
+        except Exception:  # the formula does not support these shapes; do not stop training
             self.failed = True
             return out
 
     @property
     def in_fp8(self) -> int:
-        """The FLOPs of our ops, which all multiply in FP8."""
+        """The FLOPs of the ops of this package, which all multiply in FP8."""
         return sum(flops for op, flops in self.flop_counts["Global"].items() if str(op).startswith("lightning_fp8."))
 
 
@@ -78,7 +78,7 @@ class _Counting(_FlopCounterMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (isinstance(func, torch._ops.OpOverload) and _has_kernel(func)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        # Not decomposed, as there: silu_backward has kernels and a decomposition, whose results are other bits.
+        # Unlike torch's mode, do not decompose: the decomposition of silu_backward gives other bits than its kernel.
         kwargs = kwargs or {}
         return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
 
@@ -102,12 +102,12 @@ Shape = Sequence[int]
 
 
 def _attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """Of two products for each pair of a query and a key, whatever the mask hides, as torch counts attention."""
+    """The FLOPs of two products for each pair of a query and a key. As in torch, masks are ignored."""
     return 2 * _pairs(q, k) * (q[-1] + v[-1])
 
 
 def _attention_backward_flops(do: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """Of five: the scores again, and the gradients of the scores, of q, of k and of v."""
+    """The FLOPs of five products: the scores again, and the gradients of the scores, q, k and v."""
     return 2 * _pairs(q, k) * (3 * q[-1] + 2 * v[-1])
 
 
@@ -121,15 +121,15 @@ _ATTENTION = {
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for direction, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
 }
-"""torch counts attention on GPUs alone, and before 2.12 its formulas raise where queries have more heads than keys."""
+"""torch only counts attention on GPUs, and before 2.12 its formulas raise if queries have more heads than keys."""
 
 
 class FirstStep:
-    """Watches a model for its first training steps.
+    """Records which layers of a model run in its first training steps.
 
     Args:
         model: the converted model.
-        summary: its table, of which nothing has run yet.
+        summary: its table, before the first step.
     """
 
     def __init__(self, model: nn.Module, summary: ConversionSummary) -> None:
@@ -137,7 +137,7 @@ class FirstStep:
         self.steps = 0
         self._found: ConversionSummary | None = None
         self.settled = False
-        # Weak, since a plugin keeps this until a step comes: a model that is gone before is nobody's.
+        # Weak references, since a plugin holds this object until the first step, which may never come.
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._before = {
             name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
@@ -155,16 +155,16 @@ class FirstStep:
         self._flops = None if _is_compiled(model) else StepFlops()
 
     def counted(self) -> AbstractContextManager[Any]:
-        """Inside, the FLOPs of the first step are counted; of a model that is compiled they are not."""
+        """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
         return nullcontext() if self._flops is None or self._found is not None else self._flops
 
     def _owner(self, layer: LayerDecision) -> str:
         return layer.name if layer.name in self._modules else layer.name.rpartition(".")[0]
 
     def after_step(self) -> ConversionSummary | None:
-        """Called after each training step: the table with what ran, where it has something new to say.
+        """Called after each training step. It returns the table with the layers that ran if there is news, else None.
 
-        A step that calls nothing, whose ``training_step`` gave None for example, is not the first.
+        A step that calls no layer, for example because ``training_step`` returned None, is not the first step.
         """
         self.steps += 1
         if self._found is None and (self._anything_ran() or self.steps >= STEPS):
@@ -173,7 +173,7 @@ class FirstStep:
         return self.settle() if self.steps >= STEPS else None
 
     def finish(self) -> ConversionSummary:
-        """The table with what ran. Layers that should have run in FP8 and did not have the reason in theirs."""
+        """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
         layers = tuple(self._judged(layer) for layer in self.summary.layers)
         norms, mlps = (
@@ -187,14 +187,14 @@ class FirstStep:
         return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
 
     def _may_be_compiled(self, layer: LayerDecision) -> bool:
-        """Whether nothing is known of an FP8 layer because compiled code counts no forwards."""
+        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
         module = self._modules.get(self._owner(layer))
         hidden = layer.fp8 and layer.ran is None and isinstance(module, LinearLayer) and was_traced(*module.features)
         return hidden and not any(self._since(self._owner(layer)))
 
     def settle(self) -> ConversionSummary | None:
-        """The table in which layers that no step so far has called are said to be such, once."""
-        if self.settled or self.steps < 2:  # one step says nothing of the others
+        """The table in which layers that no step has called have that reason. It is returned once."""
+        if self.settled or self.steps < 2:  # layers may run in later steps
             return None
         self.settled = True
         judged = self._found or self.finish()
@@ -212,7 +212,7 @@ class FirstStep:
         return replace(layer, reason=f"it was not called in the first {self.steps} training steps")
 
     def later(self, summary: ConversionSummary) -> ConversionSummary:
-        """``summary``, in which layers that were idle in the first step and have run in FP8 since are idle no more."""
+        """``summary`` updated with layers that were idle in the first step and have run in FP8 since."""
         layers = (
             self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
             for layer in summary.layers
@@ -223,7 +223,7 @@ class FirstStep:
         return replace(layer, ran=True, reason="first ran after the first training step")
 
     def _since(self, name: str) -> tuple[int, int, int]:
-        """Forwards in FP8, in high precision, and in evaluation mode, since this watches."""
+        """The numbers of forwards in FP8, in high precision, and in evaluation mode, since the construction."""
         record = _record(self._modules.get(name))
         if record is None or name not in self._before:  # gone
             return 0, 0, 0
@@ -231,7 +231,7 @@ class FirstStep:
         return fp8, high_precision, evaluations
 
     def _called(self, name: str) -> bool:
-        """Whether a layer was called, or may have been: compiled code counts nothing."""
+        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
         module = self._modules.get(name)
         return not isinstance(module, LinearLayer) or (any(self._since(name)) or was_traced(*module.features))
 
@@ -242,7 +242,7 @@ class FirstStep:
         )
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop recording calls of attention."""
         for owner in self._attentions.values():
             watch(owner, False)
 
@@ -259,7 +259,7 @@ class FirstStep:
         if evaluations or (not high_precision and was_traced(*module.features)):
             return layer
         if not high_precision and not any(parameter.requires_grad for parameter in module.parameters()):
-            return layer  # an average of the weights, or the original of an adapted layer: nobody trains it
+            return layer  # not trained: an average of the weights, or the base layer of an adapter
         return replace(layer, ran=False, reason=self._why_idle(owner, module, called=bool(high_precision)))
 
     def _judged_attention(self, layer: LayerDecision, module: nn.Module | None) -> LayerDecision:
@@ -297,7 +297,10 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
-    """A sentence for each reason for which layers that should run in FP8 did not, and the way out; others may yet."""
+    """A message for each reason why planned FP8 layers did not run in FP8, with the way out.
+
+    Layers that a later step may still call are not included.
+    """
     by_reason: dict[str, list[str]] = {}
     for layer in idle:
         if layer.reason != NOT_YET:

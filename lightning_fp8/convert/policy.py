@@ -1,6 +1,6 @@
-"""The policy of layers that stay in BF16: first and last ones, output heads, adapters, narrow ones, those of ``skip``.
+"""The policy of layers that stay in BF16: first and last layers, output heads, adapters, narrow layers, and ``skip``.
 
-Which layers a model counts as its first and last ones, and which one is its head: ``convert/blocks.py``.
+``convert/blocks.py`` finds the first and last layers and the output heads of a model.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from lightning_fp8.convert.blocks import BlockPosition
 ModuleFilter: TypeAlias = Callable[[nn.Module, str], bool]
 """Called with a module and its name."""
 Skip: TypeAlias = Sequence[str | ModuleFilter] | ModuleFilter
-"""What stays in BF16: globs of module names, functions that return True for it, or one function."""
+"""The modules that stay in BF16: globs of module names, functions that return True for them, or one function."""
 
 
 NARROW = 64
-"""A layer whose smaller size is at most this, and its larger one more than 8 times that, is slower in FP8.
+"""A layer is narrow, and slower in FP8, if its smaller size is at most this and its larger size more than 8 times that.
 
-LoRA's matrices, routers of experts and networks over coordinates are. FP8 halves a product's time and adds the cast of
-its input. By the data sheet of an H100 SXM (989 and 1979 TFLOP/s, 3.35 TB/s) a product with n features saves
-n * 1.0e-15 s for each value of its input. The cast takes 1.2e-12 s for each: it reads 2 bytes, and writes 1, and 1 of
-the transposed copy. That is even at 1,200 features; at 64 the cast takes 18 times what the product saves. torchao's
-``_auto_filter_for_recipe`` leaves out layers with up to 1024 features, as measured on H100s. The limit here is lower,
-so that it is right on any card, and relative, so that small models keep their layers. For another:
-``skip=lambda module, name: min(module.weight.shape) <= 1024``.
+Examples are LoRA's matrices, routers of experts and networks over coordinates. FP8 halves a product's time and adds
+the cast of its input. By the data sheet of an H100 SXM (989 and 1979 TFLOP/s, 3.35 TB/s), a product with n features
+saves n * 1.0e-15 s for each value of its input. The cast takes 1.2e-12 s for each value: it reads 2 bytes, and writes 1
+byte of the copy and 1 byte of the transposed copy. Both are equal at 1,200 features. At 64 features the cast takes 18
+times as long as the product saves. torchao's ``_auto_filter_for_recipe`` skips layers with up to 1024 features, as
+measured on H100s. The limit here is lower, so that it holds on every card, and relative, so that small models keep
+their layers in FP8. For another limit, pass ``skip=lambda module, name: min(module.weight.shape) <= 1024``.
 """
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The layers that stay in BF16. Arguments and errors as for :func:`lightning_fp8.convert_module`."""
+    """The layers that stay in BF16. See :func:`lightning_fp8.convert_module` for arguments and errors."""
 
     first_last_layers_bf16: bool = True
     num_layers_at_start_in_bf16: int = 1
@@ -63,7 +63,7 @@ class Policy:
                 f"skip={self.skip!r} must be a sequence of module-name globs, for example ('*.lm_head',), or a "
                 "function of a module and its name"
             )
-        object.__setattr__(self, "skip", tuple(skip))  # a list could change
+        object.__setattr__(self, "skip", tuple(skip))  # the caller could change a list
 
     @property
     def globs(self) -> list[str]:
@@ -72,20 +72,20 @@ class Policy:
 
 
 def _is_filter(value: Any) -> bool:
-    """Whether ``value`` is a function that can be called with a module and its name."""
+    """Whether ``value`` is a function that accepts a module and its name."""
     try:
         signature(value).bind(None, "")
-    except (TypeError, ValueError):  # the latter for callables without a signature
+    except (TypeError, ValueError):  # ValueError: callables without a signature
         return False
     return not isinstance(value, type)
 
 
 def skipped_by(module: nn.Module, names: Sequence[str], policy: Policy, gemm_names: Sequence[str] = ()) -> str:
-    """What of ``policy.skip`` keeps ``module`` in BF16; empty where nothing does.
+    """The entry of ``policy.skip`` that keeps ``module`` in BF16; empty if there is none.
 
     Args:
-        names: all of the module's, of which one is enough.
-        gemm_names: those of its GEMMs, which globs may match, too.
+        names: all names of the module. A glob has to match one of them.
+        gemm_names: the names of its GEMMs, which globs may match, too.
     """
     for each in policy.skip:  # type: ignore[union-attr]
         if isinstance(each, str):
@@ -97,16 +97,16 @@ def skipped_by(module: nn.Module, names: Sequence[str], policy: Policy, gemm_nam
 
 
 def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "") -> str:
-    """Why a layer stays in BF16 though FP8 could have it; empty where it does not.
+    """The reason why a layer that could run in FP8 stays in BF16; empty if it runs in FP8.
 
     Args:
-        place: the layer's, or its block's, among the model's; None outside of them.
-        head: why it is an output head; empty for one that is none, or that was made as ``lightning_fp8.Linear``.
+        place: the position of the layer or its block in the model; None outside of towers.
+        head: the reason why the layer is an output head; empty if it is not, or is a ``lightning_fp8.Linear``.
 
-    Errors of the first blocks reach all others. Those of the last blocks and of the output head reach the logits
-    directly. Together these have few of a deep model's FLOPs. Other projects keep them in BF16, too: DeepSeek-V3
-    (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low precision;
-    Megatron-LM, with ``--first-last-layers-bf16``, the first and last blocks.
+    Errors of the first blocks propagate to all others. Errors of the last blocks and of the output head reach the
+    logits directly. In a deep model these layers have few of the FLOPs. Other projects keep them in BF16, too:
+    DeepSeek-V3 (arXiv:2412.19437, section 3.3) the embedding and the output head, for their sensitivity to low
+    precision; Megatron-LM the first and last blocks, with ``--first-last-layers-bf16``.
     """
     if head:
         return f"output head: {head}"
@@ -119,13 +119,13 @@ def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "")
 
 
 def reason_small(name: str, shape: Sequence[int], linears: Set[str]) -> str:
-    """Why a layer is too small to gain by FP8; empty where it is not.
+    """The reason why a layer is too small to be faster in FP8; empty if it is not.
 
     Args:
-        name: the layer's.
+        name: the name of the layer.
         shape: its features, ``(out_features, in_features)``.
-        linears: names of all linear layers. Those in the module that holds ``base_layer`` adapt it, as peft names them:
-            they have few FLOPs at any rank, and are all that trains.
+        linears: the names of all linear layers. Siblings of a ``base_layer`` are its adapters, by peft's names. They
+            have few FLOPs at any rank, and are the only layers that are trained.
     """
     parts = name.split(".")
     bases = {".".join([*parts[:depth], "base_layer"]) for depth in range(len(parts))}
@@ -138,14 +138,14 @@ def reason_small(name: str, shape: Sequence[int], linears: Set[str]) -> str:
 
 
 def globs_of_nothing(globs: Iterable[str], layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """For each glob that no layer's name matches, what is wrong with it, and what was perhaps meant.
+    """An error message for each glob that matches no layer, with a suggestion.
 
-    Such a glob is almost always a slip, which would train a layer in FP8 unasked.
+    Such a glob is almost always a typo, and the layer would silently train in FP8.
 
     Args:
-        globs: as ``fnmatch`` has them; they match whole names.
-        layers: names of what could run in FP8.
-        modules: names of all modules. A glob may match one that holds none of ``layers``, a norm for example.
+        globs: patterns of ``fnmatch``, which match whole names.
+        layers: the names of the layers that could run in FP8.
+        modules: the names of all modules. A glob may match a module without layers, for example a norm.
     """
     problems = []
     for glob in globs:

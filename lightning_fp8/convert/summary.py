@@ -15,19 +15,19 @@ MLP = "mlp"
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """The precision of one layer, or of one matrix that no linear layer holds, and why: planned, or what ran.
+    """The precision of one layer, or of one matrix outside linear layers, with the reason.
 
     Attributes:
-        name: the module's name in its model, with the GEMM's if the module has several, ``mlp.fc1``; of a matrix that
-            is no layer's ``weight``, the parameter's.
-        shape: ``(out_features, in_features)`` of a linear layer, else the parameter's.
+        name: the module's name in the model. If the module has several GEMMs, the GEMM's name is appended
+            (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
+        shape: ``(out_features, in_features)`` of a linear layer, or the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
-        reason: why it does not run in FP8; empty where it does.
-        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of its own), ``"recurrent"``,
-            ``"parameter"``, or ``"dot product attention"``, which has no matrix.
-        parameters: elements of its weight.
-        ran: whether it multiplied in FP8 in the first training step; None where it is not known, as in compiled code.
-        high_precision: what it runs in where it does not run in FP8, ``"BF16"``, ``"FP16"`` or ``"FP32"``.
+        reason: the reason why it does not run in FP8; empty if it does.
+        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
+            ``"recurrent"``, ``"parameter"``, or ``"dot product attention"``, which has no matrix.
+        parameters: the number of elements of its weight.
+        ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
+        high_precision: the dtype that it runs in without FP8: ``"BF16"``, ``"FP16"`` or ``"FP32"``.
     """
 
     name: str
@@ -48,18 +48,18 @@ class LayerDecision:
 class ConversionSummary:
     """The decisions for the matrices of a model, in registration order. ``str()`` is :meth:`table`.
 
-    Its heading is "planned" as long as it is not known of any layer whether it ran in FP8, and then "ran in".
+    The table's heading is "planned" before the first training step, and "ran in" after it.
 
-    Where attention shall run in FP8, the modules that compute it are among them.
+    With FP8 attention, the decisions include the modules that compute attention.
 
     Attributes:
-        flops: floating-point operations of all products of the first training step, forward and backward, as torch's
-            ``FlopCounterMode`` counts them; None while unknown, and of compiled models.
-        flops_in_fp8: those of them that ran in FP8.
-        norms: with ``fuse=True``, for each norm whether it casts for the layers that read it; of ``kind`` "norm".
-        mlps: likewise for each MLP whether it casts its activation for its last layer; of ``kind`` "mlp".
-        fallbacks: after the first training step, what this process ran instead of kernels, a sentence each with the
-            reason: of casts and products. Attention without its kernels is in its layer's row.
+        flops: the floating-point operations of all products in the first training step, forward and backward, as
+            counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
+        flops_in_fp8: the part of :attr:`flops` that ran in FP8.
+        norms: with ``fuse=True``, whether each norm casts for the layers that read it; of ``kind`` "norm".
+        mlps: with ``fuse=True``, whether each MLP casts its activation for its last layer; of ``kind`` "mlp".
+        fallbacks: after the first training step, a message with the reason for each cast or product of this process
+            that ran without its kernel. Attention without its kernel is noted in its layer's row.
     """
 
     layers: tuple[LayerDecision, ...]
@@ -76,17 +76,17 @@ class ConversionSummary:
 
     @property
     def num_fp8(self) -> int:
-        """The number of layers that run in FP8; after the first training step, without those that did not."""
+        """The number of layers that run in FP8. After the first training step, the number of those that did."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind != ATTENTION)
 
     @property
     def num_fp8_attention(self) -> int:
-        """Likewise of modules that compute attention, which are listed where attention shall run in FP8."""
+        """The number of attention modules that run in FP8, counted like :attr:`num_fp8`."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
     def share_of_parameters(self) -> float | None:
-        """The share of all matrices' elements that are in matrices that run in FP8; None without matrices."""
+        """The share of the elements of all matrices that is in matrices that run in FP8; None without matrices."""
         total = sum(layer.parameters for layer in self.layers)
         in_fp8 = sum(layer.parameters for layer in self.layers if layer.precision == "FP8")
         return in_fp8 / total if total else None
@@ -97,7 +97,7 @@ class ConversionSummary:
         return (self.flops_in_fp8 or 0) / self.flops if self.flops else None
 
     def with_high_precision(self, name: str) -> ConversionSummary:
-        """The same decisions for a model that computes in ``name``, such as ``"FP32"``, what it does not in FP8."""
+        """The same decisions for a model whose high precision is ``name``, for example ``"FP32"``."""
         layers, norms, mlps = (
             tuple(replace(layer, high_precision=name) for layer in decisions)
             for decisions in (self.layers, self.norms, self.mlps)
@@ -105,7 +105,7 @@ class ConversionSummary:
         return replace(self, layers=layers, norms=norms, mlps=mlps)
 
     def is_of(self, plan: ConversionSummary) -> bool:
-        """Whether these are the decisions of ``plan``, whatever is known of what ran."""
+        """Whether these are the decisions of ``plan``, without comparing what ran."""
         decisions, planned = (
             [(layer.name, layer.shape, layer.fp8) for layer in summary.rows] for summary in (self, plan)
         )
@@ -113,15 +113,15 @@ class ConversionSummary:
 
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
-        """Layers that should run in FP8 and multiplied, or of norms and MLPs cast, nothing in FP8 in the first training
-        step."""
+        """The planned FP8 layers that did not multiply in FP8 in the first training step, and the fused norms and MLPs
+        that did not cast."""
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def table(self, verbose: bool = False) -> str:
-        """The decisions in lines of at most 80 columns, equal ones of equal layers in one line; the counts last.
+        """The decisions in lines of at most 80 columns, with equal layers grouped, followed by the counts.
 
         Args:
-            verbose: a line for each decision, as long as it is.
+            verbose: print one line for each decision, of any length.
         """
         rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
         heading = "ran in" if self._ran else "planned"
@@ -135,7 +135,7 @@ class ConversionSummary:
 
     @property
     def _ran(self) -> bool:
-        """Whether it is known of any layer what it ran in."""
+        """Whether it is known for any layer whether it ran in FP8."""
         return any(layer.ran is not None for layer in self.rows) or self.flops is not None
 
     def verdict(self) -> str:
@@ -143,7 +143,7 @@ class ConversionSummary:
         return " ".join(self._verdict())
 
     def _verdict(self, width: int | None = None) -> list[str]:
-        """The counts in one line, or in two where one is too long."""
+        """The counts in one line, or in two if one is too long."""
         linears = sum(layer.kind == LINEAR for layer in self.layers)
         counts = f"{self.num_fp8} of {linears} linear layers {'ran' if self._ran else 'planned'} in FP8"
         if attentions := sum(layer.kind == ATTENTION for layer in self.layers):

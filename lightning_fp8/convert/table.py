@@ -1,4 +1,4 @@
-"""The table of a conversion: rows of equal layers in one line, 80 columns wide; or a line for each row."""
+"""The table of a conversion, 80 columns wide, with equal layers grouped in one line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: a module's, or a pattern of several: ``layers.{1-30}.mlp.{gate,up}_proj``, ``layers.0.*``.
-        shape: as text; empty where the modules of the line have several.
-        precision: ``"FP8"`` or another.
-        reason: empty for what runs as planned.
-        count: how many modules the line stands for.
+        name: a module's name, or a pattern for several: ``layers.{1-30}.mlp.{gate,up}_proj``, ``layers.0.*``.
+        shape: the shape as text; empty if the modules of the line have different shapes.
+        precision: ``"FP8"`` or the name of the high precision.
+        reason: the reason for high precision; empty in FP8.
+        count: the number of modules in the line.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Row:
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
-    """Fewer rows that say the same, in the order of the first of each.
+    """Group rows without loss of information, in the order of the first row of each group.
 
-    Three rules, one after the other: all rows below a module that have one reason are ``module.*``; rows whose names
-    differ in a number, as of blocks, have a range of numbers; rows whose names differ in one other part have its
-    alternatives in braces.
+    There are three rules, which are applied in this order. All rows below a module become ``module.*`` if they have the
+    same reason. Rows whose names differ in a number, such as the index of a block, are combined to a range of numbers.
+    Rows whose names differ in one other part are combined with the alternatives in braces.
     """
     found = _subtrees(rows)
     deepest = max((row.name.count(".") + 1 for row in found), default=0)
@@ -51,11 +51,11 @@ def grouped(rows: Sequence[Row]) -> list[Row]:
 
 
 def rendered(rows: Iterable[Row], heading: str, width: int | None = WIDTH) -> list[str]:
-    """Lines of ``width`` at most; longer reasons continue below, and longer names have ``...`` in their middle.
+    """Lines of at most ``width`` columns. Long reasons are wrapped, and long names are shortened in the middle.
 
     Args:
-        heading: of the column of precisions, ``"planned"`` or ``"ran in"``.
-        width: None lets a line be as long as it is.
+        heading: the heading of the column of precisions, ``"planned"`` or ``"ran in"``.
+        width: None does not limit the lines.
     """
     cells = [(row.name, row.shape, row.precision, f"×{row.count}" * (row.count > 1), row.reason) for row in rows]
     head = ("layer", "out × in", heading, "")
@@ -92,7 +92,7 @@ def _shortened(name: str, width: int) -> str:
 
 
 def _subtrees(rows: Sequence[Row]) -> list[Row]:
-    """``module.*`` for the outermost modules below which all rows have one reason and one precision."""
+    """Combine rows to ``module.*`` for the outermost modules whose rows all have one reason and one precision."""
     below: dict[str, list[Row]] = {}
     for row in rows:
         for prefix in _prefixes(row.name):
@@ -116,7 +116,7 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Of ``a.b.c``: ``a``, ``a.b``."""
+    """The parents of ``a.b.c``: ``a``, ``a.b``."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
@@ -124,7 +124,7 @@ def _prefixes(name: str) -> list[str]:
 def _merged(
     rows: Sequence[Row], place: int, fits: Callable[[str], bool], together: Callable[[list[str]], str]
 ) -> list[Row]:
-    """Rows that differ in nothing but the part of their names at ``place``, which ``together`` writes as one."""
+    """Combine rows that differ only in the part of their names at ``place``; ``together`` formats the parts."""
     groups: dict[Hashable, list[Row]] = {}
     for number, row in enumerate(rows):
         parts = row.name.split(".")
@@ -143,7 +143,7 @@ def _merged(
 
 
 def _ranges(numbers: list[str]) -> str:
-    """``{0,2-4}`` of 0, 2, 3 and 4."""
+    """``{0,2-4}`` for 0, 2, 3 and 4."""
     runs: list[list[int]] = []
     for number in sorted(map(int, numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -154,7 +154,7 @@ def _ranges(numbers: list[str]) -> str:
 
 
 def _alternatives(parts: list[str]) -> str:
-    """``{gate,up}_proj`` of ``gate_proj`` and ``up_proj``: what is shared is outside, up to an underscore."""
+    """``{gate,up}_proj`` for ``gate_proj`` and ``up_proj``; the braces begin or end at an underscore."""
     before = re.sub(r"[^_]*$", "", _shared_start(parts))
     after = re.sub(r"^[^_]*", "", _shared_start([part[len(before) :][::-1] for part in parts])[::-1])
     middle = [part[len(before) : len(part) - len(after)] for part in parts]
