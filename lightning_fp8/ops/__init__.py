@@ -1,10 +1,10 @@
-"""The FP8 ops: ``torch.ops.lightning_fp8`` behind functions that take and give :class:`ScaledTensor`.
+"""The FP8 ops: ``torch.ops.lightning_fp8``, wrapped by functions that take and return :class:`ScaledTensor`.
 
-They allocate and dispatch by device; they know no gradients and no modules. An operation's file has its public
-function, its typed signature and its specification in plain torch; ``<operation>_cuda.py`` runs kernels.
+They allocate and dispatch by device. They do not depend on autograd or modules. The file of an operation has its public
+function, its typed signature and its specification in plain torch. ``<operation>_cuda.py`` launches its kernels.
 """
 
-# These implement the ops.
+# Imported for their side effect: they implement the ops.
 from lightning_fp8.ops import activation_cuda, cast_cuda, gemm_cuda, norm_cuda, transpose_cuda  # noqa: F401
 from lightning_fp8.ops.activation import (
     ACTIVATIONS,

@@ -1,7 +1,7 @@
 """Activations cast to FP8 in one pass, and their gradients: the ops, and their specification in plain torch.
 
-They cast as ``quantize`` does, with the same last arguments; the float32 values are cast, not rounded to x's dtype
-before. The ``gated`` ops take what multiplies the activation as a tensor of its own. Kernels are in
+They cast as ``quantize`` does, and have the same last arguments. The float32 values are cast directly, without rounding
+to x's dtype first. The ``gated`` ops take the factor of the activation as a separate tensor. Kernels are in
 ``activation_cuda.py``.
 """
 
@@ -31,7 +31,7 @@ from lightning_fp8.scaled import Cast
 
 
 class GradientOutputs(NamedTuple):
-    """The results of a cast of the gradient, and its sum over rows; empty where it was not asked for."""
+    """The results of a cast of the gradient, and the gradient's sum over rows, which is empty if not requested."""
 
     data: Tensor
     scale_inv: Tensor
@@ -41,12 +41,12 @@ class GradientOutputs(NamedTuple):
 
 
 def is_gated(activation: str) -> bool:
-    """Whether the second half of x multiplies the activation of its first."""
+    """Whether the activation is gated: the activation of the first half of x is multiplied by the second half."""
     return activation.endswith("glu")
 
 
 def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
-    """The shape ``[R, F]`` of the activation of x ``[R, F or 2 F]``."""
+    """The shape ``[R, F]`` of the activation's output, given the shape ``[R, F or 2 F]`` of x."""
     rows, columns = shape
     return rows, columns // 2 if is_gated(activation) else columns
 
@@ -55,17 +55,17 @@ def activated_shape(activation: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def activation_quantize(x: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
-    """``activation(x)``, cast to FP8; a gated one is ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
+    """``activation(x)``, cast to FP8. With a gated activation, ``activation(x[:, :F]) * x[:, F:]`` of ``x [R, 2 F]``.
 
     Args:
-        x: bfloat16, float16 or float32.
+        x: a bfloat16, float16 or float32 tensor.
         activation: one of :data:`ACTIVATIONS`.
-        cast: format and layout.
-        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of the values.
+        cast: the format and layout.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on; see :func:`lightning_fp8.ops.quantize`.
 
     Raises:
-        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; an unknown activation; an odd
-            number of columns for a gated one.
+        TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the activation
+            is unknown, or if x has an odd number of columns and the activation is gated.
     """
     usage, observed, operands = _asked(x, cast, cast_args)
     return operands(_activation_quantize(x, activation, usage, *observed))
@@ -80,21 +80,21 @@ def activation_backward_quantize(
     bias_dtype: torch.dtype | None = None,
     **cast_args: Unpack[CastArgs],
 ) -> tuple[Quantized, Tensor | None]:
-    """The gradient of x through :func:`activation_quantize`, cast to FP8, and its sum over rows.
+    """The gradient of x in :func:`activation_quantize`, cast to FP8, and its sum over rows.
 
     Args:
-        dy: ``[R, F]``, one of the three dtypes.
-        x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation: what the activation was computed from.
-        bias_dtype: dtype of the sum over rows of the float32 gradient, the gradient of a bias that was added to x;
-            None for no sum.
-        cast_args: as in :func:`activation_quantize`, of the gradient.
+        dy: ``[R, F]``, a bfloat16, float16 or float32 tensor.
+        x: ``[R, F]``, or ``[R, 2 F]`` for a gated activation; the input of the activation.
+        bias_dtype: the dtype of the sum of the float32 gradient over rows, which is the gradient of a bias that was
+            added to x. None does not compute it.
+        cast_args: the arguments of the gradient's cast; see :func:`activation_quantize`.
 
     Returns:
-        The operands ``[R, F or 2 F]``; the sum ``[F or 2 F]``, or None.
+        The operands ``[R, F or 2 F]``, and the sum ``[F or 2 F]`` or None.
 
     Raises:
-        TypeError, ValueError: as :func:`activation_quantize`; dy has another shape than the activation of x, or
-            ``bias_dtype`` is none of the three dtypes.
+        TypeError, ValueError: See :func:`activation_quantize`. Also if dy does not have the shape of the activation's
+            output, or if ``bias_dtype`` is not bfloat16, float16 or float32.
     """
     usage, observed, operands = _asked(dy, cast, cast_args)
     results = _activation_backward_quantize(dy, x, activation, bias_dtype, usage, *observed)
@@ -102,18 +102,19 @@ def activation_backward_quantize(
 
 
 def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
-    """``activation(x) * factor``, cast to FP8; of two tensors what :func:`activation_quantize` is of two halves of one.
+    """``activation(x) * factor``, cast to FP8: a gated :func:`activation_quantize` of two separate tensors.
 
-    It is also the gradient of ``factor``, where that of the result stands in its place.
+    With the gradient of the result as ``factor``, it computes the gradient of the original factor.
 
     Args:
-        x: ``[R, F]``, bfloat16, float16 or float32.
-        factor: of x's shape and dtype.
-        activation: one of :data:`ACTIVATIONS` that is not gated itself.
-        cast, cast_args: as in :func:`activation_quantize`.
+        x: ``[R, F]``, a bfloat16, float16 or float32 tensor.
+        factor: a tensor with x's shape and dtype.
+        activation: one of :data:`ACTIVATIONS` that is not gated.
+        cast, cast_args: see :func:`activation_quantize`.
 
     Raises:
-        TypeError, ValueError: as :func:`activation_quantize`; a gated activation; ``factor`` of another dtype or shape.
+        TypeError, ValueError: See :func:`activation_quantize`. Also if the activation is gated, or if the shape or
+            dtype of ``factor`` is not x's.
     """
     usage, observed, operands = _asked(x, cast, cast_args)
     return operands(_gated_quantize(x, factor, activation, usage, *observed))
@@ -122,21 +123,22 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
 def gated_backward_quantize(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]
 ) -> Quantized:
-    """The gradient of x through :func:`gated_quantize`, cast to FP8.
+    """The gradient of x in :func:`gated_quantize`, cast to FP8.
 
     Args:
         dy: ``[R, F]``, the gradient of the result, in x's dtype.
-        x, factor, activation, cast, cast_args: as in :func:`gated_quantize`; the cast is the gradient's.
+        x, factor, activation: see :func:`gated_quantize`.
+        cast, cast_args: the arguments of the gradient's cast.
 
     Raises:
-        TypeError, ValueError: as :func:`gated_quantize`; ``dy`` of another dtype or shape than x.
+        TypeError, ValueError: See :func:`gated_quantize`. Also if the shape or dtype of ``dy`` is not x's.
     """
     usage, observed, operands = _asked(x, cast, cast_args)
     return operands(_gated_backward_quantize(dy, x, factor, activation, usage, *observed))
 
 
 def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
-    """The cast that an op is asked for, what it takes beside that, and what makes operands of its results."""
+    """The cast to pass to an op, its other arguments, and the function that makes operands of its results."""
     rowwise, columnwise = args.get("rowwise", True), args.get("columnwise", False)
     usage = asked(x, cast, rowwise, columnwise, args.get("scale_is_nonzero", False))
     observed = args.get("scale"), args.get("amax"), args.get("overflow_counts")
@@ -155,7 +157,9 @@ def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> 
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     if is_gated(activation) and x.shape[1] % 2:
-        raise ValueError(f"{activation} splits x in two halves, which {x.shape[1]} columns do not have")
+        raise ValueError(
+            f"{activation} splits x in two halves; x has {x.shape[1]} columns, which must be an even number"
+        )
 
 
 def _check_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
@@ -169,7 +173,9 @@ def _check_backward(
     if bias_dtype is not None and bias_dtype not in HIGH_PRECISION:
         raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, HIGH_PRECISION))}")
     if dy.shape != activated_shape(activation, x.shape):
-        raise ValueError(f"dy of shape {tuple(dy.shape)} is no gradient of {activation} of x {tuple(x.shape)}")
+        raise ValueError(
+            f"dy has shape {tuple(dy.shape)}, which is not the shape of {activation} of x {tuple(x.shape)}"
+        )
     require("dy", dy, HIGH_PRECISION, dy.shape, x.device)
 
 
@@ -254,13 +260,13 @@ _gated_backward_quantize = gated_backward_quantize_op.call
 
 
 class Activation(NamedTuple):
-    """An activation in float32: ``forward(x)``, and its gradient ``backward(dy, x)``."""
+    """An activation in float32, ``forward(x)``, and its gradient, ``backward(dy, x)``."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-# A sigmoid that far from 0 is 0 or 1: a larger factor changes nothing, and infinity would make NaN of its product.
+# The sigmoid is 0 or 1 beyond this limit. A larger factor changes nothing, and an infinite one would give NaN.
 _FAR = 128.0
 
 
@@ -288,7 +294,7 @@ def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s * (1 + near * (1 - s) * (_GELU_1 + 3 * _GELU_3 * (near * near))))
 
 
-# Hendrycks and Gimpel, arXiv:1606.08415, section 2: GELU's coarser form.
+# Hendrycks and Gimpel, arXiv:1606.08415, section 2: the coarser approximation of GELU.
 _QGELU = 1.702
 
 
@@ -334,14 +340,15 @@ _FORMULAS = {
     )
     for name in names
 }
-"""The activations by Transformer Engine's names; ``gelu`` is the tanh form, ``qgelu`` is ``x sigmoid(1.702 x)``."""
+"""The activations by Transformer Engine's names. ``gelu`` is the tanh form, and ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 ACTIVATIONS = tuple(_FORMULAS)
-"""Names of the activations: Transformer Engine's, ``gelu`` being the tanh form; those that end in ``glu`` are gated."""
+"""The names of the activations, which are Transformer Engine's. ``gelu`` is the tanh form. Names of gated activations
+end in ``glu``."""
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """The activation of ``x [R, F]``, of a gated one ``[R, 2 F]``, in float32."""
+    """The activation of ``x [R, F]``, or ``x [R, 2 F]`` if it is gated, in float32."""
     forward, _ = _FORMULAS[activation]
     if not is_gated(activation):
         return forward(x.float())
@@ -350,7 +357,7 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def activated_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
-    """The gradient of x through :func:`activated`, in float32."""
+    """The gradient of x in :func:`activated`, in float32."""
     forward, backward = _FORMULAS[activation]
     dy, x = dy.float(), x.float()
     if not is_gated(activation):

@@ -1,4 +1,4 @@
-"""Activations on CUDA tensors, and their gradients: planned once for tensors of one key."""
+"""Activations on CUDA tensors, and their gradients. They are planned once for each key of tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def activation_backward_on_cuda(
     dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast,
     scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
 ) -> GradientOutputs:  # fmt: skip
-    """Cast the gradient, and add it up over rows where ``bias_dtype`` is given."""
+    """Cast the gradient, and sum it over rows if ``bias_dtype`` is not None."""
     run = _backward_plan(
         x.device, x.is_cuda and current_device(), tensor_key(x), tensor_key(dy), activation, bias_dtype,
         variant_key(cast, scale, amax, overflow_counts),
@@ -65,7 +65,7 @@ def activation_backward_on_cuda(
 
 
 class ActivationBackwardLaunches:
-    """The launches that cast the gradient and, where a dtype for it is given, add it up over rows."""
+    """The launches that cast the gradient and optionally sum it over rows."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ActivationBackwardLaunches:
         self._no_bias = empty_tensor(device, torch.float32)
 
     def run(self, dy: Tensor, x: Tensor, *args: Any) -> GradientOutputs:
-        """Start the kernels; ``args``: the options, and last what the cast takes."""
+        """Launch the kernels. ``args`` are the options, followed by the arguments of the cast."""
         scale, amax, overflow_counts = args[-3:]
         pointer = self._pointer
         sums = self._sums
@@ -128,13 +128,14 @@ def _backward_plan(
 def _planned_gated(
     name: str, reference: Run, loader_of: Callable[[str, str, bool], TileLoader], num_tensors: int
 ) -> Run:
-    """The op ``(*tensors, activation, cast, scale, amax, overflow_counts)`` that casts what a loader computes.
+    """The op ``(*tensors, activation, cast, scale, amax, overflow_counts)`` that casts the values of a tile loader.
 
     Args:
-        name: of its plans.
+        name: the name of its plans.
         reference: computes the same without kernels.
-        loader_of: an activation's name, a dtype and whether rows begin at vectors, to the loader of the values.
-        num_tensors: how many there are, all of one shape and dtype.
+        loader_of: returns the loader of the values, given an activation's name, a dtype and whether rows are aligned to
+            vectors.
+        num_tensors: the number of tensors, which all have the same shape and dtype.
     """
 
     @planned(fallback=with_kernel_strides(reference, -4), name=name)

@@ -1,4 +1,4 @@
-"""GEMMs whose operands are BF16 values, on the CPU: with float32 results, and where BF16 ones are slow."""
+"""GEMMs on the CPU whose operands are BF16 values: those with float32 results, and those on CPUs with slow BF16."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _precision_outside: Any = None
 
 @contextmanager
 def bf16_products() -> Iterator[None]:
-    """Let float32 GEMMs multiply in BF16 and accumulate in float32: exact for operands that are BF16 values.
+    """Let float32 GEMMs multiply in BF16 and accumulate in float32, which is exact for operands that are BF16 values.
 
-    The only way to a float32 result of a BF16 GEMM on the CPU; processors without BF16 ignore it. The setting is the
-    process's: of threads that multiply at a time the first sets it, and the last puts back what was there.
+    This is the only way to get a float32 result of a BF16 GEMM on the CPU. Processors without BF16 ignore it. The
+    setting is global to the process: with concurrent threads, the first sets it and the last restores it.
     """
     global _num_multiplying, _precision_outside
     with _lock:
@@ -37,7 +37,7 @@ def bf16_products() -> Iterator[None]:
                 _set_float32_precision(_precision_outside)
 
 
-_matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)  # torch before 2.9 has one setting for all backends
+_matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)  # before 2.9 torch has one setting for all backends
 
 
 def _float32_precision() -> str:
@@ -53,5 +53,5 @@ def _set_float32_precision(precision: str) -> None:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether oneDNN multiplies BF16 on this processor; elsewhere torch's own loop is slower than float32's."""
+    """Whether oneDNN multiplies BF16 on this processor. If not, torch's own BF16 loop is slower than float32."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,13 +1,13 @@
 """Casts to FP8: the ops ``quantize``, ``quantize_columns`` and ``observe``, and their specification in plain torch.
 
-The specification runs on the CPU, and on a GPU for which there is no kernel; kernels are in ``cast_cuda.py``.
+The specification runs on the CPU, and on GPUs without kernels. Kernels are in ``cast_cuda.py``.
 
-Operands are K-major: ``quantize`` takes ``x [R, K]`` and gives, where its :class:`~lightning_fp8.scaled.Cast` asks for
-them, the operand of x (``rowwise``) and the operand of xᵀ (``columnwise``, ``[K, R]``, scaled along R). An operand that
-was not asked for comes back empty. Layout ``tensor`` has one scale for both: ``scale_inv_t`` is empty.
+Operands are K-major. ``quantize`` takes ``x [R, K]`` and returns the operand of x (``rowwise``) and the operand of xᵀ
+(``columnwise``, ``[K, R]``, scaled along R), as requested by its :class:`~lightning_fp8.scaled.Cast`. An operand that
+is not requested is empty. Layout ``tensor`` has one scale for both operands, and ``scale_inv_t`` is empty.
 
-An FP8 code is a BF16 value, and so is a code times a power of two. 16-bit floats without their sign order like
-integers, NaN on top, so an amax is an integer reduction.
+The value of an FP8 code is a BF16 number, and so is its product with a power of two. The bits of 16-bit floats without
+sign have the order of integers, with NaN as the largest, so an amax is an integer reduction.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 
 class Quantized(NamedTuple):
-    """The GEMM operands of one tensor ``x [R, K]``: x itself, and xᵀ ``[K, R]``; what was not asked for is None."""
+    """The GEMM operands of one tensor ``x [R, K]``: x itself, and xᵀ ``[K, R]``. One that is not requested is None."""
 
     rowwise: ScaledTensor | None
     columnwise: ScaledTensor | None
 
 
 class CastArgs(TypedDict, total=False):
-    """The keywords of every function that casts; :func:`quantize` says what they are."""
+    """The keyword arguments of all functions that cast; see :func:`quantize`."""
 
     scale: Tensor | None
     amax: Tensor | None
@@ -47,7 +47,7 @@ class CastArgs(TypedDict, total=False):
 
 
 class Outputs(NamedTuple):
-    """The results of a cast; what was not asked for is empty."""
+    """The results of a cast. Those that are not requested are empty."""
 
     data: Tensor
     scale_inv: Tensor
@@ -72,18 +72,19 @@ def quantize(
     """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
 
     Args:
-        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
-        cast: format and layout.
-        scale: float32 ``[]``, layout ``tensor`` only; ``None`` or a value of 0 takes the scale from x's own amax.
-        scale_is_nonzero: ``scale`` is known not to be 0, so that no amax has to be found in its place.
-        amax: float32 ``[]``, raised to x's amax if that is larger; only with ``scale``.
-        rowwise: whether to give the operand of x.
-        columnwise: whether to give the operand of xᵀ, scaled along R.
-        overflow_counts: int64 ``[2]``, grows by the numbers of values that were saturated and that became 0.
+        x: ``[R, K]`` in bfloat16, float16 or float32, with any strides.
+        cast: the format and layout.
+        scale: float32 ``[]``, only for layout ``tensor``. ``None`` or a value of 0 computes the scale from x's amax.
+        scale_is_nonzero: promises that ``scale`` is not 0, which saves the computation of an amax.
+        amax: float32 ``[]``, updated in place to ``max(amax, max |x|)``; only with ``scale``.
+        rowwise: whether to return the operand of x.
+        columnwise: whether to return the operand of xᵀ, scaled along R.
+        overflow_counts: int64 ``[2]``. The numbers of values that were saturated and that became 0 are added to it.
 
     Raises:
-        TypeError: x is not a 2-D tensor in one of the three dtypes, or another tensor not in its own.
-        ValueError: ``scale`` with a layout that is not ``tensor``, or ``amax`` without ``scale``; other shapes.
+        TypeError: If x is not a 2-D bfloat16, float16 or float32 tensor, or another tensor has the wrong dtype.
+        ValueError: If ``scale`` is passed with another layout than ``tensor``, ``amax`` is passed without ``scale``, or
+            a tensor has the wrong shape.
     """
     usage = asked(x, cast, rowwise, columnwise, scale_is_nonzero)
     return operands_of(_quantize(x, usage, scale, amax, overflow_counts), usage, rowwise, columnwise)
@@ -92,47 +93,47 @@ def quantize(
 def quantize_columns(x: Tensor, scale: Tensor, float8: Float8) -> Tensor:
     """Cast ``x`` to FP8 with a given scale for each column: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
 
-    Of shards of one tensor, which share the scales of its columns, the codes are shards of its codes; transposed by
-    :func:`lightning_fp8.ops.transpose` they are those of xᵀ in layout ``row``.
+    If the shards of a tensor are cast with the same scales, their codes are shards of the tensor's codes. Transposed by
+    :func:`lightning_fp8.ops.transpose`, they are the codes of xᵀ in layout ``row``.
 
     Args:
-        x: ``[R, K]`` in bfloat16, float16 or float32, any strides.
+        x: ``[R, K]`` in bfloat16, float16 or float32, with any strides.
         scale: float32 ``[K]``, contiguous.
         float8: the format of the codes.
 
     Returns:
-        The codes ``[R, K]``; on a GPU each row begins at a multiple of 16 bytes.
+        The codes ``[R, K]``. On a GPU each row is aligned to 16 bytes.
 
     Raises:
-        TypeError: x is not a 2-D tensor in one of the three dtypes, or ``scale`` is not float32.
-        ValueError: ``scale`` has another shape, is elsewhere, or is not contiguous.
+        TypeError: If x is not a 2-D bfloat16, float16 or float32 tensor, or ``scale`` is not float32.
+        ValueError: If ``scale`` has the wrong shape, is on another device, or is not contiguous.
     """
     return _quantize_columns(x, scale, float8.dtype)  # type: ignore[no-any-return]
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
-    """Raise ``amax`` (float32 ``[]``) to ``max |x|`` without casting; x is floating point, of any shape and strides.
+    """Update ``amax`` (float32 ``[]``) to ``max(amax, max |x|)`` without a cast. x is floating point, of any shape.
 
     Raises:
-        TypeError, ValueError: x is no such tensor, or ``amax`` of another dtype or shape, or elsewhere.
+        TypeError, ValueError: If x is not floating point, or if ``amax`` has the wrong dtype, shape or device.
     """
     _observe(x, amax)
 
 
 def asked(x: Tensor | None, cast: Cast, rowwise: bool, columnwise: bool, scale_is_nonzero: bool) -> Cast:
-    """The cast that an op is asked for: of x alone where the operand of xᵀ is a view of that."""
+    """The cast to pass to an op. If the operand of xᵀ is a view of the operand of x, it only casts x."""
     if columnwise and gives_a_view(x, cast):
         return cast.usage(True, False, scale_is_nonzero)
     return cast.usage(rowwise, columnwise, scale_is_nonzero)
 
 
 def gives_a_view(x: Tensor | None, cast: Cast) -> bool:
-    """Whether xᵀ is a view where both share scales: the reference's GEMM reads codes in either order, a GPU's not."""
+    """Whether the operand of xᵀ is a view. Both must share scales, and GEMMs on a GPU do not read transposed codes."""
     return cast.layout.transposes and x is not None and not x.is_cuda
 
 
 def operands_of(results: Sequence[Tensor], made: Cast, rowwise: bool, columnwise: bool) -> Quantized:
-    """The operands of the results of a cast, which ``made`` one of x for both where xᵀ is its view."""
+    """The operands, given the results of the cast ``made`` (see :func:`asked`)."""
     layout = made.layout
     operand = ScaledTensor(results[0], results[1], layout) if rowwise else None
     transposed = ScaledTensor(*transposed_operand(results, made), layout) if columnwise else None
@@ -140,7 +141,7 @@ def operands_of(results: Sequence[Tensor], made: Cast, rowwise: bool, columnwise
 
 
 def transposed_operand(results: Sequence[Tensor], made: Cast) -> tuple[Tensor, Tensor]:
-    """Codes and scales of xᵀ among the results of a cast; where it ``made`` those of x alone, their view."""
+    """The codes and scales of xᵀ, given the results of the cast ``made``; views if it only cast x."""
     has_one_scale = made.layout.has_one_scale
     if made.columnwise:
         return results[2], results[1] if has_one_scale else results[3]
@@ -160,19 +161,21 @@ def _check_input(x: Tensor) -> None:
 def check_cast(
     x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
 ) -> None:
-    """Check what every op that casts takes.
+    """Check the common arguments of ops that cast.
 
     Raises:
-        TypeError, ValueError: as :func:`quantize` says.
+        TypeError, ValueError: See :func:`quantize`.
     """
     _check_input(x)
     if scale is not None:
         if not cast.layout.has_one_scale:
-            raise ValueError(f"layout {cast.layout.code!r} scales each block from itself; scale must be None")
+            raise ValueError(
+                f"layout {cast.layout.code!r} computes the scale of each block from its values; scale must be None"
+            )
         if scale.dtype is not torch.float32 or scale.dim() or scale.device != x.device:
             require("scale", scale, torch.float32, (), x.device)
     elif amax is not None:
-        raise ValueError("amax is collected for a given scale; pass scale too (0 takes x's own)")
+        raise ValueError("amax needs scale; pass scale, too (a value of 0 computes it from x)")
     if amax is not None and (amax.dtype is not torch.float32 or amax.dim() or amax.device != x.device):
         require("amax", amax, torch.float32, (), x.device)
     if overflow_counts is not None:
@@ -231,7 +234,7 @@ _observe = observe_op.call
 
 
 def kernel_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
-    """The memory of a cast's results, as kernels write them."""
+    """The memory layout of a cast's results that kernels write."""
     layout, dtype = cast.layout, cast.float8.dtype
     return _allocations(
         cast, operand_allocations(layout, dtype, rows, columns), operand_allocations(layout, dtype, columns, rows)
@@ -239,7 +242,7 @@ def kernel_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation,
 
 
 def reference_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
-    """The memory of a cast's results, as the specification gives them: codes in x's order, so that xᵀ's are a view."""
+    """The memory layout of a cast's results in the specification. Codes of xᵀ are a view of those of x."""
     layout, dtype = cast.layout, cast.float8.dtype
 
     def scales(r: int, k: int) -> Allocation:
@@ -255,7 +258,7 @@ def _allocations(
     absent = Allocation.absent(cast.float8.dtype), Allocation.absent(cast.layout.scale_dtype)
     rowwise = of_x if cast.rowwise else absent
     columnwise = of_transposed if cast.columnwise else absent
-    if cast.layout.has_one_scale:  # which serves both, and is there where neither is asked for
+    if cast.layout.has_one_scale:  # needed by both operands, and computed even if neither is requested
         return rowwise[0], Allocation((), (), cast.layout.scale_dtype), columnwise[0], absent[1]
     return *rowwise, *columnwise
 
@@ -264,7 +267,7 @@ def _allocations(
 
 
 class _Bytes(NamedTuple):
-    """The results of a cast with codes and E8M0 scales as bytes, which compiled code gives; None: not asked for."""
+    """The results of a cast with codes and E8M0 scales as bytes, as compiled code returns them. None: not requested."""
 
     data: Tensor | None
     scale_inv: Tensor | None
@@ -275,7 +278,7 @@ class _Bytes(NamedTuple):
 def reference_quantize(
     x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
 ) -> Outputs:
-    """Scale ``x`` by one given scale, or by x's own where that is 0; else each tensor, row or block from itself."""
+    """Cast ``x`` with the given scale, or, if it is None or 0, with scales computed from each tensor, row or block."""
     results = None
     if overflow_counts is None and x.is_cpu and x.numel() >= cpu.LEAST:
         results = _quantize_by_loops(x, cast, scale, amax)
@@ -310,7 +313,7 @@ def _quantize_to_bytes(
 
 
 def _quantize_by_loops(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> _Bytes | None:
-    """:func:`_quantize_to_bytes` in few passes over memory; None where no loop does it."""
+    """:func:`_quantize_to_bytes` in fewer passes over memory, by Numba's loops; None if no loop supports it."""
     x = x.contiguous() if x.dtype != torch.float16 else x.float().contiguous()
     if cast.layout.has_one_scale:
         x_amax = cpu.amax_of(x)
@@ -339,7 +342,7 @@ def _quantize_by_loops(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor
 
 
 def _blocks_by_loops(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor] | None:
-    """Codes of ``x`` and inverse scales of its blocks."""
+    """The codes of ``x`` and the inverse scales of its blocks."""
     of = block[0] or x.shape[0], block[1] or x.shape[1]
     amax = cpu.amax_of_blocks(x, of)
     if amax is None:
@@ -354,7 +357,7 @@ def _blocks_by_loops(x: Tensor, block: tuple[int | None, int | None], cast: Cast
 
 @torch.compiler.assume_constant_result
 def _block(layout: Layout) -> tuple[int | None, int | None]:
-    """``layout.block``: constants, which compiled code for all shapes would take for sizes that vary."""
+    """``layout.block`` as constants. Code that is compiled for dynamic shapes would treat them as dynamic sizes."""
     return layout.block
 
 
@@ -372,7 +375,7 @@ def _quantize_columns_to_bytes(x: Tensor, scale: Tensor, dtype: torch.dtype) -> 
 
 
 def reference_observe(x: Tensor, amax: Tensor) -> None:
-    """Raise ``amax`` to ``max |x|``."""
+    """Update ``amax`` to ``max(amax, max |x|)``."""
     torch.maximum(amax, tensor_amax(x), out=amax)
 
 
@@ -386,7 +389,7 @@ def _saturated(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
 
 
 def _saturating_bytes(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
-    """:func:`saturating_cast` as bytes. Compiled code for cards below 8.9 has no FP8, or one that rounds twice."""
+    """:func:`saturating_cast` as bytes. Compiled code for GPUs below 8.9 has no FP8 type, or one that rounds twice."""
     saturated = _saturated(values, scale, float8)
     return encode(saturated, float8) if torch.compiler.is_compiling() else _as_bytes(saturated.to(float8.dtype))
 
@@ -396,7 +399,7 @@ def _as_bytes(codes: Tensor) -> Tensor:
 
 
 def absolute_max(x: Tensor, dim: int) -> Tensor:
-    """``max |x|`` along ``dim`` as float32; NaN where there is one, 0 where there is nothing."""
+    """``max |x|`` along ``dim`` as float32; NaN if any value is NaN, 0 for an empty dimension."""
     if x.numel() == 0:
         return x.new_zeros([size for index, size in enumerate(x.shape) if index != dim], dtype=torch.float32)
     if x.dtype in (torch.bfloat16, torch.float16):
@@ -405,7 +408,7 @@ def absolute_max(x: Tensor, dim: int) -> Tensor:
 
 
 def tensor_amax(x: Tensor) -> Tensor:
-    """``max |x|`` as float32 ``[]``; NaN if there is one, 0 for an empty tensor."""
+    """``max |x|`` as float32 ``[]``; NaN if any value is NaN, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x)
@@ -413,8 +416,8 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> Tensor:
-    """The scale to cast with: the given one, or x's own if that is 0; raises ``amax``."""
-    # Asking a GPU for the scale would wait for it, and compiled code cannot ask.
+    """Update ``amax``, and return the scale of the cast: the given scale, or the scale of x's amax if it is 0."""
+    # Reading the scale would wait for the GPU, and compiled code cannot branch on it.
     can_ask = not (x.is_cuda or torch.compiler.is_compiling())
     is_nonzero = cast.scale_is_nonzero or (can_ask and bool(scale.item()))
     if is_nonzero and amax is None:
@@ -426,7 +429,7 @@ def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> T
 
 
 def _count(overflow_counts: Tensor, x: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
-    """Add the numbers of values of ``x`` that the cast saturated and of those that it flushed to zero."""
+    """Add the numbers of values of ``x`` that were saturated and that were flushed to zero."""
     values = x.float()
     overflow_counts[0] += ((values * scale).abs() > float8.max).sum()
     overflow_counts[1] += ((values != 0) & (codes & 0x7F == 0)).sum()
@@ -440,27 +443,27 @@ def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tens
 
 
 def _of_one_scale(data: Tensor, scale: Tensor, cast: Cast) -> _Bytes:
-    """The results of a cast of which ``data`` are the codes."""
+    """The results of a cast, given its codes ``data``."""
     data_t = None
     if cast.columnwise:
-        data_t = _transposed(data.clone() if cast.rowwise else data)  # each output has its own memory
+        data_t = _transposed(data.clone() if cast.rowwise else data)  # the outputs of an op must not share memory
     return _Bytes(data if cast.rowwise else None, scaling.inverse(scale), data_t, None)
 
 
 def _transposed(codes: Tensor) -> Tensor:
-    """A view, or where compiled code writes to memory once anyway, as kernels have it."""
+    """A view of the transpose, or a contiguous copy in compiled code, which writes each result once in any case."""
     return codes.t().contiguous() if torch.compiler.is_compiling() else codes.t()
 
 
 def _quantize_blocks(
     x: Tensor, block: tuple[int | None, int | None], cast: Cast, overflow_counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize ``x`` in blocks; zeros fill a ragged edge and change no amax."""
+    """Quantize ``x`` in blocks. Ragged edges are padded with zeros, which do not change an amax."""
     rows, columns = x.shape
     block_rows, block_columns = block[0] or max(rows, 1), block[1] or max(columns, 1)
     more_rows, more_columns = -rows % block_rows, -columns % block_columns
     padded = x
-    if more_rows or more_columns:  # F.pad of torch 2.8 refuses a tensor without elements
+    if more_rows or more_columns:  # F.pad of torch 2.8 does not support empty tensors
         padded = x.new_zeros(rows + more_rows, columns + more_columns)
         padded[:rows, :columns] = x
     grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
@@ -475,7 +478,7 @@ def _quantize_blocks(
 
 
 def _block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Scales of blocks as float32, and their inverses: of E8M0 the codes."""
+    """The scales of blocks in float32, and their inverses, which are codes for E8M0."""
     if cast.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, cast.float8.max)
         return scaling.e8m0_scale(codes), codes
@@ -486,7 +489,7 @@ def _block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
 def encode(values: Tensor, float8: Float8) -> Tensor:
     """The codes of float32 ``values`` as bytes, rounded to nearest even, by integer arithmetic on their bits.
 
-    Magnitudes are at most the format's largest; NaN is 0x7F, with its sign.
+    Magnitudes must not exceed the format's largest. The code of NaN is 0x7F with its sign.
     """
     mantissa, bias = (3, 7) if float8 is E4M3 else (2, 15)
     shift = 23 - mantissa
@@ -503,7 +506,7 @@ def encode(values: Tensor, float8: Float8) -> Tensor:
 
 _SUBNORMAL = 5e-324
 _FEW = 2**13
-"""Elements that torch converts faster than the several passes over their bits."""
+"""The number of elements below which torch's own conversion is faster than several passes over the bits."""
 
 
 def decode(data: Tensor) -> Tensor:
@@ -513,15 +516,15 @@ def decode(data: Tensor) -> Tensor:
     else:
         shift, kept, special, rebias = 5, 0x8FE0, 0x7C, 112
     if data.is_cuda or data.numel() <= _FEW or _SUBNORMAL == 0.0:
-        # Fast there, and asking for NaN would wait for the GPU; and where torch.set_flush_denormal(True) takes
-        # subnormal numbers for 0, moved bits may be some.
+        # GPUs convert fast, and checking for NaN would wait for them. With torch.set_flush_denormal(True), shifted bits
+        # that are subnormal numbers would be read as 0.
         return data.to(torch.bfloat16)
     values = cpu.decode(data)
     if values is not None:
         return values
     bits = data.view(torch.int8)
     if int((bits & 0x7F).amax()) >= special:
-        return data.to(torch.bfloat16)  # NaN or inf: their codes are not numbers
+        return data.to(torch.bfloat16)  # there is NaN or inf
     bits = bits.to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(kept - 0x10000)
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 

@@ -1,7 +1,7 @@
-"""Casts on CUDA tensors: planned once for tensors of one key, then allocated and started.
+"""Casts on CUDA tensors. They are planned once for each key of tensors, and then only allocate and launch.
 
-Nothing here waits for the device: kernels ask whether a given scale is 0. There is a class of launches for each way in
-which elements share scales; norms and activations cast by them, too.
+Nothing here waits for the device; kernels check whether a given scale is 0. Each layout of scales has its class of
+launches, which norms and activations use, too.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from lightning_fp8.scaled import Cast, Layout
 LoaderArgs = Sequence[Argument]
 """The arguments of a kernel's tile loader: addresses and strides."""
 RunKernel = Callable[..., None]
-"""Starts a kernel, given the parameters of each launch."""
+"""Launches a kernel, given the parameters that vary between launches."""
 Loaders = tuple[TileLoader, "TileLoader | None", int]
-"""The tile loader of some values, that of the same in vectors of 16 bytes if they come in such, and their columns."""
+"""A tile loader, the same loader with vectors of 16 bytes (None if rows are not aligned), and the number of columns."""
 
 
 class CastVariant(NamedTuple):
-    """A cast and which of its optional tensors are given: what kernels are compiled for."""
+    """A cast, and which of its optional tensors are passed. Kernels are compiled for each variant."""
 
     cast: Cast
     has_scale: bool
@@ -62,22 +62,22 @@ class CastVariant(NamedTuple):
 
     @property
     def current_scaling(self) -> dict[str, int | float]:
-        """How a kernel computes the scale that is not given, by the names of its parameters.
+        """The parameters of a kernel for the computation of a scale that is not given.
 
-        A given scale of 0 means that none is known yet: the tensor's own then replaces it as delayed scaling would
-        compute it, without a recipe's options.
+        A given scale of 0 means that there is no scale yet. It is then computed from the tensor's amax as in delayed
+        scaling, without the options of a recipe.
         """
         power_2, epsilon = (False, 0.0) if self.has_scale else (self.cast.power_2_scale, self.cast.amax_epsilon)
         return {"power_2": int(power_2), "epsilon": epsilon}
 
     @property
     def scale_is_known(self) -> bool:
-        """Whether no amax has to be found before the cast."""
+        """Whether the cast does not need an amax first."""
         return self.has_scale and self.cast.scale_is_nonzero
 
 
 def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None) -> Any:
-    """The part of a plan's key that :func:`variant_of` makes a :class:`CastVariant` of."""
+    """The part of a plan's key that :func:`variant_of` converts to a :class:`CastVariant`."""
     return *cast.key, scale is not None, amax is not None, overflow_counts is not None
 
 
@@ -90,12 +90,12 @@ def variant_of(key: Sequence[Any]) -> CastVariant:
 
 
 class OutputStrides(NamedTuple):
-    """The strides of a cast's results in elements, by the names of kernels' parameters; 0 of what has none.
+    """The strides of a cast's results in elements, by the names of kernel parameters; 0 for results without strides.
 
     Attributes:
-        out_stride, out_t_stride: from row to row of the codes, of x's operand and of xᵀ's.
-        out_scale_inv_stride, out_t_scale_inv_stride: of the scales, from block to block along K, or else from row to
-            row.
+        out_stride, out_t_stride: the row strides of the codes of x's operand and of xᵀ's operand.
+        out_scale_inv_stride, out_t_scale_inv_stride: the strides of the scales from block to block along K, or from row
+            to row without blocks.
     """
 
     out_stride: int
@@ -105,10 +105,10 @@ class OutputStrides(NamedTuple):
 
 
 class CastOutputs:
-    """The results of a cast on a device: described once, allocated at each call.
+    """Allocates the results of a cast on a device.
 
     Attributes:
-        strides: of the four results.
+        strides: the strides of the four results.
     """
 
     def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int) -> None:
@@ -128,7 +128,11 @@ class CastOutputs:
 
 
 def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """A reference that casts, with its operands in kernels' layout; ``cast_position``: of its arguments."""
+    """A reference that casts, with its results in the kernels' memory layout.
+
+    Args:
+        cast_position: the position of the cast in its arguments.
+    """
 
     def op(*args: Any) -> tuple[Tensor, ...]:
         cast: Cast = args[cast_position]
@@ -153,19 +157,19 @@ def _as_allocated(result: Tensor, allocation: Allocation) -> Tensor:
 
 
 def num_blocks(device: torch.device, rows: int, columns: int) -> int:
-    """Blocks that run side by side, each taking every n-th tile of ``[rows, columns]``."""
+    """The number of thread blocks that run concurrently. Each of these n blocks processes every n-th tile."""
     return min(num_tiles(rows, columns), 4 * launch.multiprocessors(device))
 
 
 class CastLaunches:
-    """The launches that cast the values ``[rows, columns]`` that a tile loader gives.
+    """The launches that cast the values ``[rows, columns]`` of a tile loader.
 
     Args:
-        loader: gives the values.
-        store_loader: gives them to the kernel that stores codes, if not ``loader``; it may store something, too.
+        loader: the loader of the values.
+        store_loader: the loader for the kernel that stores codes, which may have side effects; None is ``loader``.
 
     Attributes:
-        pointer: gives a launch's argument for a tensor.
+        pointer: returns a launch's argument for a tensor.
     """
 
     def __init__(
@@ -186,14 +190,14 @@ class CastLaunches:
         self._bind_kernels(loader, store_loader or loader, variant)
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
-        """Bind the kernel that stores codes, and those before it."""
+        """Bind the kernel that stores codes and the kernels before it."""
         raise NotImplementedError
 
     def _bind(self, kernel: Kernel, blocks: int, addresses: Sequence[str], **scalars: int | float) -> RunKernel:
-        """:func:`~cuda_kernels.host.launch.bind` a kernel that takes a loader's arguments first, and the shape.
+        """:func:`~cuda_kernels.host.launch.bind` a kernel that begins with the parameters of a loader and the shape.
 
         Args:
-            addresses: the parameters of each launch after the loader's arguments.
+            addresses: the parameters that vary between launches, after the loader's arguments.
             scalars: the parameters that are bound after the shape.
         """
         shape = {"rows": self.rows, "columns": self.columns}
@@ -207,12 +211,12 @@ class CastLaunches:
         overflow_counts: Tensor | None,
         store_args: LoaderArgs | None = None,
     ) -> Outputs:
-        """Allocate the results and start the kernels; ``store_args``: those of ``store_loader``, if there is one."""
+        """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
         raise NotImplementedError
 
 
 class TensorCast(CastLaunches):
-    """One scale for all; the tensor's own amax is found first where it may be needed."""
+    """One scale for the tensor. If it may be needed, the tensor's amax is computed first."""
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
@@ -251,7 +255,7 @@ class TensorCast(CastLaunches):
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = pointer(block_amaxes)
-            self._find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if a scale is given and not 0
+            self._find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if the given scale is nonzero
         self._store(
             *(store_args or loader_args), scale_ptr, block_amax_ptr,
             0 if amax is None else pointer(amax),
@@ -262,7 +266,7 @@ class TensorCast(CastLaunches):
 
 
 class RowCast(CastLaunches):
-    """One scale for each row, and in the transposed operand for each column, whose amaxes are found first."""
+    """One scale for each row, and for each column in the transposed operand. Amaxes are computed first."""
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
@@ -303,7 +307,7 @@ class RowCast(CastLaunches):
 
 
 class BlockCast(CastLaunches):
-    """One scale for each block, from the block itself."""
+    """One scale for each block, computed from the values of the block."""
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
@@ -337,7 +341,7 @@ class BlockCast(CastLaunches):
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
-    """The class whose launches cast as ``layout`` asks."""
+    """The class of launches for ``layout``."""
     return TensorCast if layout.has_one_scale else BlockCast if layout.scales_along_k else RowCast
 
 
@@ -347,15 +351,15 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 def planned_cast(
     name: str, reference: Run, loaders: Callable[..., Loaders]
 ) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
-    """A cast of what tile loaders compute from x by rows: ``(x, *options, cast, scale, amax, overflow_counts)``.
+    """A cast of values that tile loaders compute: ``(x, *options, cast, scale, amax, overflow_counts)``.
 
-    With it comes its plan cache, of ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
-    rows have gaps between their elements is made contiguous first.
+    It is returned with its plan cache, ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
+    rows are not contiguous is made contiguous first.
 
     Args:
-        name: of its plans.
+        name: the name of its plans.
         reference: computes the same without kernels.
-        loaders: ``(x_key, *options)`` to the tile loaders that compute the values.
+        loaders: returns the tile loaders of the values, given ``(x_key, *options)``.
     """
 
     @planned(fallback=with_kernel_strides(reference, -4), name=name)
@@ -386,7 +390,7 @@ def planned_cast(
 
 
 def tensor_loaders(x_key: TensorKey) -> Loaders:
-    """The loaders of a tensor's own values."""
+    """The loaders of a tensor's values."""
     vector = next(n for n in (8, 4, 1) if n == 1 or x_key.is_vectorizable(n))
     wide = tensor_loader(DTYPE_NAMES[x_key.dtype], 8) if vector == 8 and x_key.dtype.itemsize == 2 else None
     return tensor_loader(DTYPE_NAMES[x_key.dtype], min(vector, 4)), wide, x_key.columns

@@ -1,4 +1,4 @@
-"""Checks of an op's arguments, and the dtypes that ops take. Each call checks once; see :mod:`lightning_fp8.ops.op`."""
+"""Checks of an op's arguments, and the supported dtypes. Each call checks once; see :mod:`lightning_fp8.ops.op`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
-"""Names of the dtypes that are not FP8, as kernels know them."""
+"""The names that kernels use for the dtypes that are not FP8."""
 
 HIGH_PRECISION = tuple(DTYPE_NAMES)
-"""The dtypes that ops cast from, and give GEMMs' results in."""
+"""The dtypes that ops cast from, and the result dtypes of GEMMs."""
 
 
 def require(
@@ -27,39 +27,39 @@ def require(
     shape: Sequence[int],
     device: torch.device,
 ) -> None:
-    """Check a tensor's dtype, shape and device; None passes.
+    """Check the dtype, shape and device of a tensor, unless it is None.
 
     Raises:
-        TypeError: another dtype than ``dtypes``.
-        ValueError: another shape or device.
+        TypeError: If its dtype is not in ``dtypes``.
+        ValueError: If its shape or device is another one.
     """
     if tensor is None:
         return
-    if isinstance(dtypes, torch.dtype):  # and not Sequence, which is slow to ask for
+    if isinstance(dtypes, torch.dtype):  # isinstance of Sequence would be slow
         dtypes = (dtypes,)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if tensor.shape != shape and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must have {list(shape)}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and what it belongs to on {device}; move one to the other")
+        raise ValueError(f"{name} is on {tensor.device}, but the other tensors are on {device}; move it there")
 
 
 def require_scalar(name: str, tensor: Tensor | None, device: torch.device) -> None:
-    """Check a scale or an amax, float32 ``[]``; None passes.
+    """Check a scale or an amax, float32 ``[]``, unless it is None.
 
     Raises:
-        TypeError, ValueError: as :func:`require`.
+        TypeError, ValueError: See :func:`require`.
     """
     if tensor is not None and (tensor.dtype is not torch.float32 or tensor.dim() or tensor.device != device):
         require(name, tensor, torch.float32, (), device)
 
 
 def require_contiguous(name: str, tensor: Tensor | None) -> None:
-    """Check that kernels can read or write a tensor from its first address on; None passes.
+    """Check that a tensor is contiguous, unless it is None. Kernels index it from its first address.
 
     Raises:
-        ValueError: its elements are not side by side.
+        ValueError: If it is not contiguous.
     """
     if tensor is not None and not tensor.is_contiguous():
-        raise ValueError(f"{name} of strides {tensor.stride()} must be contiguous; pass {name}.contiguous()")
+        raise ValueError(f"{name} has strides {tensor.stride()}, but must be contiguous; pass {name}.contiguous()")

@@ -1,10 +1,10 @@
-"""Sums over rows, float32, in two stages, whose order depends on shapes and on the number of multiprocessors alone.
+"""Sums over rows in float32, in two stages. Their order only depends on shapes and the number of multiprocessors.
 
-| | a bias' gradient, beside its cast | gradients of a norm's weight and bias |
+| | the gradient of a bias, in a cast | the gradients of a norm's weight and bias |
 |---|---|---|
 | first stage, in ``cuda_kernels`` | ``casts/column_sums.py``, ``summed_loader`` | ``norm/backward.py`` |
-| a partial sum is of | 16 rows that follow each other | a block's rows: every n-th |
-| n, how many there are | :func:`num_tile_sums` | :func:`num_block_sums`, the blocks of the grid |
+| rows of a partial sum | 16 consecutive rows | the rows of a thread block: every n-th |
+| number n of partial sums | :func:`num_tile_sums` | :func:`num_block_sums`, the thread blocks of the grid |
 | second stage | ``casts/column_sums.py``, ``column_sums_kernel`` | the same |
 """
 
@@ -23,14 +23,15 @@ from lightning_fp8.ops.memory import allocator
 
 
 def num_tile_sums(rows: int) -> int:
-    """The number of partial sums where each is of :data:`WARP_ROWS` rows that follow each other, as a warp has them."""
+    """The number of partial sums if each is over :data:`WARP_ROWS` consecutive rows, which one warp processes."""
     return ceil_div(rows, WARP_ROWS)
 
 
 def num_block_sums(kernel: Kernel, rows: int, device: torch.device) -> int:
-    """The number of partial sums where each is of a block's rows: as many as blocks that run at once, or as rows.
+    """The number of partial sums if each is over the rows of a thread block.
 
-    On cards with GDDR memory one block less may fit into a multiprocessor: the last ones then wait.
+    It is the number of thread blocks that run concurrently, and at most the number of rows. On cards with GDDR memory
+    one thread block less may fit into a multiprocessor; the last thread blocks then run in a second wave.
     """
     return min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
 
@@ -39,9 +40,9 @@ class ColumnSums:
     """Reduces partial sums, float32 ``[num_sets, n, stride]``, over ``n`` to ``num_sets`` rows of ``columns``.
 
     Attributes:
-        reduce: starts the launch that adds up, with the addresses of the partial sums, of the sums of the first set, of
-            those of the second (0 without), and :attr:`stride`.
-        stride: elements from row to row of the partial sums.
+        reduce: launches the second stage, given the addresses of the partial sums, of the sums of the first set and of
+            the sums of the second set (0 if there is none), and :attr:`stride`.
+        stride: the row stride of the partial sums in elements.
     """
 
     def __init__(self, device: torch.device, n: int, columns: int, dtype: torch.dtype, num_sets: int) -> None:

@@ -1,9 +1,8 @@
-"""Plain torch that a card runs compiled: what a cast without its kernel does there, in few passes over memory.
+"""Plain torch that is compiled on GPUs: the fallback of casts without kernels, in few passes over memory.
 
-What is compiled gives the bits that it gives when torch runs it operation by operation: it multiplies, compares and
-shifts, and divides in float64. Sums, products that are added, exponentials and square roots are not compiled, which
-Inductor contracts, reorders or approximates: norms and activations compute their values operation by operation, and
-compiled code casts them.
+Compiled code must give the same bits as eager torch. It multiplies, compares and shifts, and divides in float64. Sums,
+multiply-adds, exponentials and square roots are not compiled, because Inductor contracts, reorders or approximates
+them. Norms and activations therefore compute their values in eager torch, and compiled code casts them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 def compiled_on_cards(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of tensors and options: where its first tensor is on a card, it runs :func:`compiled`."""
+    """Decorator of a function of tensors and options, which runs :func:`compiled` if its first tensor is on a GPU."""
     fast = compiled(function)
 
     @wraps(function)
@@ -36,10 +35,10 @@ def compiled_on_cards(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` of tensors and hashable options, compiled whole and for all shapes, once for each set of options.
+    """``function`` of tensors and hashable options, compiled once for each set of options, with dynamic shapes.
 
-    It has no gradient. Where ``torch.compile`` is missing or fails, one warning says so, and ``function`` runs as it is
-    from then on.
+    It has no gradient. If ``torch.compile`` is not available or fails, it warns once and runs ``function`` in eager
+    mode from then on.
     """
     variants: dict[Hashable, Callable[P, T]] = {}
     failed = False
@@ -63,22 +62,22 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _state() -> tuple[Hashable, ...]:
-    """What Dynamo compiles for anew beside options and shapes: forward and backward passes differ in it."""
+    """Global state that Dynamo guards on besides options and shapes. It differs in forward and backward passes."""
     return torch.get_default_dtype(), torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
 
 
 class _NoCompiler(Exception):
-    """torch.compile does not run here."""
+    """torch.compile is not available."""
 
 
 def _compile(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a copy of ``function``: Dynamo counts recompilations by code objects, and soon has too many."""
+    """Compile a copy of ``function``, because Dynamo limits the recompilations of a code object."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     try:
         return torch.compile(copied, fullgraph=True, dynamic=True)
-    except RuntimeError as error:  # on a Python that is too new
+    except RuntimeError as error:  # this Python is too new for torch.compile
         raise _NoCompiler(str(error)) from error
 
 

@@ -1,8 +1,8 @@
-"""Casts and decoding of large tensors on the CPU, where Numba is installed: by :mod:`lightning_fp8.ops.loops`.
+"""Casts and decoding of large tensors on the CPU by :mod:`lightning_fp8.ops.loops`, if Numba is installed.
 
-Every bit is the specification's. A function gives None where no loop applies, and the specification runs instead: for
-tensors that are small, numbers of which one is infinite or NaN, and where subnormal numbers are flushed to 0.
-Rows are shared among as many threads as torch computes with.
+Results are equal to the specification's to the bit. A function returns None if no loop supports its arguments, and the
+caller runs the specification: for small tensors, for tensors with an infinite value or NaN, and if subnormal numbers
+are flushed to 0. Rows are divided among the number of threads that torch is set to use.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.formats import E4M3, Float8
 
 LEAST = 2**15
-"""Elements that the specification converts about as fast."""
+"""The number of elements below which the specification is about as fast."""
 OF_A_THREAD = 2**17
-"""Elements that are worth a thread's start."""
+"""The number of elements above which another thread pays off."""
 _SUBNORMAL = 5e-324
 _LENGTHS = (32, 128)
 _INFINITY = {2: 0x7F80, 4: 0x7F800000}
 _NUMBERS: dict[torch.dtype, type] = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""The numbers of rows and columns that share a scale."""
 
 
 @cache
 def _loops() -> Any:
-    """The module of loops; None without Numba."""
+    """The module ``loops``; None without Numba."""
     try:
         from lightning_fp8.ops import loops
     except ImportError:
@@ -51,7 +51,7 @@ def _applies(x: Tensor) -> bool:
 
 
 def amax_of(x: Tensor) -> Tensor | None:
-    """The largest magnitude of contiguous ``x [R, K]`` as float32 ``[]``; None also where it is not finite."""
+    """The largest magnitude of contiguous ``x [R, K]`` as float32 ``[]``; also None if it is not finite."""
     if not _applies(x) or x.dtype not in _NUMBERS:
         return None
     numbers = _bits(x)
@@ -60,14 +60,14 @@ def amax_of(x: Tensor) -> Tensor | None:
 
 
 def _largest(x: Tensor, numbers: Any) -> int:
-    """The largest magnitude, as its bits."""
+    """The bits of the largest magnitude."""
     of_all, found = _loops().amax_of_all(numbers.itemsize), []
     _over_rows(x, 1, lambda start, stop: found.append(of_all(numbers[start:stop].reshape(-1))))
     return max(found)  # type: ignore[no-any-return]
 
 
 def amax_of_blocks(x: Tensor, block: Block) -> Tensor | None:
-    """The largest magnitudes of the blocks of contiguous ``x [R, K]`` as float32; None also where one is not finite."""
+    """The largest magnitude of each block of contiguous ``x [R, K]`` as float32; also None if one is not finite."""
     if not _applies(x) or x.dtype not in _NUMBERS:
         return None
     numbers, (rows, columns), (block_rows, length) = _bits(x), x.shape, block
@@ -95,9 +95,9 @@ def amax_of_blocks(x: Tensor, block: Block) -> Tensor | None:
 
 
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """E8M0 codes of finite amaxes as :func:`lightning_fp8.scaling.e8m0_from_amax` gives them, and their scales.
+    """The E8M0 codes of finite amaxes, equal to :func:`lightning_fp8.scaling.e8m0_from_amax`, and their scales.
 
-    Only after :func:`amax_of_blocks`.
+    Call it only if :func:`amax_of_blocks` did not return None.
     """
     codes, scale = torch.empty(amax.shape, dtype=torch.uint8), torch.empty(amax.shape, dtype=torch.float32)
     reciprocal = np.float32(1.0 / fp8_max)
@@ -107,7 +107,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
 
 
 def e8m0_decode(codes: Tensor) -> Tensor | None:
-    """``2**(code - 127)`` as float32; None also where a code is NaN."""
+    """``2**(code - 127)`` as float32; also None if a code is NaN."""
     is_small = not codes.is_cpu or codes.numel() < LEAST // 32
     if torch.compiler.is_compiling() or is_small or _SUBNORMAL == 0.0 or _loops() is None or int(codes.amax()) == 255:
         return None
@@ -118,7 +118,7 @@ def e8m0_decode(codes: Tensor) -> Tensor | None:
 
 
 def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | None:
-    """The codes of contiguous ``x [R, K]``, which has no NaN, times the ``scale`` of its block, as bytes.
+    """The codes of contiguous ``x [R, K]`` times the ``scale`` of each block, as bytes. x must not have NaN.
 
     Args:
         scale: float32, ``[ceil(R / block rows), ceil(K / block columns)]``, above 0 and finite.
@@ -134,15 +134,15 @@ def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | N
 
 
 def decode(data: Tensor) -> Tensor | None:
-    """The values of codes in bfloat16; None also where one is no number, or rows and columns are not contiguous."""
+    """The values of codes in bfloat16; also None if one is not finite, or if data is not contiguous in either order."""
     return _in_order(data, _decode)
 
 
 def decode_scaled(data: Tensor, scale_inv: Tensor, block: Block) -> Tensor | None:
-    """The values of codes that :func:`decode` takes, times the scales of their blocks, in bfloat16, rounded once.
+    """The values of codes times the scales of their blocks in bfloat16, rounded once; None as for :func:`decode`.
 
     Args:
-        scale_inv: float32, ``[ceil(R / block rows), ceil(K / block columns)]``, bfloat16's values.
+        scale_inv: float32, ``[ceil(R / block rows), ceil(K / block columns)]``, exact in bfloat16.
     """
     if not data.is_contiguous():
         scale_inv, block = scale_inv.t(), (block[1], block[0])
@@ -150,7 +150,7 @@ def decode_scaled(data: Tensor, scale_inv: Tensor, block: Block) -> Tensor | Non
 
 
 def _in_order(data: Tensor, decoded: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-    """What is ``decoded`` of codes as they are in memory, in the order that they have."""
+    """Apply ``decoded`` to codes in their memory order; the result has the same order."""
     if not _applies(data) or not (data.is_contiguous() or data.t().is_contiguous()):
         return None
     stored = data if data.is_contiguous() else data.t()
@@ -176,7 +176,7 @@ def _decode_scaled(data: Tensor, scale_inv: Tensor, block: Block) -> Tensor | No
 
 
 def _by_blocks(name: str, of: tuple[Any, ...], x: Tensor, numbers: Any, scale: Tensor, block: Block, out: Any) -> bool:
-    """Run the loop for these blocks; False where there is none."""
+    """Run the loop for these blocks, and return whether there is one."""
     loops, (block_rows, length), columns = _loops(), block, x.shape[1]
     if length >= columns:
         run = getattr(loops, f"{name}_rows")(*of)
@@ -198,21 +198,21 @@ def _by_blocks(name: str, of: tuple[Any, ...], x: Tensor, numbers: Any, scale: T
 
 
 def _bits(x: Tensor) -> Any:
-    """The bits of a tensor's numbers as an array of unsigned integers."""
+    """The bits of a tensor's values as an array of unsigned integers."""
     return _array(x, _NUMBERS[x.dtype])
 
 
 def _array(x: Tensor, dtype: type) -> Any:
-    """An array of the elements of contiguous ``x``, read as ``dtype``, valid as long as ``x``.
+    """An array of the elements of contiguous ``x``, viewed as ``dtype``. It is valid as long as ``x``.
 
-    ``Tensor.numpy`` fixes the size of the memory for good, and FSDP resizes that of gathered parameters.
+    ``Tensor.numpy`` would make the storage non-resizable, and FSDP resizes the storage of gathered parameters.
     """
     memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     return np.frombuffer(memory, dtype).reshape(x.shape)
 
 
 def _finite(amax: Any) -> Tensor | None:
-    """Magnitudes that are given by their bits, as float32; None if one is infinite or NaN."""
+    """Magnitudes as float32, given their bits; None if one is infinite or NaN."""
     if amax.max() >= _INFINITY[amax.itemsize]:
         return None
     bits = amax.astype(np.uint32) << 16 if amax.itemsize == 2 else amax
@@ -223,7 +223,7 @@ def _finite(amax: Any) -> Tensor | None:
 
 
 def _over_rows(x: Tensor, multiple: int, run: Callable[[int, int], object]) -> None:
-    """Call ``run(start, stop)`` for shares of the rows that begin at multiples of ``multiple``."""
+    """Call ``run(start, stop)`` in threads for ranges of rows that begin at multiples of ``multiple``."""
     rows = x.shape[0]
     num_shares = min(torch.get_num_threads(), x.numel() // OF_A_THREAD, ceil_div(rows, multiple))
     if num_shares <= 1:
@@ -242,4 +242,4 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # whose threads a child does not have
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # the threads do not exist in a forked child

@@ -1,12 +1,12 @@
 """GEMMs of FP8 operands: the ops, and their specification in plain torch.
 
-The specification runs on the CPU, and on a GPU for which there is no kernel; kernels are in ``gemm_cuda.py``.
+The specification runs on the CPU, and on GPUs without kernels. Kernels are in ``gemm_cuda.py``.
 
-Operands are K-major: ``a [M, K]`` and ``b [N, K]``, each with its ``scale_inv``, which the ops call ``scale_a`` and
-``scale_b`` as ``torch._scaled_mm`` does; the result is ``[M, N]``.
+Operands are K-major: ``a [M, K]`` and ``b [N, K]``. The ops call the ``scale_inv`` of the operands ``scale_a`` and
+``scale_b``, as ``torch._scaled_mm`` does. The result is ``[M, N]``.
 
-One fact makes the specification fast enough to train with: an FP8 code is a BF16 value, and so is a code times a power
-of two. The product of such operands is exact in BF16 GEMMs with float32 accumulation.
+The specification is fast enough for training because the value of an FP8 code is a BF16 number, and so is its product
+with a power of two: BF16 GEMMs with float32 accumulation multiply such operands exactly.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Gemm(NamedTuple):
     """A GEMM's options.
 
     Attributes:
-        layout_a, layout_b: which elements of the operands share a scale.
+        layout_a, layout_b: the layouts of the operands' scales.
         out_dtype: the dtype of the result.
-        fast_accum: the tensor core's shorter accumulator is allowed.
+        fast_accum: whether the tensor core may use its accumulator of lower precision.
     """
 
     layout_a: Layout
@@ -48,15 +48,15 @@ class Gemm(NamedTuple):
 
     @property
     def flat(self) -> tuple[str, str, torch.dtype, bool]:
-        """The fields as arguments of an op."""
+        """The fields as the arguments of an op."""
         return self.layout_a.code, self.layout_b.code, self.out_dtype, self.fast_accum
 
     @classmethod
     def from_flat(cls, layout_a: str, layout_b: str, out_dtype: torch.dtype, fast_accum: bool) -> Gemm:
-        """The options of :attr:`flat`.
+        """The inverse of :attr:`flat`.
 
         Raises:
-            ValueError: there is no such layout.
+            ValueError: If a layout is unknown.
         """
         return cls(Layout(layout_a), Layout(layout_b), out_dtype, fast_accum)
 
@@ -73,21 +73,22 @@ def scaled_mm(
     fast_accum: bool = False,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32, rounded once.
+    """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32 and rounded once.
 
     Args:
         a: ``[M, K]``.
         b: ``[N, K]``.
         bias: ``[N]``, added before rounding.
         out_dtype: bfloat16, float16 or float32.
-        fast_accum: allow the tensor core's shorter accumulator (a hint; the CPU has none).
-        amax: float32 ``[]``, raised to the largest magnitude of the result, as :func:`observe` would.
+        fast_accum: allow the tensor core's accumulator of lower precision. It has no effect on the CPU.
+        amax: float32 ``[]``, updated with the largest magnitude of the result, as in :func:`observe`.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
 
     Raises:
-        TypeError, ValueError: the contractions differ; ``bias`` or ``amax`` of another dtype or shape, or elsewhere.
+        TypeError, ValueError: If the operands have different K, or if ``bias`` or ``amax`` has the wrong dtype, shape
+            or device.
     """
     gemm = Gemm(a.layout, b.layout, out_dtype, fast_accum)
     if amax is None:
@@ -99,7 +100,7 @@ def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     """``out += a @ bᵀ`` with ``out [M, N]`` in float32 (a weight's ``main_grad``).
 
     Raises:
-        TypeError, ValueError: the contractions differ, or ``out`` has another dtype or shape, or is elsewhere.
+        TypeError, ValueError: If the operands have different K, or ``out`` has the wrong dtype, shape or device.
     """
     _scaled_mm_accumulate(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
 
@@ -117,13 +118,15 @@ def _check(
     amax: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Check what all GEMMs take: operands of one K with scales of their layouts, a bias ``[N]``, amax and ``out``."""
+    """Check the arguments of all GEMMs: that K is equal, scales match their layouts, and bias, amax and ``out`` fit."""
     if gemm.out_dtype not in HIGH_PRECISION:
         raise TypeError(f"out_dtype={gemm.out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
     m, k = a.shape
     n, k_of_b = b.shape
     if k != k_of_b:
-        raise ValueError(f"contractions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; both are K-major")
+        raise ValueError(
+            f"contractions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; pass a [M, K] and b [N, K]"
+        )
     device = a.device
     for name, data, scale_inv, layout in (
         ("scale_inv of a", a, scale_a, gemm.layout_a),
@@ -151,7 +154,9 @@ def scaled_mm_op(
     return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
 
 
-@op("scaled_mm_observed", check=_check, writes=("amax",))  # Inductor takes no op of one result that may write or not
+@op(
+    "scaled_mm_observed", check=_check, writes=("amax",)
+)  # Inductor does not support an op with one result that optionally writes
 def scaled_mm_observed_op(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, amax: Tensor
 ) -> Tensor:
@@ -179,10 +184,10 @@ _scaled_mm_accumulate = scaled_mm_accumulate_op.call
 
 
 def implement_gemm(device_type: str, multiply: Any, plan: Any = None) -> None:
-    """Compute all three ops by ``(a, scale_a, b, scale_b, gemm, bias, amax=None, out=None) -> result``.
+    """Implement all three ops by ``(a, scale_a, b, scale_b, gemm, bias, amax=None, out=None) -> result``.
 
     Args:
-        plan: its plan cache, if it has one.
+        plan: the plan cache of the implementation, if it has one.
     """
 
     def accumulate(out: Tensor, *operands: Any) -> None:
@@ -206,16 +211,16 @@ def reference_gemm(
     amax: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply, raise ``amax``, and add to ``out`` if there is one.
+    """Multiply, update ``amax``, and add to ``out``; both may be None.
 
-    Operands are exact, or rounded to float32 where scales ask for it. ``fast_accum`` changes nothing here.
+    Operands are exact, or rounded to float32 if their scales require it. ``fast_accum`` has no effect.
     """
     result = _multiply(a, scale_a, b, scale_b, gemm, bias)
     return result if amax is None and out is None else finish_unfused(result, amax, out)
 
 
 def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
-    """The rest of an epilogue that no kernel has computed: observe the result, and add it to ``out``."""
+    """The epilogue of a GEMM without a fused one: update ``amax`` and add the result to ``out``; both may be None."""
     if amax is not None:
         observe_op.call(result, amax)
     return result if out is None else out.add_(result)
@@ -224,7 +229,7 @@ def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> T
 def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None) -> Tensor:
     """``a @ bᵀ + bias`` in ``gemm.out_dtype``."""
     out_dtype = gemm.out_dtype
-    if not (a.numel() and b.numel()):  # no row, no column, or nothing to add up
+    if not (a.numel() and b.numel()):  # M, N or K is 0
         out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
     if out_dtype == torch.bfloat16 and not a.is_cuda and multiplies_bf16():
@@ -248,11 +253,11 @@ def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm
 def _factors(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of ``(left @ rightᵀ) * scale_inv_ab``: in BF16 where that is exact, else in float32."""
+    """The factors of ``(left @ rightᵀ) * scale_inv_ab``, in BF16 if that is exact, else in float32."""
     layout_a, layout_b = gemm.layout_a, gemm.layout_b
     is_cuda = a.is_cuda
     microscaled = scale_a.dtype == scale_b.dtype == E8M0_DTYPE
-    # Asking a GPU for the scales would wait for it.
+    # Reading scales would wait for a GPU.
     (scale_a, is_exact_a), (scale_b, is_exact_b) = _in_float32(scale_a, is_cuda), _in_float32(scale_b, is_cuda)
     if microscaled if is_cuda else is_exact_a and is_exact_b:
         return _decode_scaled(a, scale_a, layout_a), _decode_scaled(b, scale_b, layout_b), None
@@ -265,13 +270,14 @@ def _factors(
 
 
 _SMALLEST_FACTOR = 2.0**-64
-"""Products of two codes are at least 2**-32: scaled by this they are normal numbers, which BF16 products ask for."""
+"""Nonzero products of two codes are at least 2**-32. Scaled by this factor they are still normal numbers, as BF16 GEMMs
+require."""
 
 
 def _common_factor(scale_a: Tensor, scale_b: Tensor, gemm: Gemm) -> float | None:
-    """The number that scales all products; None where there are several, or it is too small.
+    """The common scale of all products; None if there are several scales, or if it is too small.
 
-    A BF16 GEMM on the CPU multiplies its sums by a number in float32, and then rounds them once.
+    A BF16 GEMM on the CPU multiplies its sums by ``alpha`` in float32, and then rounds them once.
     """
     if not (gemm.layout_a.has_one_scale and gemm.layout_b.has_one_scale):
         return None
@@ -280,7 +286,7 @@ def _common_factor(scale_a: Tensor, scale_b: Tensor, gemm: Gemm) -> float | None
 
 
 def _in_float32(scale_inv: Tensor, is_cuda: bool) -> tuple[Tensor, bool]:
-    """Scales as float32, and whether they are normal powers of two; of a GPU's False."""
+    """Scales as float32, and whether they are all normal powers of two, which is not checked on a GPU."""
     if scale_inv.dtype == E8M0_DTYPE:
         codes = scale_inv.view(torch.uint8)
         values = cpu.e8m0_decode(codes)
@@ -298,7 +304,7 @@ def _is_power_of_2(scale_inv: Tensor) -> bool:
 
 
 def _decode_scaled(data: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
-    """The values of ``data`` times their block's ``scale_inv``, a power of two, in BF16."""
+    """The values of ``data`` times the ``scale_inv`` of their block, a power of two, in BF16."""
     rows, columns = data.shape
     scales = scale_inv.view(1, 1) if layout.has_one_scale else scale_inv
     values = cpu.decode_scaled(data, scales, layout.block_shape(rows, columns))
@@ -306,7 +312,7 @@ def _decode_scaled(data: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
 
 
 def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
-    """``values [R, K]`` times their block's ``scale_inv``, in values' dtype. Overwrites ``values``."""
+    """``values [R, K]`` times the ``scale_inv`` of their block, in place, in the dtype of ``values``."""
     scale_inv = scale_inv.to(values.dtype)
     rows, columns = values.shape
     if not values.numel():
@@ -325,9 +331,9 @@ def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
 def _float32_mm(left: Tensor, right: Tensor) -> Tensor:
     """``left @ rightᵀ`` of two operands in BF16 or float32, in float32.
 
-    Operands in float32 are multiplied as ``torch.set_float32_matmul_precision`` says.
+    ``torch.set_float32_matmul_precision`` applies to operands in float32.
     """
-    if torch.is_autocast_enabled(left.device.type):  # which would round float32 factors and the result
+    if torch.is_autocast_enabled(left.device.type):  # autocast would round float32 factors and the result
         with torch.autocast(left.device.type, enabled=False):
             return _float32_mm(left, right)
     if left.dtype == torch.float32:

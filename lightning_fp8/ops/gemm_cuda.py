@@ -1,8 +1,8 @@
-"""FP8 GEMMs on CUDA tensors: what computes one is chosen once for operands of one key, and cached.
+"""FP8 GEMMs on CUDA tensors. Their implementation is chosen once for each key of operands, and cached.
 
-What :mod:`cuda_kernels.host.gemm_selection` chooses multiplies: one of our kernels, or ``torch._scaled_mm``, which
-:mod:`lightning_fp8.ops.torch_scaled_mm` calls. What that then refuses, and what nothing else takes, is computed slower
-and with a warning.
+:mod:`cuda_kernels.host.gemm_selection` chooses one of this package's kernels or ``torch._scaled_mm``, which
+:mod:`lightning_fp8.ops.torch_scaled_mm` calls. GEMMs that ``torch._scaled_mm`` refuses and no kernel supports run
+slower, with a warning.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from lightning_fp8.ops.torch_scaled_mm import Fit, is_refusal, multiplies_blocks
 from lightning_fp8.scaled import Layout
 
 PLAN = "gemm"
-"""The name of its plans."""
+"""The name of the plans of GEMMs."""
 
 Multiply = Callable[..., Tensor]
-"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``; ``out`` is what to add to, or None for a new tensor."""
+"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``. The argument ``out`` is added to; None allocates."""
 
 SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
-"""Pairs of layouts that kernels multiply."""
+"""The pairs of layouts that kernels multiply."""
 
 
-# --- The problem as kernels see it ------------------------------------------------------------------------------------
+# --- The problem that kernels solve -----------------------------------------------------------------------------------
 
 
 class GemmOperand(NamedTuple):
@@ -79,7 +79,7 @@ class GemmOperand(NamedTuple):
 
     @classmethod
     def canonical(cls, layout: Layout, dtype: torch.dtype, rows: int, k: int) -> GemmOperand:
-        """An operand as the ops that cast lay it out."""
+        """An operand with the memory layout of a cast's results."""
         data, scale_inv = operand_allocations(layout, dtype, rows, k)
         device = torch.device("meta")
         return cls(
@@ -98,19 +98,19 @@ class GemmOperand(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether GEMMs can read it where it lies; see :mod:`lightning_fp8.ops.memory`."""
+        """Whether GEMMs can read the operand in place; see :mod:`lightning_fp8.ops.memory`."""
         return is_aligned_operand(self.layout, self.data, self.scale_inv)
 
     @property
     def scale_inv_stride(self) -> int:
-        """Elements from one line of scales to the next, where scales change along K; else 0."""
+        """The stride in elements between lines of scales, if there are several along K; else 0."""
         if not self.layout.scales_along_k:
             return 0
         return self.scale_inv.strides[1 if self.layout.scale_major == "mn" else 0]
 
 
 def aligned_operand(data: Tensor, scale_inv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The operand where GEMMs can read it: itself, or an aligned copy."""
+    """The operand if GEMMs can read it in place, else an aligned copy."""
     is_aligned = GemmOperand.from_key(layout, operand_key(data, scale_inv), data.device).is_aligned
     return (data, scale_inv) if is_aligned else aligned_copy(layout, data, scale_inv)
 
@@ -119,9 +119,9 @@ class BoundGemm(NamedTuple):
     """A GEMM of aligned operands on a device.
 
     Attributes:
-        problem: what a plan is chosen for.
-        gemm: its gemm.
-        stride: of the result's rows, in elements.
+        problem: the problem for which an implementation is chosen.
+        gemm: the GEMM's options.
+        stride: the row stride of the result in elements.
     """
 
     device: torch.device
@@ -142,9 +142,9 @@ def bind_gemm(
     has_amax: bool = False,
     kernels: bool = True,
 ) -> BoundGemm:
-    """The GEMM of these operands; ``out`` is what to add to, or None for a new tensor.
+    """The GEMM of these operands, which adds to ``out`` unless that is None.
 
-    Without ``kernels`` it is one for libraries: its architecture has none.
+    Without ``kernels`` its problem has no architecture, so that only libraries are chosen.
     """
     spec = GemmSpec(
         float8_of(a.data.dtype).name.lower(),
@@ -171,17 +171,17 @@ def bind_gemm(
     return BoundGemm(device, problem, a, b, gemm, out_key.stride)
 
 
-# --- What multiplies --------------------------------------------------------------------------------------------------
+# --- Implementations --------------------------------------------------------------------------------------------------
 
 
 def build_gemm(bound: BoundGemm, choice: GemmChoice, plan_key: Sequence[Any] = ()) -> Multiply:
     """The function that computes ``bound`` by the kernel or library of ``choice``.
 
     Args:
-        plan_key: of the plan that it is for, to prove a kernel that replaces a library.
+        plan_key: the key of the plan, for the proof of a kernel that replaces a library.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
     if not isinstance(choice, Library):
         return _kernel(bound, choice)
@@ -189,9 +189,10 @@ def build_gemm(bound: BoundGemm, choice: GemmChoice, plan_key: Sequence[Any] = (
 
 
 def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
-    """``torch._scaled_mm`` in the ways that fit, one after the other where it refuses, and what serves then.
+    """``torch._scaled_mm`` in all ways that fit, each as the fallback of the one before, followed by a last fallback.
 
-    That is the reference, which multiplies in BF16; of scales along K, which it multiplies in float32, a kernel.
+    The last fallback is the reference, which multiplies in BF16. For scales along K, which the reference multiplies in
+    float32, it is a kernel.
     """
     problem, gemm = bound.problem, bound.gemm
     run: Multiply = reference_gemm
@@ -208,7 +209,7 @@ def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
 
 
 def _kernel_when_called(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
-    """The kernel of least estimated time, compiled by the first call; the reference where it cannot be made."""
+    """The kernel with the lowest estimated time, compiled by the first call, or the reference if that fails."""
 
     @cache
     def built() -> Multiply:
@@ -224,7 +225,7 @@ def _kernel_when_called(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
 
 
 def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
-    """One of our kernels, bound to a GEMM and a tile configuration."""
+    """A kernel of this package, bound to a GEMM and a tile configuration."""
     problem, a_key, b_key = bound.problem, bound.a, bound.b
     allocate = allocator(bound.device)
     result = (problem.m, problem.n), (problem.n, 1), bound.gemm.out_dtype
@@ -246,7 +247,7 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
 
 
 class ScaledMm:
-    """``torch._scaled_mm``; once it has refused, with one warning, ``instead`` in its place.
+    """``torch._scaled_mm``. Once it has refused, it warns and calls ``instead`` from then on.
 
     Attributes:
         run: the GEMM.
@@ -279,7 +280,7 @@ def gemm_on_cuda(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
     bias: Tensor | None, amax: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply, raise ``amax``, and add to ``out`` if there is one."""
+    """Multiply, update ``amax``, and add to ``out``; both may be None."""
     if out is not None and not (out.dtype == torch.float32 and out.stride(1) == 1):
         out += gemm_on_cuda(a, scale_a, b, scale_b, gemm, bias, amax)
         return out
@@ -300,7 +301,7 @@ def _plan_gemm(
     has_amax: bool,
     kernels: bool = True,
 ) -> Multiply:
-    """Plan what :mod:`cuda_kernels.host.gemm_selection` chooses: one of our kernels, if ``kernels``, or a library."""
+    """Plan the choice of :mod:`cuda_kernels.host.gemm_selection`: a kernel, if ``kernels`` is True, or a library."""
     gemm = Gemm.from_flat(*flat)
     a = GemmOperand.from_key(gemm.layout_a, a_key, device)
     b = GemmOperand.from_key(gemm.layout_b, b_key, device)
@@ -327,7 +328,7 @@ _plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_g
 
 
 def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:
-    """Warn once that nothing but the reference multiplies operands of these layouts on a device that runs kernels."""
+    """Warn once that only the reference multiplies operands of these layouts on a device that runs kernels."""
     warn_once(
         device,
         f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} on {device}, or none of "

@@ -1,8 +1,8 @@
-"""The casts and GEMMs of a linear layer's pass in one call, where nothing watches the ops.
+"""The casts and GEMMs of a linear layer's forward or backward pass in one call, if no dispatch mode observes the ops.
 
-The implementations and plans are those of ``quantize`` and ``scaled_mm``, and so is every bit of the results. But the
-arguments and what watches the ops are checked once for a pass, and one key finds its plan: it determines the operands
-between a cast and its GEMM.
+The implementations, the plans and all bits of the results are those of ``quantize`` and ``scaled_mm``. The arguments
+and the dispatch modes are only checked once for a pass, and there is one plan with one key, which also determines the
+operands between casts and GEMMs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def linear_forward(
 ) -> tuple[Tensor, Outputs] | None:  # fmt: skip
     """``x wᵀ + bias [R, N]`` of ``x [R, K]``, and the results of x's cast.
 
-    None where something watches the ops, or where they would copy or refuse an argument: then call them one by one.
+    It returns None if a dispatch mode observes the ops, or if an op would copy or refuse an argument. The caller then
+    calls the ops one by one.
     """
     if is_watched() or not are_plain(x, weight, bias):
         return None
@@ -55,7 +56,7 @@ def linear_backward(
     weight: Tensor, w_cast: Cast, w_scale: Tensor | None,
     x_t: Tensor, x_t_scale_inv: Tensor, dx_gemm: Gemm, dw_gemm: Gemm,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """``dy w [R, K]`` and ``dyᵀ x [N, K]`` of ``dy [R, N]``, from the operand of xᵀ; None as :func:`linear_forward`."""
+    """``dy w [R, K]`` and ``dyᵀ x [N, K]``, given ``dy [R, N]`` and the operand of xᵀ; None as in linear_forward."""
     if is_watched() or not are_plain(dy, weight, x_t, x_t_scale_inv):
         return None
     run = _backward_plan(
@@ -74,7 +75,7 @@ def linear_backward(
 
 
 def forget_plans() -> None:
-    """Put passes together anew, of other implementations of the ops."""
+    """Clear the plans of passes, after an implementation of an op was changed."""
     _forward_plan.cache_clear()
     _backward_plan.cache_clear()
 
@@ -166,7 +167,7 @@ def _backward_plan(
 def _fits(
     device: torch.device, key: PlainKey, w_key: KeyAndDevice, contraction: int, scale_device: torch.device | None
 ) -> bool:
-    """Whether the ops take a tensor of ``key`` and a weight, whose dimension ``contraction`` is the tensor's last."""
+    """Whether the ops accept a tensor of ``key`` and a weight whose dimension ``contraction`` is the tensor's last."""
     (dtype, shape, _, _), (w_dtype, w_shape, w_strides, _, w_device) = key, w_key
     return (
         device.type in quantize_op.implementations
@@ -199,13 +200,13 @@ def _gemm_plan(
 
 
 def _implementation(op: Op, device: torch.device) -> Run:
-    """What computes an op that plans nothing, looked up by every call."""
+    """The implementation of an op without plans, which is looked up in every call."""
     implementations, device_type = op.implementations, device.type
     return lambda *args: implementations[device_type](*args)
 
 
 def _key_of_x(cast: CastKey, key: PlainKey) -> OperandKey:
-    """The ``operand_key`` of x that a cast of a tensor of ``key`` gives; fresh memory is aligned."""
+    """The ``operand_key`` of x after a cast of a tensor of ``key``. New memory is aligned."""
     rows, columns = key[1]
     data, scale_inv, *_ = kernel_allocations(Cast.from_flat(*cast), rows, columns)
     return data.dtype, (rows, columns), data.strides, 0, scale_inv.strides, 0

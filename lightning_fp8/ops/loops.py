@@ -1,10 +1,10 @@
-"""Casts and decoding on the CPU in one pass over memory: loops that Numba compiles when they are first called.
+"""Casts and decoding on the CPU in one pass over memory, by loops that Numba compiles on their first call.
 
-:mod:`lightning_fp8.ops.cpu` calls them; nothing else knows Numba's compiler for the CPU. Code is cached on disk.
+Only :mod:`lightning_fp8.ops.cpu` calls them. The compiled code is cached on disk.
 
-Arrays are C-contiguous, and tensors are their bits: codes are bytes, a bfloat16 is the upper half of a float32. Scales
-``[rows / block_rows, columns / length]`` are float32. Integers are rounded to 32 bits after each operation, which Numba
-computes in 64 otherwise, and the length of a block is a constant, so that LLVM fills its vectors.
+Arrays are C-contiguous and hold the bits of tensors: codes are bytes, and a bfloat16 is the upper half of a float32.
+Scales ``[rows / block_rows, columns / length]`` are float32. Integers are truncated to 32 bits after each operation,
+because Numba computes in 64 bits otherwise, and the length of a block is a constant, so that LLVM can use full vectors.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ _SIGNLESS, _EXPONENT, _BELOW_HALF, _SIGN, _REST = (u32(n) for n in (0x7FFFFFFF, 
 _0, _1, _16, _23, _24 = (u32(n) for n in (0, 1, 16, 23, 24))
 _MANTISSA, _HALF_OF_NORMAL, _LARGEST_CODE = u32(0x7FFFFF), u32(0x400000), u32(254)
 _MASKS = {1: u8(0x7F), 2: u16(0x7FFF), 4: _SIGNLESS}
-"""The magnitude among the bits of a number or code, by its bytes."""
+"""The mask of the magnitude in the bits of a value, by its number of bytes."""
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _inlined = njit(inline="always", **_OPTIONS)
@@ -34,12 +34,12 @@ _inlined = njit(inline="always", **_OPTIONS)
 def _compiled(function: Any) -> Any:
     try:
         return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # no folder can be written to
+    except RuntimeError:  # there is no writable folder
         return njit(**_OPTIONS)(function)
 
 
 def _shift_and_exponent(e4m3: bool) -> tuple[int, int]:
-    """Where a code's last bit is in a float32, and the exponent there of the smallest normal code."""
+    """The position of a code's last bit in a float32, and the float32 exponent of the smallest normal code."""
     return (20, 121) if e4m3 else (21, 113)
 
 
@@ -48,7 +48,7 @@ def _shift_and_exponent(e4m3: bool) -> tuple[int, int]:
 
 @cache
 def amax_of_all(item_bytes: int) -> Any:
-    """``x [n] -> bits`` of the largest magnitude."""
+    """The bits of the largest magnitude of ``x [n]``."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -64,7 +64,7 @@ def amax_of_all(item_bytes: int) -> Any:
 
 @cache
 def amax_of_rows(item_bytes: int) -> Any:
-    """``(x [rows, columns], out [rows, 1])``: bits of the largest magnitude of each row."""
+    """``(x [rows, columns], out [rows, 1])``: the bits of the largest magnitude of each row."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -82,14 +82,14 @@ def amax_of_rows(item_bytes: int) -> Any:
 
 @_inlined
 def _halve(source, target, count):
-    """The larger ones of ``count`` pairs of neighbours."""
+    """The larger element of each of ``count`` pairs of neighbors."""
     for i in range(count):
         target[i] = max(source[2 * i], source[2 * i + 1])
 
 
 @cache
 def amax_of_blocks(item_bytes: int, length: int) -> Any:
-    """``(x [rows, columns], out [rows, blocks])``: of each ``length`` elements of a row, 32 or 128."""
+    """``(x [rows, columns], out [rows, blocks])``: of each ``length`` (32 or 128) consecutive elements of a row."""
     mask = _MASKS[item_bytes]
     zero = mask ^ mask
 
@@ -119,7 +119,7 @@ def amax_of_blocks(item_bytes: int, length: int) -> Any:
 
 @cache
 def amax_of_columns(item_bytes: int) -> Any:
-    """``(x [rows, columns], block_rows, out [blocks, columns])``: of each ``block_rows`` elements of a column."""
+    """``(x [rows, columns], block_rows, out [blocks, columns])``: of ``block_rows`` consecutive elements of columns."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -140,7 +140,7 @@ def amax_of_columns(item_bytes: int) -> Any:
 
 @_compiled
 def e8m0_codes(amax, reciprocal, codes, scale):
-    """Codes of ``amax [n] * reciprocal`` rounded up to powers of two, and ``2**(127 - code)``, of finite amaxes."""
+    """The codes of finite ``amax [n] * reciprocal``, rounded up to powers of two, and ``2**(127 - code)``."""
     for i in range(amax.shape[0]):
         bits = f32(amax[i] * reciprocal).view(u32)
         code = u32(min(u32(u32(bits + _MANTISSA) >> _23), _LARGEST_CODE))
@@ -152,7 +152,7 @@ def e8m0_codes(amax, reciprocal, codes, scale):
 
 @_compiled
 def e8m0_values(codes, values):
-    """``2**(code - 127)`` of codes ``[n]`` below 255."""
+    """``2**(code - 127)`` for codes ``[n]`` below 255."""
     for i in range(codes.shape[0]):
         code = u32(codes[i])
         values[i] = u32(u32(code << _23) if code > _0 else _HALF_OF_NORMAL).view(f32)
@@ -163,10 +163,10 @@ def e8m0_values(codes, values):
 
 @_inlined
 def _code(number, scale, up, shift, magic, least, largest, offset):
-    """The code nearest to ``number * scale``, even of two, saturated; not of NaN.
+    """The code of ``number * scale``, rounded to nearest even and saturated. ``number`` must not be NaN.
 
-    A power of two is added to the magnitude whose last place is that of the code, so that the sum's last bits are the
-    code's: its mantissa with the 1 before it, which the exponent's place then holds less 1.
+    It adds a power of two to the magnitude, so that the last place of the sum is the last place of the code. The last
+    bits of the sum are then the code's mantissa, including the leading 1, which is added to the exponent less 1.
     """
     bits = f32(u32(u32(number) << up).view(f32) * scale).view(u32)
     magnitude = u32(min(u32(bits & _SIGNLESS), largest))
@@ -239,13 +239,13 @@ def encode_columns(item_bytes: int, e4m3: bool) -> Any:
 
 @_inlined
 def _value(code, shift, kept, rebias):
-    """The value of a signed byte's code as float32; not of NaN, nor of infinity."""
+    """The float32 value of a code, which is a signed byte, and neither NaN nor infinite."""
     return f32(u32(u32(u32(np.int32(code)) << shift) & kept).view(f32) * rebias)
 
 
 @_inlined
 def _rounded(value):
-    """The bits of ``value`` in bfloat16, to nearest even; not of NaN."""
+    """The bits of ``value`` in bfloat16, rounded to nearest even. ``value`` must not be NaN."""
     bits = value.view(u32)
     return u16(u32(bits + u32(_BELOW_HALF + u32(u32(bits >> _16) & _1))) >> _16)
 

@@ -1,13 +1,14 @@
 """The memory of an op's tensors: their keys in plan caches, fast allocation, and the alignment of GEMM operands.
 
-The alignment that an FP8 GEMM asks of its operands and its result, and what happens where it is missing:
+FP8 GEMMs have these requirements on alignment:
 
-- Operands: :func:`is_aligned_operand`, which our kernels and cuBLASLt ask. Casts write no others
-  (:func:`operand_allocations`); where an operand comes from elsewhere, the GEMM multiplies its :func:`aligned_copy`,
-  unless nothing but the reference multiplies its layouts, which takes any.
-  Sizes may be any: a row's bytes in memory are rounded up to 16, its shape stays ``K``.
-- Sizes: :mod:`lightning_fp8.ops.torch_scaled_mm`, which pads operands for cuBLASLt; our kernels take any.
-- The result: :func:`is_aligned_result` and :func:`has_aligned_pairs`. Otherwise our kernels store it in smaller pieces.
+- Operands must be aligned (:func:`is_aligned_operand`) for kernels and cuBLASLt. Casts always write aligned operands
+  (:func:`operand_allocations`): rows are padded to multiples of 16 bytes in memory, and the shape stays ``K``. For
+  other operands the GEMM multiplies an :func:`aligned_copy`. The reference does not require alignment.
+- Sizes must be multiples of 16 for cuBLASLt; :mod:`lightning_fp8.ops.torch_scaled_mm` pads operands. Kernels support
+  all sizes.
+- If the result is not aligned (:func:`is_aligned_result` and :func:`has_aligned_pairs`), kernels store it in smaller
+  pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.scaled import Layout
 
 ALIGNMENT = 16
-"""Bytes at multiples of which rows of codes begin: TMA and vector loads require it."""
+"""The alignment of rows of codes in bytes, which TMA and vector loads require."""
 
 PlainKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 OperandKey = tuple[torch.dtype, Sequence[int], tuple[int, ...], int, tuple[int, ...], int]
@@ -33,12 +34,12 @@ KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device
 
 
 def tensor_key(x: Tensor) -> PlainKey:
-    """The key of a tensor in a plan cache: a plain tuple, for speed; planners make a :class:`TensorKey` of it."""
+    """The key of a tensor in a plan cache, a plain tuple for speed. Planners convert it to a :class:`TensorKey`."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT
 
 
 def operand_key(data: Tensor, scale_inv: Tensor) -> OperandKey:
-    """The key of a GEMM operand: ``tensor_key`` of ``data``, strides and misalignment of ``scale_inv``."""
+    """The key of a GEMM operand: the ``tensor_key`` of ``data``, and the strides and misalignment of ``scale_inv``."""
     return (
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT,
         scale_inv.stride(), scale_inv.data_ptr() % ALIGNMENT,
@@ -46,22 +47,22 @@ def operand_key(data: Tensor, scale_inv: Tensor) -> OperandKey:
 
 
 def key_and_device(x: Tensor) -> KeyAndDevice:
-    """The key of a tensor that may be on another device than the one planned for."""
+    """The key of a tensor whose device may differ from the plan's."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
 def memoryless_key(x: Tensor) -> KeyAndDevice:
-    """The key of a tensor whose strides and alignment do not matter to a plan."""
+    """The key of a tensor whose strides and alignment are irrelevant to the plan."""
     return x.dtype, x.shape, (), 0, x.device
 
 
 class TensorKey(NamedTuple):
-    """The key of a tensor of one or two dimensions: all tensors of one key are served by one plan.
+    """The key of a tensor of one or two dimensions. All tensors with equal keys have the same plan.
 
     Attributes:
         dtype, shape, device: the tensor's.
-        strides: in elements.
-        misalignment: bytes by which the first element lies behind a multiple of 16.
+        strides: the strides in elements.
+        misalignment: the address of the first element modulo 16.
     """
 
     dtype: torch.dtype
@@ -80,18 +81,18 @@ class TensorKey(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Elements from row to row; 0 of a vector."""
+        """The row stride in elements; 0 for a vector."""
         return self.strides[0] if len(self.shape) == 2 else 0
 
     @property
     def has_contiguous_rows(self) -> bool:
-        """Whether a row's elements are side by side."""
+        """Whether rows are contiguous."""
         return self.strides[-1] == 1 or self.columns == 1
 
     def is_vectorizable(self, elements: int, alignment: int | None = None) -> bool:
-        """Whether every row consists of whole vectors of ``elements``, each at a multiple of ``alignment`` bytes.
+        """Whether every row consists of whole vectors of ``elements`` that are aligned to ``alignment`` bytes.
 
-        ``alignment`` is the vector's own size unless given.
+        The default ``alignment`` is the size of a vector.
         """
         item = self.dtype.itemsize
         alignment = alignment or elements * item
@@ -100,15 +101,15 @@ class TensorKey(NamedTuple):
 
 
 ABSENT = (0,)
-"""Shape of the tensor that stands for a result that was not asked for."""
+"""The shape of a result that is not requested."""
 
 
 class Allocation(NamedTuple):
     """The memory of a tensor that an op allocates.
 
     Attributes:
-        shape, strides: in elements, padding included.
-        columns: how many of them the tensor shows; None for all.
+        shape, strides: in elements, including padding.
+        columns: the number of columns of the tensor, without padding; None for all.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +119,7 @@ class Allocation(NamedTuple):
 
     @classmethod
     def absent(cls, dtype: torch.dtype) -> Allocation:
-        """The memory of a result that was not asked for."""
+        """The memory of a result that is not requested."""
         return cls(ABSENT, (1,), dtype)
 
     @classmethod
@@ -132,7 +133,7 @@ class Allocation(NamedTuple):
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate it there, uninitialized, by way of the dispatcher."""
+        """Allocate it on the device, uninitialized, through the dispatcher."""
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
@@ -142,12 +143,12 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(device: torch.device) -> Allocator:
-    """A function that allocates on devices of ``device``'s type; of several GPUs, on the current one.
+    """A function that allocates on devices of ``device``'s type; with several GPUs, on the current one.
 
-    Under ``torch.use_deterministic_algorithms`` new memory is filled as by torch's own functions.
+    Under ``torch.use_deterministic_algorithms`` it fills new memory, as torch's own functions do.
     """
     if not torch.are_deterministic_algorithms_enabled():
-        with suppress(ImportError, AttributeError):  # as Inductor does, past the dispatcher
+        with suppress(ImportError, AttributeError):  # bypasses the dispatcher, as Inductor does
             from torch._C._dynamo import guards
 
             return getattr(guards, f"_empty_strided_{device.type}")
@@ -155,34 +156,34 @@ def allocator(device: torch.device) -> Allocator:
 
 
 def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
-    """A function that allocates one tensor at each call; a tensor that was not asked for is always the same."""
+    """A function that allocates one tensor in each call. A result that is not requested is always the same tensor."""
     shape, strides, dtype, columns = allocation
     if shape == ABSENT:
-        return repeat(empty_tensor(device, dtype)).__next__  # as a lambda would, without a frame of Python
+        return repeat(empty_tensor(device, dtype)).__next__  # like a lambda, but without a Python frame
     new = partial(allocator(device), shape, strides, dtype)
     return new if columns is None else lambda: new()[:, :columns]
 
 
 @lru_cache(None)
-@torch.inference_mode(False)  # the tensor is given to training too
+@torch.inference_mode(False)  # the tensor is also used in training
 def empty_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor ``[0]`` that stands for a result that was not asked for."""
+    """The tensor ``[0]`` of a result that is not requested."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 def copy_bits(source: Tensor, target: Tensor) -> None:
-    """Copy between tensors of one shape; FP8 and E8M0 as bytes, which every device can copy."""
+    """Copy between tensors of equal shape. FP8 and E8M0 are copied as bytes, which all devices support."""
     dtype = torch.uint8 if source.element_size() == 1 else source.dtype
     target.view(dtype).copy_(source.view(dtype))
 
 
 def is_aligned_operand(layout: Layout, data_key: TensorKey, scale_inv_key: TensorKey) -> bool:
-    """Whether each row of an operand's codes, and each line of its scales, starts where a kernel's copies can start.
+    """Whether the rows of an operand's codes and the lines of its scales have the alignment that kernels need.
 
     Args:
-        data_key: of the codes ``[R, K]``, one byte each: rows are contiguous and begin at multiples of 16 bytes.
-        scale_inv_key: of its scales. MN-major scales of a block along K are contiguous and begin at multiples of 16
-            bytes; K-major ones have contiguous rows; one scale for each row is contiguous.
+        data_key: the key of the codes ``[R, K]``. Rows must be contiguous and aligned to 16 bytes.
+        scale_inv_key: the key of the scales. Lines of MN-major scales must be contiguous and aligned to 16 bytes.
+            K-major scales must have contiguous rows. One scale for each row must be contiguous.
     """
     if not data_key.has_contiguous_rows or data_key.stride <= 0 or data_key.stride % ALIGNMENT or data_key.misalignment:
         return False
@@ -196,10 +197,9 @@ def is_aligned_operand(layout: Layout, data_key: TensorKey, scale_inv_key: Tenso
 
 
 def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: int) -> tuple[Allocation, Allocation]:
-    """The memory of ``data`` and ``scale_inv`` of an ``[rows, columns]`` GEMM operand, as kernels write and read it.
+    """The memory of ``data`` and ``scale_inv`` of a ``[rows, columns]`` GEMM operand that kernels write and read.
 
-    Rows of ``data`` begin at multiples of 16 bytes; zeros fill the gap. Scales that are MN-major begin a row of blocks
-    at a multiple of 16 bytes.
+    Rows of ``data`` are padded with zeros to multiples of 16 bytes. Lines of MN-major scales are aligned to 16 bytes.
     """
     stride = ceil_div(columns, ALIGNMENT) * ALIGNMENT
     data = Allocation((rows, stride), (stride, 1), dtype, None if stride == columns else columns)
@@ -214,15 +214,15 @@ def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: 
 def empty_operand(
     device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Allocate ``data`` and ``scale_inv`` as :func:`operand_allocations` says."""
+    """Allocate ``data`` and ``scale_inv``; see :func:`operand_allocations`."""
     of_data, of_scale_inv = operand_allocations(layout, dtype, rows, columns)
     return of_data.empty(device), of_scale_inv.empty(device)
 
 
 def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Allocation:
-    """The memory of codes ``[rows, columns]`` that an op gives without scales: an operand's on a GPU, else contiguous.
+    """The memory of codes ``[rows, columns]`` that an op returns without scales.
 
-    ``device``: of the codes.
+    On a GPU it is that of a GEMM operand, and else contiguous.
     """
     if device.type == "cuda":
         return operand_allocations(Layout.TENSOR, dtype, rows, columns)[0]
@@ -230,7 +230,7 @@ def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns
 
 
 def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy an operand to where :func:`operand_allocations` puts it."""
+    """Copy an operand to memory as in :func:`operand_allocations`."""
     copies = empty_operand(data.device, layout, data.dtype, *data.shape)
     copy_bits(data, copies[0])
     copy_bits(scale_inv, copies[1])
@@ -238,14 +238,14 @@ def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tenso
 
 
 def is_aligned_result(out_key: TensorKey) -> bool:
-    """Whether TMA can store the result of a GEMM: its rows begin at multiples of 16 bytes."""
+    """Whether TMA can store the result of a GEMM, whose rows must be aligned to 16 bytes."""
     return out_key.is_vectorizable(1, ALIGNMENT)
 
 
 def has_aligned_pairs(out_key: TensorKey, *of_columns: TensorKey | None) -> bool:
-    """Whether a GEMM may write two neighbouring elements of its result at once, and read two of ``of_columns``.
+    """Whether a GEMM may write two neighboring elements of its result at once, and read two of ``of_columns``.
 
     Args:
-        of_columns: what has an element for each column of the result, a bias or B's scales, if there is one.
+        of_columns: a tensor with one element for each column of the result (a bias, or B's scales), or None.
     """
     return out_key.is_vectorizable(2) and all(each is None or each.misalignment % 8 == 0 for each in of_columns)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm cast to FP8 in one pass, and their gradients: the ops, and their specification in plain torch.
 
-``norm_quantize`` casts as ``quantize`` does, with the same last arguments; the float32 values are cast, not rounded to
-x's dtype before. Kernels are in ``norm_cuda.py``.
+``norm_quantize`` casts as ``quantize`` does, and has the same last arguments. The float32 values are cast directly,
+without rounding to x's dtype first. Kernels are in ``norm_cuda.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Norm(NamedTuple):
 
     Attributes:
         eps: added to the variance.
-        rms: RMSNorm, not LayerNorm; it has no mean.
+        rms: True is RMSNorm, which has no mean. False is LayerNorm.
         zero_centered: the weight holds gamma - 1.
     """
 
@@ -43,27 +43,27 @@ class Norm(NamedTuple):
 
     @property
     def flat(self) -> tuple[float, bool, bool]:
-        """The fields as arguments of an op."""
-        # Text makes a constant of a float that may vary from call to call of compiled code.
+        """The fields as the arguments of an op."""
+        # As text, a float is a constant in compiled code. As a number, it would be dynamic.
         return float(f"{self.eps!r}"), self.rms, self.zero_centered
 
     @classmethod
     def from_flat(cls, *flat: Any) -> Norm:
-        """The norm of :attr:`flat`."""
+        """The inverse of :attr:`flat`."""
         return cls(*flat)
 
     @property
     def num_statistics(self) -> int:
-        """Statistics of a row: the mean, if there is one, and last 1 / the deviation."""
+        """The number of statistics of a row: the mean (LayerNorm), and the reciprocal of the deviation."""
         return 1 if self.rms else 2
 
 
 class Normalized(NamedTuple):
-    """A norm's result.
+    """The result of a norm.
 
     Attributes:
         operands: ``y`` as GEMM operands.
-        statistics: float32 ``[2, R]``, (mean, rstd), or for RMSNorm ``[1, R]``, (rstd,); the gradient needs them.
+        statistics: the input of the gradient, float32 ``[2, R]``, (mean, rstd), or ``[1, R]``, (rstd,), for RMSNorm.
     """
 
     operands: Quantized
@@ -81,7 +81,7 @@ class NormOutputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """The gradients ``[R, K]``, ``[K]`` and ``[K]``; the last is empty if it was not asked for."""
+    """The gradients ``[R, K]``, ``[K]`` and ``[K]``. The last is empty if it is not requested."""
 
     dx: Tensor
     dweight: Tensor
@@ -104,21 +104,23 @@ def norm_quantize(
 ) -> Normalized:
     """LayerNorm or RMSNorm of the rows of ``x [R, K]``, cast to FP8.
 
-    ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` (Ba et al., arXiv:1607.06450), for
-    RMSNorm ``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x²) + eps)`` (Zhang and Sennrich, arXiv:1910.07467).
+    LayerNorm is ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(var + eps)`` (Ba et al.,
+    arXiv:1607.06450). RMSNorm is ``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x²) + eps)`` (Zhang and
+    Sennrich, arXiv:1910.07467).
 
     Args:
-        x: bfloat16, float16 or float32.
-        weight: ``[K]``, one of the three dtypes.
-        bias: ``[K]`` in weight's dtype; RMSNorm has none.
-        cast: format and layout.
+        x: a bfloat16, float16 or float32 tensor.
+        weight: ``[K]`` in bfloat16, float16 or float32.
+        bias: ``[K]`` in the dtype of weight; None for RMSNorm.
+        cast: the format and layout.
         eps: added to the variance.
-        rms: RMSNorm, not LayerNorm.
-        zero_centered: ``weight`` holds the factor minus 1.
-        cast_args: ``scale``, ``amax``, ``rowwise`` and so on, as in :func:`lightning_fp8.ops.quantize`, of y.
+        rms: True is RMSNorm, False is LayerNorm.
+        zero_centered: ``weight`` holds gamma - 1.
+        cast_args: ``scale``, ``amax``, ``rowwise`` and so on for y; see :func:`lightning_fp8.ops.quantize`.
 
     Raises:
-        TypeError, ValueError: x or the cast as in :func:`lightning_fp8.ops.quantize`; a parameter that does not fit.
+        TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), or if a parameter
+            does not fit.
     """
     rowwise, columnwise = cast_args.get("rowwise", True), cast_args.get("columnwise", False)
     usage = asked(x, cast, rowwise, columnwise, cast_args.get("scale_is_nonzero", False))
@@ -139,19 +141,19 @@ def norm_backward(
     zero_centered: bool = False,
     bias_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of :func:`norm_quantize`: of x ``[R, K]``, weight ``[K]`` and, if there is one, bias ``[K]``.
+    """The gradients of :func:`norm_quantize`: x ``[R, K]``, weight ``[K]`` and optionally bias ``[K]``.
 
-    With ``x^ = (x - mean) rstd`` and ``g = dy * weight``: ``dx = rstd (g - mean(g) - x^ mean(g x^))``, RMSNorm's
-    without ``mean(g)``; sums over rows are float32 and come in the same order every time.
+    With ``x^ = (x - mean) rstd`` and ``g = dy * weight``, ``dx = rstd (g - mean(g) - x^ mean(g x^))``. For RMSNorm the
+    term ``mean(g)`` is omitted. Sums over rows are in float32 and deterministic.
 
     Args:
-        dy: ``[R, K]``, one of the three dtypes.
-        x, weight, rms, zero_centered: as in :func:`norm_quantize`; the gradients have x's and weight's dtypes.
-        statistics: what it gave.
-        bias_gradient: whether to give the bias's.
+        dy: ``[R, K]`` in bfloat16, float16 or float32.
+        x, weight, rms, zero_centered: see :func:`norm_quantize`. The gradients have the dtypes of x and weight.
+        statistics: the statistics that it returned.
+        bias_gradient: whether to compute the gradient of the bias.
 
     Raises:
-        TypeError, ValueError: x, dy, weight or statistics do not fit together.
+        TypeError, ValueError: If the shapes or dtypes of x, dy, weight and statistics do not match.
     """
     norm = Norm(0.0, rms, zero_centered)
     dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm, bias_gradient)
@@ -162,10 +164,10 @@ def norm_backward(
 
 
 def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
-    """Check that a parameter fits the columns of ``x``."""
+    """Check that the shape of a parameter matches the columns of ``x``."""
     if parameter.shape != x.shape[1:] or parameter.dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs [{x.shape[1]}]"
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs shape [{x.shape[1]}]"
         )
     if parameter.device != x.device:
         require(name, parameter, HIGH_PRECISION, parameter.shape, x.device)
@@ -183,7 +185,7 @@ def _check_norm(
             raise ValueError("RMSNorm has no bias; pass bias=None, or rms=False for LayerNorm")
         _check_parameter("bias", bias, x)
         if bias.dtype != weight.dtype:
-            raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; give both in one dtype")
+            raise TypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; both must have the same dtype")
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool) -> None:

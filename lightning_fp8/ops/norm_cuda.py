@@ -1,6 +1,6 @@
-"""Norms on CUDA tensors, and their gradients: planned once for tensors of one key.
+"""Norms on CUDA tensors, and their gradients. They are planned once for each key of tensors.
 
-There are two ways to normalize and cast, with a class of launches for each.
+There are two ways to normalize and cast, each with its class of launches.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lightning_fp8.scaled import Cast
 
 
 class NormLaunches:
-    """The launches that normalize and cast; what its subclasses share."""
+    """The base of the launches that normalize and cast."""
 
     def __init__(self, x_key: TensorKey, norm: Norm) -> None:
         self._device = x_key.device
@@ -79,10 +79,10 @@ class NormLaunches:
 
 
 class OneReadNorm(NormLaunches):
-    """Statistics and the cast from one read of x, whose rows stay in registers: one scale.
+    """Computes statistics and casts with one scale in one pass over x, whose rows are held in registers.
 
-    Where the scale is not given, or may be 0, a second kernel follows, which returns at once unless it is. The
-    transposed operand is made from the codes, by another.
+    If the scale is not given or may be 0, a second kernel follows, which returns at once if it is nonzero. Another
+    kernel transposes the codes for the transposed operand.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class OneReadNorm(NormLaunches):
 
 
 class TwoReadNorm(NormLaunches):
-    """Statistics, and then any cast, which reads x again."""
+    """Computes statistics first, and then casts in any layout, in a second pass over x."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def _plan(
     norm: Norm,
     variant_key: Any,
 ) -> Callable[..., Any]:
-    """Plan for x, and for parameters; ``parameters_misalignment``: the bitwise OR of theirs."""
+    """Plan for x and its parameters. ``parameters_misalignment`` is the bitwise OR of the parameters' misalignments."""
     x_key = TensorKey(*x_plain_key, device)
     x_key = x_key._replace(misalignment=x_key.misalignment | parameters_misalignment)
     weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
@@ -238,7 +238,7 @@ def norm_backward_on_cuda(
 
 
 class NormBackwardLaunches:
-    """The launches that compute dx and partial sums over rows, and add those up."""
+    """The launches that compute dx and partial sums over rows, and reduce the partial sums."""
 
     def __init__(
         self, x_key: TensorKey, dy_key: TensorKey, weight_key: TensorKey, norm: Norm, bias_gradient: bool

@@ -1,11 +1,11 @@
-"""Op: an operation of ``torch.ops.lightning_fp8``, made of one typed signature.
+"""Op: an operation of ``torch.ops.lightning_fp8``, defined by one typed signature.
 
-The signature belongs to the function that gives the op's results on fake and meta tensors. From it follow the schema,
-the refusal of vmap, and how the package calls the op: past torch's dispatcher where that has nothing to add, since it
-costs the host more than a launch.
+The signature is that of the function that returns the op's results on fake and meta tensors. It determines the schema,
+the error under vmap, and the fast call, which bypasses torch's dispatcher if that would only select the device. The
+dispatcher takes more host time than a launch.
 
-A parameter may be a spec, a frozen description such as :class:`lightning_fp8.scaled.Cast`. The schema has its fields
-one by one; implementations and callers have the object.
+A parameter may be a spec, a frozen description such as :class:`lightning_fp8.scaled.Cast`. The schema contains the
+fields of a spec one by one, while implementations and callers use the object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 
 NAMESPACE = "lightning_fp8"
 UNOBSERVED = "_unobserved"
-"""Ends the name of the twin of an op: without the optional tensors that the op may write to."""
+"""The suffix of the name of an op's twin, which does not have the optional tensors that the op may write to."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -52,7 +52,7 @@ _included_keys: Callable[[], Any] = torch._C._dispatch_tls_local_include_set  # 
 
 
 def _dispatch_keys() -> int:
-    """The keys that this thread adds to every dispatch: those of modes, transforms and tracers, beside the usual."""
+    """The dispatch keys that this thread includes: the default ones, and those of modes, transforms and tracers."""
     return _included_keys().raw_repr()  # type: ignore[no-any-return]
 
 
@@ -62,9 +62,9 @@ _PLAIN_TENSORS_OR_NONE = _PLAIN_TENSORS | {type(None)}
 
 
 def is_watched() -> bool:
-    """Whether torch's dispatcher does more with an op than choose it by device.
+    """Whether torch's dispatcher does more with an op than select its implementation by device.
 
-    Something compiles, or a mode, transform, tracer, profiler or gradient is active.
+    It does while compiling, and if a mode, transform, tracer, profiler or gradient is active.
     """
     return (
         _compiling()
@@ -76,7 +76,7 @@ def is_watched() -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are no subclasses of tensors, and no views of torch.conj, which are negated when they are read."""
+    """Whether none is a subclass of Tensor, or has the negative bit that views of torch.conj have."""
     for each in tensors:  # noqa: SIM110  (a generator is slower)
         if type(each) not in _PLAIN_TENSORS_OR_NONE or (each is not None and each.is_neg()):
             return False
@@ -88,11 +88,10 @@ class Op:
 
     Attributes:
         name: its name in ``torch.ops.lightning_fp8``.
-        overload: the op of that name.
-        implementations: what computes it, by the type of a device: functions of the signature's parameters, which
-            every call looks up here, also the dispatcher's.
-        plans: the plan caches of implementations that have one, by the type of a device.
-        writes: positions of the arguments that it writes to.
+        overload: the op with that name.
+        implementations: its implementations by device type. All calls look them up here, including the dispatcher's.
+        plans: the plan caches of the implementations that have one, by device type.
+        writes: the positions of the arguments that it writes to.
         call: the op as a function of all arguments.
     """
 
@@ -123,7 +122,7 @@ class Op:
         return self.call(*args)
 
     def _define(self, name: str, writes: Sequence[int], num_parameters: int) -> torch._ops.OpOverload:
-        """Define an op of the first parameters, with its fake results and its refusal of vmap."""
+        """Define an op of the first parameters, with its fake implementation and its error under vmap."""
         schema = []
         for index, (parameter, hint) in enumerate(list(self._hints.items())[:num_parameters]):
             if hint not in _SCHEMA_TYPES:
@@ -145,10 +144,10 @@ class Op:
     def implement(
         self, device_type: str, function: Callable[..., Any], plan: Callable[..., Callable[..., Any]] | None = None
     ) -> None:
-        """Compute the op on devices of ``device_type`` by a function of the signature's parameters.
+        """Register the implementation for devices of ``device_type``, a function of the signature's parameters.
 
         Args:
-            plan: gives what the function calls, from keys of its arguments.
+            plan: the plan cache that the function uses, if it has one.
         """
         self.implementations[device_type] = function
         if plan is not None:
@@ -161,7 +160,7 @@ class Op:
             torch.library.impl(f"{NAMESPACE}::{name}", device_type, self._of_flat(implemented))
 
     def _of_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What the dispatcher calls: ``function`` of the arguments that it gives one by one, once they are checked."""
+        """The kernel for the dispatcher: it checks the flat arguments, builds the specs and calls ``function``."""
 
         def called(*flat: Any) -> Any:
             args = self._unflattened(flat)
@@ -177,7 +176,7 @@ class Op:
             self._check(*args)
 
     def through_dispatcher(self) -> Callable[..., Any]:
-        """A function that calls the op, or its twin where all that it writes to is None, by way of the dispatcher."""
+        """A function that calls the op through the dispatcher, or its twin if the optional tensors are all None."""
         # As functions: Dynamo of torch 2.8 does not trace properties of a NamedTuple.
         flat_of = {
             index: hint.flat.fget for index, hint in enumerate(self._hints.values()) if hint not in _SCHEMA_TYPES
@@ -202,7 +201,7 @@ class Op:
         return call
 
     def _unflattened(self, flat: Sequence[Any]) -> list[Any]:
-        """The arguments of what the dispatcher gives, which leaves out defaults at the end."""
+        """All arguments, given those of the dispatcher, which omits trailing defaults."""
         args: list[Any] = []
         start = 0
         for hint, default in zip(self._hints.values(), self._defaults):
@@ -216,12 +215,12 @@ class Op:
         return args
 
     def holding(self) -> tuple[int, ...]:
-        """Positions of the specs that hold tensors."""
+        """The positions of the specs that hold tensors."""
         specs = [(index, hint) for index, hint in enumerate(self._hints.values()) if hint not in _SCHEMA_TYPES]
         return tuple(index for index, hint in specs if "Tensor" in hint.schema)
 
     def types(self) -> list[frozenset[type]]:
-        """The types of plain arguments, for each parameter."""
+        """The types of plain arguments of each parameter."""
         types = []
         for hint in self._hints.values():
             allowed = set(get_args(hint)) or {hint}
@@ -230,7 +229,7 @@ class Op:
 
 
 def spec(schema: str) -> Callable[[_Class], _Class]:
-    """Decorate a class of specs, which :func:`op` describes: set its ``schema``. A NamedTuple's body cannot."""
+    """Decorator that sets ``schema`` of a spec class (see :func:`op`), which the body of a NamedTuple cannot."""
 
     def decorate(cls: _Class) -> _Class:
         cls.schema = schema  # type: ignore[attr-defined]
@@ -242,36 +241,36 @@ def spec(schema: str) -> Callable[[_Class], _Class]:
 def op(
     name: str, *, check: Callable[..., None] | None = None, writes: Sequence[str] = (), twin: bool = False
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Decorate the function that gives an op's results on fake and meta tensors: its signature is the op's.
+    """Decorator of the function that returns an op's results on fake and meta tensors. Its signature is the op's.
 
-    The parameters are tensors, numbers, dtypes and specs. A class of specs has ``schema``, its fields as a schema has
-    them, ``flat``, their values in this order, and ``from_flat(*values)``. The last result may be a NamedTuple of
-    tensors beside others, ``tuple[Tensor, Kept]``; the dispatcher's op gives them one by one.
+    The parameters are tensors, numbers, dtypes and specs. A spec class has ``schema``, its fields in the syntax of
+    schemas, ``flat``, their values in this order, and ``from_flat(*values)``. The last of several results may be a
+    NamedTuple of tensors, as in ``tuple[Tensor, Kept]``; the op of the dispatcher returns its fields one by one.
 
     Args:
-        check: takes the same arguments, and raises where they do not fit; each call checks once.
+        check: a function of the same arguments that raises if they are invalid. Each call checks once.
         writes: the parameters that the op writes to.
-        twin: define the op a second time, ``name`` + :data:`UNOBSERVED`, without these, which are the last ones and
-            optional. Inductor leaves operations on E8M0 alone, also the one that stands for what an op may write to,
-            and then fails: what gives MXFP8's scales has to be an op that writes nothing.
+        twin: parameters, the last ones and optional, without which the op is defined a second time, as ``name`` +
+            :data:`UNOBSERVED`. Inductor does not support operations on E8M0, and its wrapper of an op that may write to
+            an argument is one. So an op that returns E8M0 scales must not write to arguments.
     """
     return lambda signature: Op(name, signature, check, writes, twin)
 
 
 def past_dispatcher(op: Op) -> Callable[..., Any]:
-    """A function that calls an op's implementation itself where the dispatcher would only choose it by device.
+    """A function that calls an op's implementation directly if the dispatcher would only select it by device.
 
-    That is where it is not :func:`is_watched`, as inside an ``autograd.Function``, and all arguments are plain. The
-    versions of what the op writes advance, as there. A kernel that overrides ours in a ``torch.library.Library`` is not
-    called.
+    This is the case if not :func:`is_watched`, as inside an ``autograd.Function``, and all arguments are plain. The
+    version counters of arguments that the op writes to are incremented. Kernels that a ``torch.library.Library``
+    registers to override this package's are not called.
 
     Args:
-        op: its first argument is a tensor, and all are on that tensor's device.
+        op: an op whose first argument is a tensor, and whose other tensors are on the same device.
     """
     implementations, check, writes, expected = op.implementations, op._check, op.writes, op.types()
     holding = op.holding()
     through_dispatcher = op.through_dispatcher()
-    known: set[tuple[type, ...]] = set()  # types of arguments that were found to be as expected
+    known: set[tuple[type, ...]] = set()  # types of arguments that have been checked
 
     def are_as_expected(types: tuple[type, ...]) -> bool:
         if len(types) == len(expected) and all(given in allowed for given, allowed in zip(types, expected)):
@@ -288,7 +287,7 @@ def past_dispatcher(op: Op) -> Callable[..., Any]:
             return through_dispatcher(*args)
         x = args[0]
         implementation = implementations["cuda"] if x.is_cuda else implementations["cpu"] if x.is_cpu else None
-        if implementation is None or x.is_neg():  # a view of torch.conj is negated when it is read
+        if implementation is None or x.is_neg():  # has the negative bit
             return through_dispatcher(*args)
         if check is not None:
             check(*args)
@@ -302,7 +301,7 @@ def past_dispatcher(op: Op) -> Callable[..., Any]:
 
 
 def _results(hint: Any) -> str:
-    """The results in a schema of a function that returns ``hint``: a tensor, a tuple of tensors, or None."""
+    """The results in a schema for a function that returns ``hint``: a tensor, a tuple of tensors, or None."""
     return "Tensor" if hint is Tensor else f"({', '.join(_result_types(hint))})"
 
 
@@ -316,7 +315,7 @@ def _result_types(hint: Any) -> list[str]:
 
 
 def _group_of(hint: Any) -> type | None:
-    """The NamedTuple that is the last one of several results, if it is one."""
+    """The type of the last of several results if it is a NamedTuple, else None."""
     *_, last = get_args(hint) or (None,)
     return last if hasattr(last, "_fields") else None
 
@@ -326,5 +325,5 @@ def _holds_plain_tensors(spec: Any) -> bool:
 
 
 def _refuse_vmap(*args: object) -> None:
-    """Its own loop is closed to ops that write to an argument."""
+    """Raise a clear error: vmap's fallback loop does not support ops that write to an argument."""
     raise RuntimeError(f"FP8 ops do not run under vmap, is_grads_batched=True or vectorize=True; {TRANSFORM_WAYS_OUT}")

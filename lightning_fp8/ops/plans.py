@@ -1,16 +1,15 @@
-"""The plan cache: what an op does with tensors of one key is decided once; without kernels a fallback does it.
+"""The plan cache: an op is planned once for each key of tensors, and runs a fallback if it has no kernel.
 
-:func:`planned` chooses: where a card runs no kernel, a warning names the reason, and the op's reference serves, in
-plain torch; of casts it is compiled (``ops/compiled.py``). A GEMM tries ``torch._scaled_mm`` first
-(``ops/gemm_cuda.py``); attention is not called where it has no kernel: its layers ask before and run in BF16.
-:func:`fallbacks` says what runs so. On the CPU nothing is planned and nothing warns: the reference is what ops are
-there.
+A *plan* is an op for tensors of certain dtypes, shapes, strides and alignments: a function of those tensors that only
+allocates results and launches kernels.
 
-The reason is a launch's exception: ``NoKernels`` where a device runs none (too old, no bindings), which is not asked
-again; ``KernelError`` where a kernel cannot be made (no compiler), which a plan for another key tries anew.
+If a GPU cannot run a kernel, :func:`planned` warns with the reason and uses the op's reference in plain torch, which is
+compiled for casts (``ops/compiled.py``). A GEMM tries ``torch._scaled_mm`` first (``ops/gemm_cuda.py``). Attention has
+no fallback here: its layers check for a kernel and run in BF16. :func:`fallbacks` lists all fallbacks. On the CPU the
+reference is the implementation, without plans and warnings.
 
-A *plan* is the decision of an op for tensors of certain dtypes, shapes, strides and alignments: a function of those
-tensors that only allocates results and starts kernels.
+The reason is an exception of a launch: ``NoKernels`` if the device does not run kernels (too old, no bindings), which
+is final, or ``KernelError`` if a kernel cannot be compiled, which is tried again for other keys.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Run = Callable[..., Any]
 T = TypeVar("T")
 
 MAX_PLANS = 4096
-"""Plans that are kept of each op: one for every key of a model's tensors."""
+"""The maximum number of cached plans of each op. A model has one for every key of its tensors."""
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""Gives the index of the current CUDA device, without a frame of Python where torch has CUDA; it is initialized."""
+"""Returns the index of the current CUDA device, without a Python frame if torch has CUDA. CUDA must be initialized."""
 
 _without_kernels: dict[torch.device, KernelError] = {}
 _warned: dict[tuple[torch.device, str], None] = {}
@@ -42,14 +41,14 @@ _plan_caches: list[Any] = []
 
 
 class EmptyTensor(Exception):
-    """The tensor has no elements; the fallback gives the results."""
+    """The tensor is empty; the fallback computes the results."""
 
 
 class Fallback:
-    """What serves where a kernel does not; its first call warns.
+    """An op that replaces a kernel. Its first call warns.
 
     Attributes:
-        error: why the kernel does not.
+        error: the reason why the kernel cannot run.
     """
 
     def __init__(self, run: Run, device: torch.device, error: KernelError) -> None:
@@ -64,10 +63,8 @@ class Fallback:
 
 
 def check_not_empty(shape: Sequence[int]) -> None:
-    """Leave a planner that has nothing to plan.
-
-    Raises:
-        EmptyTensor: ``shape`` holds no element.
+    """Raises:
+    EmptyTensor: If a tensor of ``shape`` is empty, so that there is nothing to plan.
     """
     if 0 in shape:
         raise EmptyTensor
@@ -76,16 +73,16 @@ def check_not_empty(shape: Sequence[int]) -> None:
 def planned(
     fallback: Run, planner_without_kernels: Callable[..., Run] | None = None, *, name: str = ""
 ) -> Callable[[Callable[..., Run]], Callable[..., Run]]:
-    """Decorate a planner: memoise ``plan(device, *plan_key) -> op``.
+    """Decorator that caches the plans of a planner ``plan(device, *plan_key) -> op``.
 
-    It becomes ``(device, current, *plan_key) -> op``. ``plan_key`` says what the plan depends on of the tensors.
-    ``current`` is the index of the current CUDA device, or False for tensors that are not on one. ``op`` takes the
-    arguments of ``fallback``, which is the op itself where tensors are empty. Where the device runs no kernels, or one
-    cannot be made, it is a :class:`Fallback`.
+    The decorated function is ``(device, current, *plan_key) -> op``. ``plan_key`` holds all properties of the tensors
+    that the plan depends on. ``current`` is the index of the current CUDA device, or False for tensors that are not on
+    a GPU. ``op`` has the arguments of ``fallback``. It is ``fallback`` itself for empty tensors, and a
+    :class:`Fallback` if the device does not run kernels or a kernel cannot be compiled.
 
     Args:
-        planner_without_kernels: a planner for devices that run no kernels, which is asked before ``fallback`` serves.
-        name: of the cases that prove its kernels, in :mod:`lightning_fp8.proofs.cases`.
+        planner_without_kernels: a planner for devices that do not run kernels, which is tried before ``fallback``.
+        name: the name of the cases that prove its kernels, in :mod:`lightning_fp8.proofs.cases`.
     """
 
     def decorate(plan: Callable[..., Run]) -> Callable[..., Run]:
@@ -116,13 +113,13 @@ def planned(
 
 
 def proven(name: str, build: Callable[[], Run], device: torch.device, key: Sequence[Hashable]) -> Run:
-    """What ``build`` makes of kernels that this card has proven, or proves now.
+    """The result of ``build``, after proving those of its kernels that this GPU has not proven yet.
 
     Args:
-        name, key: of the plan whose cases start the same kernels.
+        name, key: the name and key of the plan, whose cases launch the same kernels.
 
     Raises:
-        KernelError: a kernel cannot be made, or failed its proof.
+        KernelError: If a kernel cannot be compiled, or failed its proof.
     """
     asked: set[str] = set()
     while True:
@@ -136,21 +133,21 @@ def proven(name: str, build: Callable[[], Run], device: torch.device, key: Seque
 
 
 def cached(plan: Callable[..., T]) -> _lru_cache_wrapper[T]:
-    """Decorate a function that puts together plans of ops, or asks for them: memoise it until the cache is cleared."""
+    """Decorator of a function that combines plans of ops. It is cached until the plan cache is cleared."""
     cache = lru_cache(MAX_PLANS)(plan)
     _plan_caches.append(cache)
     return cache
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the device runs kernels; True until it was found not to."""
+    """Whether the device runs kernels. It is True until a plan has failed with ``NoKernels``."""
     return device not in _without_kernels
 
 
 def clear_plan_cache() -> None:
-    """Plan everything anew from now on, also where kernels did not run.
+    """Clear all plans, and also the devices and kernels that failed.
 
-    For a changed environment variable, or new measurements of GEMMs.
+    Call it after an environment variable was changed, or after new measurements of GEMMs.
     """
     _without_kernels.clear()
     _warned.clear()
@@ -158,13 +155,13 @@ def clear_plan_cache() -> None:
 
 
 def replan() -> None:
-    """Plan everything anew from now on, by what is known of devices."""
+    """Clear all plans, but keep the devices that do not run kernels."""
     for cache in _plan_caches:
         cache.cache_clear()
 
 
 def fallbacks() -> tuple[str, ...]:
-    """What has run instead of kernels, and why, in the order of the warnings, since the plan cache was cleared."""
+    """The warnings about fallbacks since the plan cache was cleared, in their order."""
     return tuple(message for _, message in _warned)
 
 
@@ -179,7 +176,7 @@ def warn_of_fallback(device: torch.device, error: KernelError) -> None:
 
 
 def warn_once(device: torch.device, message: str) -> None:
-    """Warn of what a planner found on ``device``, once until the plan cache is cleared."""
+    """Warn about ``device``, once until the plan cache is cleared."""
     if (device, message) not in _warned:
         _warned[device, message] = None
         warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -1,9 +1,9 @@
-"""Has a card prove the kernels of a plan, in a process of its own, before this process starts them.
+"""Proves the kernels of a plan on this GPU in a separate process, before this process launches them.
 
-The other process (``python -m lightning_fp8.proofs``) gets a plan's key, starts its kernels on small tensors, ragged
-ones and ones that fill the card, and compares the results with the specification. It says what it does, line by line;
-what it said last tells which kernel hangs or crashes. It serves one plan after the other, and is replaced where it
-ended. The verdicts are kept in files: :mod:`cuda_kernels.host.proofs`.
+The other process (``python -m lightning_fp8.proofs``) gets the key of a plan. It launches the plan's kernels on small
+tensors, ragged tensors and tensors that fill the GPU, and compares the results with the specification. It prints a line
+before each action, so the last line identifies a kernel that hangs or crashes. One process proves several plans; if it
+ends, a new one is started. The verdicts are stored in files, see :mod:`cuda_kernels.host.proofs`.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from cuda_kernels.host.proofs import Card, Unproven, Verdict, refusal
 from cuda_kernels.kernel import KernelError
 
 MARK = "lightning-fp8 proof: "
-"""Before each line of JSON that the other process says."""
+"""The prefix of each line of JSON that the other process prints."""
 
 SECONDS = {"starting": 30.0, "compiling": 300.0, "loading": 60.0, "case": 60.0, "": 300.0}
-"""How long the process may stay silent after it said this: a kernel runs, one is compiled, a reference is computed."""
+"""The time limit in seconds after each kind of line: a kernel runs, is compiled, or a reference is computed."""
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, getattr(signal, "SIGBUS", signal.SIGABRT)}
-"""Signals by which a kernel or the driver ends a process; others come from outside."""
+"""The signals by which a kernel or the driver ends a process. Others are sent by the system or by users."""
 
 proofs.SOURCES.extend(Path(__file__).parents[1] / folder for folder in ("ops", "attention/ops", "proofs"))
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "lightning_fp8.proofs")
 
 THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
-"""Variables that the process does not inherit: launchers give each of their processes one core."""
+"""The variables that the process does not inherit, because launchers limit each of their processes to one core."""
 
 TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
-"""Barriers of kernels trap after some time: a hang becomes an error that the driver names."""
+"""The variables that let barriers of kernels trap after some time, so that a hang becomes an error of the driver."""
 
 
 class NoProof(KernelError):
-    """A proof could not be made now: the card is full or busy, or no process can be started. Nothing is kept of it."""
+    """A kernel could not be proven because the GPU is full or busy, or no process can be started. It is not stored."""
 
 
 @dataclass
 class Outcome:
-    """What became of one plan's proof.
+    """The outcome of one plan's proof.
 
     Attributes:
-        problem: why it failed; empty where all results were right.
-        culprit: the key of the kernel that was started last.
-        loaded: the names of all that launches were bound to, by the keys of their verdicts.
-        started: the keys of those that were started.
-        wrong: results were wrong, by any of these kernels.
-        hung: the process did not answer in time.
-        passing: the reason is not the kernels'.
+        problem: the reason of the failure; empty if all results were right.
+        culprit: the key of the kernel that was launched last.
+        loaded: the names of all bound kernels, by the keys of their verdicts.
+        started: the keys of the kernels that were launched.
+        wrong: whether results were wrong, which any of these kernels may have caused.
+        hung: whether the process did not answer in time.
+        passing: whether the failure is temporary, and not caused by the kernels.
     """
 
     problem: str = ""
@@ -78,10 +78,10 @@ class Outcome:
 
 
 class Prover:
-    """A process that proves plans, started by the first one.
+    """A process that proves plans. The first plan starts it.
 
     Args:
-        variables: more environment variables for it.
+        variables: additional environment variables of the process.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -124,7 +124,7 @@ class Prover:
             line = self._next(said)
 
     def _next(self, said: str) -> str | None:
-        """The next line that the process says; None if it ended, or stays silent for too long."""
+        """The next line of the process; None if it has ended, or exceeds its time limit."""
         try:
             return self._lines.get(timeout=SECONDS[said])
         except queue.Empty:
@@ -134,7 +134,7 @@ class Prover:
         return self._process is not None and self._process.poll() is None
 
     def end(self) -> None:
-        """End the process; one that hangs inside a driver is not waited for."""
+        """End the process, without waiting for one that hangs in the driver."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -178,7 +178,7 @@ class Prover:
         _read_along(process.stderr, errors.append)
 
     def _death(self, said: str) -> tuple[str, bool]:
-        """Why no more is said, and whether that is no kernel's fault."""
+        """The reason why there is no next line, and whether it is temporary, and not caused by a kernel."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             if self._lines.empty():
@@ -195,7 +195,7 @@ class Prover:
 
 
 def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Callable[[], None] = lambda: None) -> None:
-    """Read a process's output in a thread, line by line."""
+    """Read the output of a process line by line in a thread."""
     assert stream is not None
 
     def read() -> None:
@@ -208,31 +208,31 @@ def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Cal
 
 
 IDLE = 60.0
-"""Seconds after the last plan when the process is ended, since it keeps memory of the card."""
+"""The time in seconds after the last plan until the process is ended, since it occupies memory of the GPU."""
 
 _prover = Prover()
 _lock = threading.Lock()
 _announced: set[Card] = set()
 _unable: dict[Card, str] = {}
-"""Cards on which no process could prove anything, and why: it is not tried again."""
+"""The GPUs on which no process could be started, with the reason. It is not tried again."""
 atexit.register(_prover.end)
 
 
 def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unproven) -> None:
-    """Have the kernels of a plan proven, and keep the verdicts.
+    """Prove the kernels of a plan, and store the verdicts.
 
     Args:
-        plan: its name, by which :mod:`lightning_fp8.proofs.cases` has cases.
-        key: the rest of its key.
-        unproven: the error that asked for it.
+        plan: the name of the plan, by which :mod:`lightning_fp8.proofs.cases` has cases.
+        key: the key of the plan.
+        unproven: the error that requires the proof.
 
     Raises:
-        Refused: a kernel of the plan failed, now or before.
-        NoProof: no verdict could be had.
+        Refused: If a kernel of the plan failed, now or earlier.
+        NoProof: If there is no verdict.
     """
     card = unproven.card
     with _lock, proofs.one_prover():
-        if proofs.verdict_of(unproven.key) is not None:  # another process proved it meanwhile
+        if proofs.verdict_of(unproven.key) is not None:  # another process has proven it
             return
         if card in _unable:
             raise NoProof(f"{unproven}: {_unable[card]}; {proofs.VARIABLE}=0 uses it without the test")
@@ -253,10 +253,10 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
 
 
 def prove_anew(plan: str, device: torch.device, key: Sequence[Any], card: Card) -> tuple[str, dict[str, str]]:
-    """Prove the kernels of a plan whatever is known of them, and keep the verdicts.
+    """Prove the kernels of a plan again, regardless of existing verdicts, and store the new ones.
 
     Returns:
-        Why it failed, empty if all results were right; and the names of its kernels by the keys of their verdicts.
+        The reason of the failure, or an empty string, and the names of its kernels by the keys of their verdicts.
     """
     with _lock, proofs.one_prover():
         outcome = _outcome(plan, device, key)
@@ -266,7 +266,7 @@ def prove_anew(plan: str, device: torch.device, key: Sequence[Any], card: Card) 
 
 
 def _outcome(plan: str, device: torch.device, key: Sequence[Any]) -> Outcome:
-    """Of a plan's proof; one that hangs is tried again with barriers that trap, for the message."""
+    """The outcome of a plan's proof. If it hangs, it is repeated with barriers that trap, for the error message."""
     global _end_of_idling
     try:
         request = {"plan": plan, "device": str(device), "key": encoded(key)}
@@ -286,7 +286,7 @@ def _outcome(plan: str, device: torch.device, key: Sequence[Any]) -> Outcome:
 
 
 def _end_idle() -> None:
-    """End the process, unless a plan is being proven again."""
+    """End the process, unless another proof has begun."""
     if _lock.acquire(blocking=False):
         try:
             _prover.end()
@@ -299,10 +299,10 @@ _end_of_idling = threading.Timer(IDLE, _end_idle)
 
 
 def _judge(outcome: Outcome, unproven: Unproven) -> None:
-    """Keep what a proof found.
+    """Store the verdicts of a proof.
 
     Raises:
-        Refused, NoProof: see :func:`prove`.
+        Refused, NoProof: See :func:`prove`.
     """
     card = unproven.card
     if outcome.problem:
@@ -321,10 +321,10 @@ def _judge(outcome: Outcome, unproven: Unproven) -> None:
 
 
 def _keep(outcome: Outcome, card: Card) -> list[Verdict]:
-    """Keep the verdicts on the kernels that were started; one that was refused stays refused.
+    """Store the verdicts of the kernels that were launched. A kernel that was refused stays refused.
 
-    A proof that failed is of the kernel that was started last, or, where results were wrong, of all that had not been
-    proven before; if there is none, of all.
+    A crash or a hang refuses the kernel that was launched last. Wrong results refuse all kernels that were not proven
+    before, or all kernels if all were proven.
     """
     known = {key: proofs.verdict_of(key) for key in outcome.started}
     new = [key for key, verdict in known.items() if verdict is None]
@@ -341,14 +341,14 @@ def _keep(outcome: Outcome, card: Card) -> list[Verdict]:
     return verdicts
 
 
-# --- Plans' keys as text ----------------------------------------------------------------------------------------------
+# --- Keys of plans as text --------------------------------------------------------------------------------------------
 
 
 def encoded(value: Any) -> Any:
-    """A plan's key as JSON takes it: dtypes by their names, all sequences as lists.
+    """The key of a plan in JSON types: dtypes are names, and all sequences are lists.
 
     Raises:
-        TypeError: it is none that plans have.
+        TypeError: If it has a value of a type that keys of plans do not have.
     """
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
@@ -362,7 +362,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The key of :func:`encoded`: sequences are tuples."""
+    """The inverse of :func:`encoded`: sequences are tuples."""
     if isinstance(value, dict):
         return getattr(torch, value["dtype"])
     return tuple(map(decoded, value)) if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""What casts lose, counted on a sample of their tensors: the ops ``sample_cast`` and ``sample_recipes``.
+"""The quantization errors of casts, counted on samples of tensors: the ops ``sample_cast`` and ``sample_recipes``.
 
-They are plain torch on every device, and read at most :data:`MOST_ELEMENTS` elements of a tensor: blocks of 128 rows at
-equal distances. Nothing else of training depends on them.
+They are plain torch on every device. They read at most :data:`MOST_ELEMENTS` elements of a tensor, in blocks of 128
+rows at equal distances. They do not influence training.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from lightning_fp8.recipes import (
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 
 MOST_ELEMENTS = 2**18
-"""Elements of one tensor that are counted; a larger tensor is sampled."""
+"""The maximum number of elements that are counted. Larger tensors are sampled."""
 
 COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "signal", "noise", "casts")
-"""What ``sample_cast`` adds up, float64 ``[8]``.
+"""The counters of ``sample_cast``, float64 ``[8]``.
 
-- ``elements`` and, among them, ``zeros`` and ``nonfinite`` (inf and NaN);
-- ``clipped``: finite values beyond :func:`largest_rounded` times ``scale_inv``, which lose more than rounding;
-- ``flushed``: values that are not 0 and whose code is;
-- ``signal`` and ``noise``: sums of the squares of finite values, and of what the cast changes of them;
-- ``casts``: how many tensors.
+- ``elements``: the number of elements; ``zeros`` and ``nonfinite`` (inf and NaN): the numbers of these among them
+- ``clipped``: finite values beyond :func:`largest_rounded` times ``scale_inv``, whose error is more than rounding
+- ``flushed``: nonzero values whose code is 0
+- ``signal`` and ``noise``: the sums of squares of finite values, and of their quantization errors
+- ``casts``: the number of tensors
 """
 
 LOSSES = ("nonzero", "flushed", "signal", "noise")
-"""What ``sample_recipes`` adds up for each recipe, float64 ``[4, 4]``; ``nonzero``: finite values that are not 0."""
+"""The counters of ``sample_recipes`` for each recipe, float64 ``[4, 4]``. ``nonzero`` counts finite nonzero values."""
 
 SAMPLED_RECIPES: tuple[Recipe, ...] = (
     Float8CurrentScaling(),
@@ -47,42 +47,42 @@ SAMPLED_RECIPES: tuple[Recipe, ...] = (
     Float8BlockScaling(),
     MXFP8BlockScaling(),
 )
-"""The recipes that ``sample_recipes`` tries: those that scale a tensor from itself."""
+"""The recipes that ``sample_recipes`` tries: those that compute the scales of a tensor from its values."""
 
 EXPONENTS = 256
-"""The biased exponents of float32; bin 0 holds zeros and subnormal numbers, bin 255 inf and NaN."""
+"""The number of biased exponents of float32. Bin 0 counts zeros and subnormal numbers, and bin 255 inf and NaN."""
 
 _ROWS = 128
-"""Rows that are sampled together: a multiple of each layout's blocks."""
+"""The number of consecutive rows in a sample, a multiple of the block sizes of all layouts."""
 
 
 def largest_rounded(float8: Float8) -> float:
-    """The largest magnitude that rounds to ``float8.max`` where nothing saturates: 464 of E4M3, 61440 of E5M2."""
+    """The largest magnitude that rounds to ``float8.max`` without saturation: 464 for E4M3, 61440 for E5M2."""
     mantissa_bits = 3 if float8 is E4M3 else 2
     return float8.max + 2.0 ** (int(log2(float8.max)) - mantissa_bits - 1)
 
 
 def sample_cast(x: Tensor, operand: ScaledTensor, counts: Tensor, *, transposed: bool = False) -> None:
-    """Add to ``counts`` what the cast of ``x`` to ``operand`` lost.
+    """Add the quantization errors of the cast of ``x`` to ``operand`` to ``counts``.
 
     Args:
         x: ``[R, K]`` in bfloat16, float16 or float32.
-        operand: of x, or of xᵀ where ``transposed``.
-        counts: float64 ``[8]``, as :data:`COUNTS` names them.
+        operand: the operand of x, or of xᵀ if ``transposed`` is True.
+        counts: float64 ``[8]``, see :data:`COUNTS`.
     """
     _sample_cast(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
 
 
 def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> None:
-    """Add to ``losses`` what each of :data:`SAMPLED_RECIPES` would lose of ``x`` as a tensor of ``role``.
+    """Add the quantization errors that ``x`` would have under each of :data:`SAMPLED_RECIPES` to ``losses``.
 
-    Each recipe's operand of x and, where its blocks differ, that of xᵀ are tried, and the greater loss counts.
+    If a recipe has different blocks for x and xᵀ, both operands are cast, and the larger error is added.
 
     Args:
         x: ``[R, K]`` in bfloat16, float16 or float32.
-        role: one of a linear layer.
-        losses: float64 ``[4, 4]``: recipes by :data:`LOSSES`.
-        exponents: float64 ``[256]``, a histogram of the exponents of x.
+        role: the role of x in a linear layer.
+        losses: float64 ``[4, 4]``, recipes by :data:`LOSSES`.
+        exponents: float64 ``[256]``, the histogram of the exponents, to which x's are added.
     """
     _sample_recipes(x, role.value, losses, exponents)
 
@@ -140,7 +140,7 @@ def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> Non
         return
     values = _rows_of(x, _stride(x), 0).float()
     biased = values.contiguous().view(torch.int32) >> 23 & 0xFF
-    exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would wait for a GPU
+    exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would synchronize with a GPU
     values = torch.where(torch.isfinite(values), values, 0.0)
     signal, nonzero = values.square().sum(dtype=torch.float64), (values != 0).sum()
     for recipe, sums in zip(SAMPLED_RECIPES, losses):
@@ -151,7 +151,7 @@ def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> Non
 
 
 def _try(values: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """How many values the cast flushes to zero, and the sum of the squares of its errors."""
+    """The number of values that a cast flushes to zero, and the sum of its squared errors."""
     blocks = _blocks(values, cast.layout)
     amax = absolute_max(absolute_max(blocks, 3), 1)
     if cast.layout.scale_dtype == E8M0_DTYPE:
@@ -165,7 +165,7 @@ def _try(values: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(values: Tensor, layout: Layout) -> Tensor:
-    """``values [R, K]`` as ``[R / r, r, K / k, k]`` of its blocks, zeros beyond its edges."""
+    """The blocks ``[R / r, r, K / k, k]`` of ``values [R, K]``, padded with zeros at its edges."""
     rows, columns = values.shape
     block_rows, block_columns = layout.block_shape(rows, columns)
     padded = values.new_zeros(rows + -rows % block_rows, columns + -columns % block_columns)
@@ -174,12 +174,12 @@ def _blocks(values: Tensor, layout: Layout) -> Tensor:
 
 
 def _stride(x: Tensor) -> int:
-    """Of how many blocks of :data:`_ROWS` rows one is sampled."""
+    """The number n so that every n-th block of :data:`_ROWS` rows is sampled."""
     return -(-x.numel() // MOST_ELEMENTS) if x.shape[0] >= 2 * _ROWS else 1
 
 
 def _rows_of(x: Tensor, stride: int, dim: int) -> Tensor:
-    """Every ``stride``-th block of rows of ``x``, whose rows are its dimension ``dim``."""
+    """Every ``stride``-th block of rows of ``x``. Its rows are dimension ``dim``."""
     if stride == 1:
         return x
     whole = x.narrow(dim, 0, x.shape[dim] // _ROWS * _ROWS)
@@ -189,7 +189,7 @@ def _rows_of(x: Tensor, stride: int, dim: int) -> Tensor:
 
 
 def _part(operand: ScaledTensor, stride: int, dim: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales, expanded to one for each element, of every ``stride``-th block of rows."""
+    """The codes of every ``stride``-th block of rows, and their scales, expanded to one for each element."""
     codes = _rows_of(operand.data.view(torch.uint8), stride, dim).view(operand.data.dtype)
     scales = operand.scale_inv.float()
     if operand.layout.has_one_scale:

@@ -1,4 +1,4 @@
-"""The scale update of delayed scaling, for all tensors of a model at once: the op, its specification, its launch."""
+"""The scale update of delayed scaling for all tensors of a model: the op, its specification and its launch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def update_scales(
     margin: float,
     algorithm: AmaxAlgorithm,
 ) -> None:
-    """The delayed-scaling update of all tensors: push ``amax`` into ``amax_history``, compute ``scale``, zero ``amax``.
+    """Update all tensors in place: append ``amax`` to ``amax_history``, compute ``scale``, and set ``amax`` to 0.
 
     Args:
         amax: float32 ``[n]``.
-        amax_history: float32 ``[len, n]``, oldest first; its first step is 0 between updates, as in Transformer
-            Engine.
+        amax_history: float32 ``[len, n]``, oldest first. Its first row is 0 between updates, as in Transformer Engine.
         scale: float32 ``[n]``.
         fp8_max: float32 ``[n]``, the largest value of each tensor's format.
-        margin: binary digits of head room.
-        algorithm: ``"max"`` of the history or its ``"most_recent"`` step.
+        margin: the headroom in bits.
+        algorithm: ``"max"`` uses the maximum of the history, ``"most_recent"`` its newest step.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype or shape, or elsewhere; another algorithm, or no such margin.
+        TypeError, ValueError: If a tensor has the wrong dtype, shape or device, or if the algorithm or margin is
+            invalid.
     """
     _update_scales(amax, amax_history, scale, fp8_max, float(margin), algorithm)
 
@@ -46,7 +46,7 @@ def _check(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, m
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"algorithm={algorithm!r} is unknown; use 'max' or 'most_recent'")
     if not -126 <= margin <= 126:
-        raise ValueError(f"margin={margin} must lie from -126 to 126, as float32's exponents do")
+        raise ValueError(f"margin={margin} must be from -126 to 126, the exponents of float32")
     num_slots = amax.numel()
     length = amax_history.shape[0] if amax_history.dim() else 1
     for name, tensor, shape in (
@@ -72,7 +72,7 @@ _update_scales = update_scales_op.call
 def reference_update(
     amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
 ) -> None:
-    """The specification in plain torch; its formulas are :mod:`lightning_fp8.scaling`'s."""
+    """The specification in plain torch, by the formulas of :mod:`lightning_fp8.scaling`."""
     new_scale, new_history = scaling.updated_scales(
         amax, amax_history, scale, fp8_max, margin, "max" if algorithm == "max" else "most_recent"
     )

@@ -1,19 +1,20 @@
-"""``torch._scaled_mm``: what it multiplies, how other GEMMs are made to fit, and which of its errors are refusals.
+"""``torch._scaled_mm``: its requirements, how GEMMs are changed to meet them, and which of its errors are refusals.
 
-What it asks of a GEMM ``[M, K] x [N, K]ᵀ``, by PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` (0174dfa),
-``RowwiseScaledMM.cu`` (01386a0), ``aten/src/ATen/cuda/CUDABlas.cpp`` and ``torch/_meta_registrations.py`` (2.13), and
-what :func:`multiply` does where a GEMM is not so:
+The requirements on a GEMM ``[M, K] x [N, K]ᵀ`` are those of PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``
+(0174dfa), ``RowwiseScaledMM.cu`` (01386a0), ``aten/src/ATen/cuda/CUDABlas.cpp`` and ``torch/_meta_registrations.py``
+(2.13). If a GEMM does not meet them, :func:`multiply` changes it:
 
-- N and K are multiples of 16: codes are padded with zeros, which changes no sum.
-- A bias has the result's dtype, and the result is not float32: the bias is rounded, as ``F.linear`` rounds it under
-  autocast; it is added to a float32 result afterwards.
-- Scales of rows: B is E4M3, and the result is bfloat16 on every GPU. Of other GEMMs the codes are multiplied with one
-  scale, 1, and a float32 result, which the scales then multiply.
-- Scales of 1x128 by 128x128 and by 1x128, on Hopper from CUDA 12.9 on: E4M3, without the fast accumulator, results in
-  bfloat16 or float32. cuBLASLt reads lines of M scales of A that begin at multiples of 16 bytes, and lines of
-  ``K / 128`` rounded up to 4 scales of 128x128 (PyTorch's pull request 166752: otherwise wrong without a word): M is
-  padded to a multiple of 4 and K to one of 512, or of 128; to two blocks at least: one is taken for a row's scale.
-- Never two operands in E5M2.
+- N and K must be multiples of 16. Codes are padded with zeros, which do not change sums.
+- A bias must have the result's dtype, and the result must not be float32. The bias is rounded, as ``F.linear`` does
+  under autocast, or added to a float32 result afterwards.
+- With one scale for each row, B must be E4M3 and the result bfloat16. Other GEMMs are multiplied with a single scale of
+  1 and a float32 result, which is then multiplied by the scales.
+- Scales of 1x128 by 128x128 and by 1x128 are supported on Hopper from CUDA 12.9 on, for E4M3, without the fast
+  accumulator, with results in bfloat16 or float32. cuBLASLt requires that lines of M scales of A are aligned to 16
+  bytes, and that lines of ``K / 128`` scales of 128x128 blocks are padded to multiples of 4; otherwise its results are
+  silently wrong (PyTorch's pull request 166752). So M is padded to a multiple of 4 and K to a multiple of 512 or 128.
+  K has at least two blocks, because one block would be taken for a single scale of a row.
+- Two operands in E5M2 are not supported.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.scaled import Layout
 
 SIZE_MULTIPLE = 16
-"""What ``torch._scaled_mm`` takes N and K in multiples of."""
+"""``torch._scaled_mm`` requires that N and K are multiples of this."""
 _ROWS_MULTIPLE = 4
-"""Float32 scales in 16 bytes."""
+"""The number of float32 scales in 16 bytes."""
 _BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
-"""What K is padded to, by B's blocks: whole blocks, in lines of whole 16 bytes of scales where these are K-major."""
+"""K is padded to multiples of this, by B's blocks: whole blocks, and whole 16 bytes of scales if these are K-major."""
 _LEAST_K = 2 * 128
 
 
 def multiplies_blocks(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` multiplies operands scaled by 1x128 and 128x128 on ``device``.
+    """Whether ``torch._scaled_mm`` supports scales of 1x128 and 128x128 blocks on ``device``.
 
-    On Hopper, by cuBLASLt of CUDA 12.9; PyTorch calls it from 2.9 on (pull request 158037).
+    It does on Hopper with cuBLASLt of CUDA 12.9, from PyTorch 2.9 on (pull request 158037).
     """
     cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     has_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -48,15 +49,15 @@ def multiplies_blocks(device: torch.device) -> bool:
 
 
 class Fit(NamedTuple):
-    """How ``torch._scaled_mm`` is called for a GEMM.
+    """A call of ``torch._scaled_mm`` for a GEMM.
 
     Attributes:
-        layout_a, layout_b: of the scales that it is given.
+        layout_a, layout_b: the layouts of the scales that are passed to it.
         m, n, k: the sizes that operands are padded to.
-        out_dtype: of the result that it gives.
-        takes_bias: it adds the bias, in ``out_dtype``; else it is added afterwards.
-        scales_afterwards: it is given scales of 1, and those of rows multiply its result.
-        fast_accum: the shorter accumulator is allowed.
+        out_dtype: the dtype of the result of the call.
+        takes_bias: True passes the bias, in ``out_dtype``; False adds it afterwards.
+        scales_afterwards: True passes scales of 1, and multiplies the result by the scales of rows.
+        fast_accum: whether the accumulator of lower precision is allowed.
     """
 
     layout_a: Layout
@@ -78,7 +79,7 @@ def ways_to_fit(
     has_bias: bool,
     fast_accum: bool,
 ) -> list[Fit]:
-    """The calls that compute a GEMM of ``sizes`` m, n and k, the fastest first."""
+    """The calls that can compute a GEMM of ``sizes`` m, n and k, fastest first."""
     m, n, k = sizes
     if layouts[0].scales_along_k:
         m, n = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE)
@@ -101,7 +102,7 @@ def multiply(
     """``a [M, K] @ bᵀ [K, N] + bias [N]`` in ``out_dtype``, contiguous, by one call of ``torch._scaled_mm``.
 
     Raises:
-        RuntimeError, ValueError: ``torch._scaled_mm`` does; see :func:`is_refusal`.
+        RuntimeError, ValueError: If ``torch._scaled_mm`` raises; see :func:`is_refusal`.
     """
     m, n = len(a), len(b)
     given_a, given_b = (scale_a.new_ones(()),) * 2 if fit.scales_afterwards else (scale_a, scale_b)
@@ -131,9 +132,9 @@ def multiply(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether ``error`` says that ``torch._scaled_mm`` does not multiply such operands, and not that a call failed.
+    """Whether ``error`` means that ``torch._scaled_mm`` does not support such operands, and not that a call failed.
 
-    An ``AcceleratorError`` may be an earlier kernel's, whose error is seen here first.
+    An ``AcceleratorError`` is not a refusal, since it may be the error of an earlier kernel.
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return False
@@ -142,7 +143,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def _retried(call: Callable[[], Tensor]) -> Tensor:
-    """Call again with the memory that torch keeps for itself, where cuBLAS found none for its handle or workspace."""
+    """Empty torch's memory cache and call again if cuBLAS could not allocate its handle or workspace."""
     try:
         return call()
     except RuntimeError as error:
@@ -153,7 +154,7 @@ def _retried(call: Callable[[], Tensor]) -> Tensor:
 
 
 def _padded(data: Tensor, scale_inv: Tensor, layout: Layout, rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """An operand ``[R, K]`` and its scales with zeros up to ``rows`` and ``k``; itself where nothing is missing."""
+    """An operand ``[R, K]`` and its scales, padded with zeros to ``rows`` and ``k``. It is only copied if necessary."""
     if data.shape == (rows, k):
         return data, scale_inv
     missing = 0, k - data.shape[1], 0, rows - data.shape[0]

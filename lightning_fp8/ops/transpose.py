@@ -1,4 +1,4 @@
-"""The op ``transpose``: FP8 codes ``[R, C]`` to the contiguous rows of ``[C, R]``, as a GEMM reads them."""
+"""The op ``transpose``: FP8 codes ``[R, C]`` to contiguous rows ``[C, R]``, which a GEMM can read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _DTYPES = tuple(each.dtype for each in FORMATS.values())
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Transpose FP8 codes, in memory of their own.
+    """Transpose FP8 codes to new memory.
 
     Args:
-        codes: ``[R, C]`` in an FP8 dtype, any strides; fastest where each row begins at a multiple of 4 bytes.
+        codes: ``[R, C]`` in an FP8 dtype, with any strides. It is fastest if each row is aligned to 4 bytes.
 
     Returns:
-        ``[C, R]``; on a GPU each row begins at a multiple of 16 bytes, as our casts write the operands of a GEMM.
+        ``[C, R]``. On a GPU each row is aligned to 16 bytes, as in a GEMM operand.
 
     Raises:
-        TypeError: ``codes`` is not a 2-D tensor in an FP8 dtype.
+        TypeError: If ``codes`` is not a 2-D tensor in an FP8 dtype.
     """
     return _transpose(codes)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""The transpose of FP8 codes on CUDA tensors: one launch; codes without contiguous rows are copied by torch."""
+"""The transpose of FP8 codes on CUDA tensors, in one launch. torch copies codes without contiguous rows first."""
 
 from __future__ import annotations
 

@@ -174,7 +174,10 @@ def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monke
     entries = {e["name"]: e for e in json.loads(path.read_text())["suites"]["casts"]}
     assert entries["cast"]["correct"] is False
     assert entries["cast"]["milliseconds"] is None
-    assert entries["cast"]["note"] == "ValueError: layout 'row' scales each block from itself; scale must be None"
+    assert (
+        entries["cast"]["note"]
+        == "ValueError: layout 'row' computes the scale of each block from its values; scale must be None"
+    )
     assert entries["observe"]["correct"] is True
 
 

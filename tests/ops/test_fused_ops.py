@@ -144,10 +144,10 @@ def test_errors() -> None:
         "bias is": lambda: ops.norm_quantize(x, ones, ones.half(), tensor, **norm),
         "RMSNorm has no bias": lambda: ops.norm_quantize(x, ones, ones, tensor, rms=True, **norm),
         "scale must be None": lambda: ops.activation_quantize(x, "gelu", row, scale=torch.tensor(1.0)),
-        "pass scale too": lambda: ops.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
+        "amax needs scale": lambda: ops.activation_quantize(x, "gelu", tensor, amax=torch.tensor(1.0)),
         "'elu' is unknown; use one of gelu, geglu": lambda: ops.activation_quantize(x, "elu", tensor),
         "two halves": lambda: ops.activation_quantize(x[:, :5], "swiglu", tensor),
-        "no gradient of swiglu": lambda: ops.activation_backward_quantize(x, x, "swiglu", tensor),
+        "not the shape of swiglu": lambda: ops.activation_backward_quantize(x, x, "swiglu", tensor),
     }.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call()

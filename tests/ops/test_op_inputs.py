@@ -57,7 +57,7 @@ Case = tuple[Op, tuple[Any, ...], dict[int, dict[str, Any]]]
 SCALAR = {
     "dtype": (WIDE, TypeError, r"{} is torch\.float64; it must be torch\.float32"),
     "shape": (ROWS, ValueError, r"{} has shape \[3\]; it must have \[\]"),
-    "device": (META, ValueError, r"{} is on meta and what it belongs to on cpu; move one"),
+    "device": (META, ValueError, r"{} is on meta, but the other tensors are on cpu"),
 }
 COUNT = {
     "dtype": (COUNTS.int(), TypeError, r"overflow_counts is torch\.int32; it must be torch\.int64"),
@@ -65,13 +65,13 @@ COUNT = {
     "strides": (
         torch.zeros(2, 2, dtype=torch.int64)[:, 0],
         ValueError,
-        r"overflow_counts of strides \(2,\) must be contiguous",
+        r"overflow_counts has strides \(2,\), but must be contiguous",
     ),
 }
 OF_NORM = {
-    "weight dtype": (WEIGHT.double(), ValueError, r"weight is torch\.float64 \(64,\); x \(32, 64\) needs \[64\]"),
-    "weight shape": (WEIGHT[:-1], ValueError, r"weight is torch\.float32 \(63,\); x \(32, 64\) needs \[64\]"),
-    "weight device": (WEIGHT.to("meta"), ValueError, "weight is on meta and what it belongs to on cpu; move one"),
+    "weight dtype": (WEIGHT.double(), ValueError, r"weight is torch\.float64 \(64,\); x \(32, 64\) needs shape \[64\]"),
+    "weight shape": (WEIGHT[:-1], ValueError, r"weight is torch\.float32 \(63,\); x \(32, 64\) needs shape \[64\]"),
+    "weight device": (WEIGHT.to("meta"), ValueError, "weight is on meta, but the other tensors are on cpu"),
 }
 OF_NORM_BACKWARD = {
     "weight dtype": (WEIGHT.double(), TypeError, r"weight is torch\.float64"),
@@ -81,17 +81,20 @@ OF_STATISTICS = {
     "dtype": (STATISTICS.bfloat16(), TypeError, r"statistics is torch\.bfloat16; it must be torch\.float32"),
     "of rms": (STATISTICS[:1], ValueError, r"statistics has shape \[1, 32\]; it must have \[2, 32\]"),
     "rows": (STATISTICS[:, :3].contiguous(), ValueError, r"statistics has shape \[2, 3\]"),
-    "strides": (torch.ones(R, 2).t(), ValueError, r"statistics of strides \(1, 2\) must be contiguous"),
+    "strides": (torch.ones(R, 2).t(), ValueError, r"statistics has strides \(1, 2\), but must be contiguous"),
 }
 OF_DY = {
     "dtype": (X.double(), TypeError, r"dy is torch\.float64; it must be torch\.bfloat16 or"),
     "shape": (X[:-1], ValueError, r"dy has shape \[31, 64\]; it must have \[32, 64\]"),
 }
-OF_GRADIENT = {**OF_DY, "shape": (X[:-1], ValueError, r"dy of shape \(31, 64\) is no gradient of gelu of x \(32, 64\)")}
+OF_GRADIENT = {
+    **OF_DY,
+    "shape": (X[:-1], ValueError, r"dy has shape \(31, 64\), which is not the shape of gelu of x \(32, 64\)"),
+}
 OF_FACTOR = {
     "dtype": (X.double(), TypeError, r"factor is torch\.float64; it must be torch\.float32"),
     "shape": (X[:-1], ValueError, r"factor has shape \[31, 64\]; it must have \[32, 64\]"),
-    "device": (X.to("meta"), ValueError, r"factor is on meta and what it belongs to on cpu; move one"),
+    "device": (X.to("meta"), ValueError, r"factor is on meta, but the other tensors are on cpu"),
 }
 OF_BIAS = {
     "dtype": (torch.ones(R).double(), TypeError, r"bias is torch\.float64"),
@@ -101,14 +104,14 @@ OF_OUT = {"shape": (torch.zeros(R, R - 1), ValueError, r"out has shape \[32, 31\
 OF_ROWS = {
     "dtype": (ROWS.double(), TypeError, r"{} is torch\.float64"),
     "shape": (ROWS[:2], ValueError, r"{} has shape \[2\]; it must have \[3\]"),
-    "strides": (torch.ones(3, 2)[:, 0], ValueError, r"{} of strides \(2,\) must be contiguous"),
+    "strides": (torch.ones(3, 2)[:, 0], ValueError, r"{} has strides \(2,\), but must be contiguous"),
 }
 OF_HISTORY = {
     "dtype": (torch.ones(4, 3).double(), TypeError, r"amax_history is torch\.float64"),
     "shape": (torch.ones(4, 2), ValueError, r"amax_history has shape \[4, 2\]; it must have \[4, 3\]"),
     "a row": (torch.ones(3), ValueError, r"amax_history has shape \[3\]; it must have \[3, 3\]"),
     "no row": (torch.ones(0, 3), ValueError, r"amax_history has shape \[0, 3\]; it must have \[1, 3\]"),
-    "strides": (torch.ones(3, 4).t(), ValueError, r"amax_history of strides \(1, 4\) must be contiguous"),
+    "strides": (torch.ones(3, 4).t(), ValueError, r"amax_history has strides \(1, 4\), but must be contiguous"),
 }
 
 
@@ -135,8 +138,8 @@ OPS: dict[str, Case] = {
         1: {
             "dtype": (WEIGHT.double(), TypeError, r"scale is torch\.float64; it must be torch\.float32"),
             "shape": (WEIGHT[:-1], ValueError, r"scale has shape \[63\]; it must have \[64\]"),
-            "device": (WEIGHT.to("meta"), ValueError, "scale is on meta and what it belongs to on cpu; move one"),
-            "strides": (torch.ones(K, 2)[:, 0], ValueError, r"scale of strides \(2,\) must be contiguous"),
+            "device": (WEIGHT.to("meta"), ValueError, "scale is on meta, but the other tensors are on cpu"),
+            "strides": (torch.ones(K, 2)[:, 0], ValueError, r"scale has strides \(2,\), but must be contiguous"),
         },
         2: {"dtype": (torch.int8, ValueError, r"dtype=torch\.int8 is not an FP8 format; use one of")},
     }),
@@ -230,7 +233,7 @@ PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "contractions": (lambda: ops.scaled_mm_accumulate(X, codes(), codes(K=8)), ValueError, "contractions differ"),
     "a history of one row": (lambda: update(amax_history=ROWS), ValueError, r"amax_history has shape \[3\]"),
     "an algorithm": (lambda: update(algorithm="mean"), ValueError, "algorithm='mean'.*'max' or 'most_recent'"),
-    "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must lie from -126 to 126"),
+    "a margin": (lambda: update(margin=float("nan")), ValueError, "margin=nan must be from -126 to 126"),
     "a negative eps": (lambda: norm(eps=-1.0), ValueError, "eps=-1.0 must be a finite number of at least 0"),
     "eps nan": (lambda: norm(eps=float("nan")), ValueError, "eps=nan must be a finite number of at least 0"),
     "bias_dtype": (
