@@ -1,5 +1,5 @@
 """Transformer Engine: its checkpoints' keys, states and files, and its modules' arguments.
 
-It need not be installed, and nothing that its files hold is run. ``export``, ``load`` and ``remap`` know models; the
-other modules import nothing of ours but values.
+Transformer Engine does not have to be installed, and no code in its files is executed. ``export``, ``load`` and
+``remap`` work with models. The other modules only work with values.
 """

@@ -1,9 +1,9 @@
-"""Transformer Engine's arguments as data: what each may be here, and what to do instead of the others.
+"""Transformer Engine's arguments as data: the supported values, and alternatives to unsupported ones.
 
-A name means the same in all of its modules. One table has the values that constructors take here, one the arguments
-that are taken at their default alone, with the way out, and one the arguments that Transformer Engine has removed.
-:func:`checked_arguments` checks a constructor by them. The defaults of supported arguments are in our signatures. A
-module checks sizes itself, and how its arguments go together.
+A name has the same meaning in all modules. There are three tables: the supported values of constructor arguments, the
+arguments of which only the default is supported, with alternatives, and the arguments that Transformer Engine has
+removed. :func:`checked_arguments` checks constructors by them. The defaults of supported arguments are in the
+constructors' signatures. Each module checks its sizes and combinations of arguments itself.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ParallelArguments(TypedDict, total=False):
-    """Transformer Engine's arguments of tensor and sequence parallelism, and of what overlaps with it.
+    """Transformer Engine's arguments of tensor and sequence parallelism, and of overlapped communication.
 
-    Others than these are taken at their defaults alone. See docs/distributed_te.md.
+    Of all other parallel arguments only the defaults are supported. See docs/distributed_te.md.
 
     Attributes:
-        parallel_mode: of a linear layer: ``"column"`` cuts its output features over the ranks, ``"row"`` its input
-            features. None does not cut it.
-        set_parallel_mode: of LayerNormMLP, MultiheadAttention and TransformerLayer: the first linear layers are column,
-            the last one row.
-        tp_group: the ranks, a process group; ``set_tensor_parallel_group`` takes it later.
-        tp_size: their number, where ``tp_group`` is not given yet.
-        sequence_parallel: outside of column and row layers the first dimension of tensors is cut, too.
-        return_layernorm_output_gathered: the norm's output is given whole.
-        delay_wgrad_compute: of a linear layer: backward passes leave weights' gradients to ``backward_dw()``.
-        get_rng_state_tracker: gives the tracker whose state is forked, under ``rng_tracker_name``, while weights are
+        parallel_mode: for a linear layer, ``"column"`` shards its output features over the ranks, and ``"row"`` its
+            input features. None does not shard it.
+        set_parallel_mode: for LayerNormMLP, MultiheadAttention and TransformerLayer, makes the first linear layers
+            column-parallel and the last one row-parallel.
+        tp_group: the process group. It can be set later by ``set_tensor_parallel_group``.
+        tp_size: the number of ranks, if ``tp_group`` is not passed yet.
+        sequence_parallel: shard activations outside column- and row-parallel layers along their first dimension.
+        return_layernorm_output_gathered: gather the returned output of the norm over the ranks.
+        delay_wgrad_compute: for a linear layer, leave weight gradients to ``backward_dw()`` instead of backward passes.
+        get_rng_state_tracker: returns the RNG tracker whose state ``rng_tracker_name`` is forked while weights are
             initialized.
-        save_original_input: taken, and without effect: results are the same, and the backward pass keeps the FP8 copy,
-            which is smaller.
-        ub_name, name: labels without effect.
+        save_original_input: accepted and ignored. Results are the same. The backward pass always uses the saved FP8
+            copy, which is smaller than the input.
+        ub_name, name: accepted and ignored.
     """
 
     sequence_parallel: bool
@@ -79,7 +79,9 @@ def _require_init_method(name: str, value: Any) -> None:
 
 def _require_group(name: str, value: Any) -> None:
     if not isinstance(value, dist.ProcessGroup):
-        raise TypeError(f"{name}={value!r} must be a process group of torch.distributed; of a mesh its get_group()")
+        raise TypeError(
+            f"{name}={value!r} must be a process group of torch.distributed; for a mesh pass mesh.get_group()"
+        )
 
 
 _FORMATS = partial(one_of, known=("sbhd", "bshd", "thd"))
@@ -158,7 +160,7 @@ _OF_ONE_MODULE: dict[tuple[str, str], Callable[[str, Any], Any] | None] = {
     **{(module, "delay_wgrad_compute"): require_bool for module in ("Linear", "LayerNormLinear", "LayerNormMLP")},
     **{("TransformerLayer", name): None for name in ParallelArguments.__annotations__ if name.startswith("ub_")},
 }
-"""Where a name means something else. A TransformerLayer's ``ub_...`` have no effect without ``ub_tp_comm_overlap``."""
+"""Exceptions by module. A TransformerLayer's ``ub_...`` have no effect without ``ub_tp_comm_overlap``."""
 
 
 def _refuse(name: str, value: Any, unsupported: dict[str, _Unsupported]) -> None:
@@ -170,10 +172,10 @@ def _refuse(name: str, value: Any, unsupported: dict[str, _Unsupported]) -> None
 
 
 def refuse_in_forward(**asked: Any) -> None:
-    """Check arguments of a forward that are taken at their defaults alone.
+    """Check the arguments of a forward of which only the default is supported.
 
     Raises:
-        NotImplementedError: another value; the message says what to do instead.
+        NotImplementedError: If an argument differs from its default. The message has an alternative.
     """
     for name, value in asked.items():
         _refuse(name, value, _UNSUPPORTED_IN_FORWARD)
@@ -193,14 +195,14 @@ def _check(module: str, name: str, value: Any) -> None:
 
 
 def checked_arguments(init: Init) -> Init:
-    """Have what an ``__init__`` is called with checked by the tables of this file before it runs.
+    """Decorator of an ``__init__`` that first checks its arguments by the tables of this file.
 
-    A module whose ``__init__`` has run has the attribute ``constructed``.
+    A module has the attribute ``constructed`` after its ``__init__``.
 
     Raises (the ``__init__``):
-        ValueError, TypeError: a value that does not fit, or an argument that Transformer Engine does not have, or has
-            removed.
-        NotImplementedError: an argument that is not supported, and not at its default.
+        ValueError, TypeError: If a value is invalid, or if Transformer Engine does not have the argument or has removed
+            it.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
     module = init.__qualname__.partition(".")[0]
     parameters = [*inspect.signature(init).parameters.values()][1:]
@@ -222,12 +224,12 @@ def checked_arguments(init: Init) -> Init:
 
 
 class PassesContextParallelGroup:
-    """The method of Transformer Engine's modules that gives the attention inside them a context-parallel group."""
+    """The method of Transformer Engine's modules that sets the context-parallel group of the attention inside them."""
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
     ) -> None:
-        """Give the group to each attention inside, see :class:`lightning_fp8.DotProductAttention`; others ignore it."""
+        """Set the group of each attention inside the module; see :class:`lightning_fp8.DotProductAttention`."""
         for child in self.modules():  # type: ignore[attr-defined]
             if child is not self and hasattr(child, "set_context_parallel_group"):
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)

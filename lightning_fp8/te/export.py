@@ -28,25 +28,25 @@ _FIRST_VERSION = (0, 12)
 
 
 def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> dict[str, Any]:
-    """The parameters of ``model`` and its delayed-scaling state as Transformer Engine ``version`` would save them.
+    """The parameters of ``model`` and its delayed-scaling state in the format of Transformer Engine ``version``.
 
-    A tensor that was never scaled gets Transformer Engine's start, scale 1 and amax 0. Attention has no state before
-    1.6. Versions 2.16.1, 2.17.1 and 2.18 and later read any FP8 state only with
-    ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``, their own too.
+    A tensor without a scale gets Transformer Engine's initial state, scale 1 and amax 0. Attention has no state before
+    1.6. Versions 2.16.1, 2.17.1 and from 2.18 on load FP8 state, including their own, only with
+    ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``.
 
     Args:
         model: a model with FP8 layers.
         version: ``"1.13"``, ``"2.4.0"``, ...; 0.12 or later.
-        recipe: ``DelayedScaling``, or what :func:`make_recipe` makes one of. Written along from 2.0 on, and decides the
-            formats; ``None`` is ``DelayedScaling()`` with the history's length.
+        recipe: a ``DelayedScaling``, or an argument of :func:`make_recipe` for one. It determines the formats, and is
+            part of the state from 2.0 on. ``None`` is ``DelayedScaling()`` with the history's length.
 
     Returns:
-        The state dict. Values of ``_extra_state`` are ``io.BytesIO`` up to 1.13, uint8 tensors from 2.0 on.
+        The state dict. Values of ``_extra_state`` are ``io.BytesIO`` up to 1.13, and uint8 tensors from 2.0 on.
 
     Raises:
-        ValueError: a version that is none, or is before 0.12; a recipe that is not delayed; a layer whose weight lies
-            transposed.
-        TypeError: ``model`` is no module, ``version`` no text, or ``recipe`` no recipe.
+        ValueError: If ``version`` is invalid or before 0.12, if the recipe is not delayed scaling, or if a layer stores
+            its weight transposed.
+        TypeError: If ``model`` is not a module, ``version`` not a string, or ``recipe`` not a recipe.
     """
     require_module("export_te_state_dict", model)
     number = parse_version(version)
@@ -66,7 +66,7 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
             continue
         key = state_key(name, attention, number)
         state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles, len(module.gemms)), number, recipe)
-    if number >= (2, 0):  # norms became operations then, which have a state that is always empty
+    if number >= (2, 0):  # from 2.0 on norms have a state, which is always empty
         for name, module in model.named_modules():
             if isinstance(module, (LayerNorm, RMSNorm)):
                 state_dict[state_key(clean_name(name))] = _value(None, 0, (2, 4), None)
@@ -74,11 +74,11 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """Major and minor number.
+    """The major and minor number of ``version``.
 
     Raises:
-        TypeError: not text.
-        ValueError: not a version, or before 0.12.
+        TypeError: If ``version`` is not a string.
+        ValueError: If it is not a version, or before 0.12.
     """
     if not isinstance(version, str):
         raise TypeError(f"version={version!r} must be text: {str(version)!r}; as a number 1.10 is 1.1")
@@ -149,12 +149,12 @@ def _te_recipe(recipe: DelayedScaling, length: int) -> Standin:
     return Standin(f"{_RECIPES}.DelayedScaling", (), fields)
 
 
-# Python's own pickler: the one in C imports a class before it writes its name.
+# The pickler written in Python. The one in C would import a class before it writes its name.
 _Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]
 
 
 class _StandinPickler(_Pickler):
-    """Writes a :class:`Standin` as an object of the class it names, which need not be installed."""
+    """A pickler that writes a :class:`Standin` as an object of its class, which does not have to be installed."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
@@ -165,7 +165,7 @@ class _StandinPickler(_Pickler):
         self.save(name)
         self.write(pickle.STACK_GLOBAL)
         self.save(standin.args)
-        # An object with attributes is made empty and filled, as pickle does; others are their arguments.
+        # As in pickle, an object with attributes is created empty and filled; others are created from arguments.
         self.write(pickle.NEWOBJ if standin.state else pickle.REDUCE)
         if standin.state:
             self.save(standin.state)

@@ -1,6 +1,6 @@
-"""The keys of Transformer Engine's checkpoints: what it calls its tensors, and what they are called here.
+"""The keys of Transformer Engine's checkpoints, and the corresponding names in this package.
 
-Parameters and states of a module called ``p``:
+Parameters and states of a module named ``p``:
 
 | module of Transformer Engine | its keys | here |
 |---|---|---|
@@ -17,10 +17,10 @@ Parameters and states of a module called ``p``:
 | RotaryPositionEmbedding | ``p.inv_freq`` | nothing: it is computed |
 | GroupedLinear | ``p.weight0``, ..., ``p._extra_state`` | not read |
 
-A state's value has a column for each tensor: :func:`column_of` says which, and :func:`slots_of_gemms` whose slot it
-fills. The rows of attention's projections are fused or not, by heads or by names: :class:`ProjectionRows`.
-:mod:`lightning_fp8.te.remap` finds the modules of a model that keys are for. Modules of ours have these keys
-themselves, and take their states by :func:`take_state` in torch's own ``load_state_dict``.
+The value of a state has a column for each tensor, which :func:`column_of` returns. :func:`slots_of_gemms` returns the
+slot for it. The rows of attention's projections may be fused or not, and ordered by heads or by names, see
+:class:`ProjectionRows`. :mod:`lightning_fp8.te.remap` maps keys to the modules of a model. Modules of this package have
+the same keys, and load their states by :func:`take_state` in torch's ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 
 # --- States -----------------------------------------------------------------------------------------------------------
 
-# Lightning loads with weights_only=True, which refuses the container of 0.12 to 1.13. A BytesIO is bytes, and inert.
+# Lightning loads with weights_only=True, which refuses io.BytesIO, the container of 0.12 to 1.13. It only holds bytes.
 torch.serialization.add_safe_globals([io.BytesIO])
 
 EXTRA_STATE = "_extra_state"
 INV_FREQ = "inv_freq"
 FUSED_ATTENTION = "fused_attention"
-"""Where 1.6 and 1.7 keep attention's state; later versions keep it one level up."""
+"""The child of attention that has its state in 1.6 and 1.7. Later versions store it one level up."""
 
 # Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
 FORWARD_SLOTS = 3
 BACKWARD_SLOTS = 2
 _LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
-# Attention counts as three GEMMs: qkv and s are outputs of the first and third, o is the second's input, and so on.
+# Attention has the columns of three GEMMs: qkv and s are outputs of the first and third, o is the second's input, ...
 _ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
 ATTENTION_GEMMS = 3
 
 
 def num_gemms_of(roles: tuple[Role, ...], linears: int = 1) -> int:
-    """The number of GEMMs that Transformer Engine counts for a module of these roles, or of so many linear layers."""
+    """The number of GEMMs in Transformer Engine's state of a module with these roles and this number of layers."""
     return ATTENTION_GEMMS if Role.QKV in roles else linears
 
 
 def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
-    """Direction (``"fwd"`` or ``"bwd"``) and column of a tensor."""
+    """The direction (``"fwd"`` or ``"bwd"``) and the column of a tensor."""
     if role in _ATTENTION_COLUMNS:
         return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
     if role.is_gradient:
@@ -73,21 +73,21 @@ def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
 
 
 def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> dict[str, tuple[Role, int]]:
-    """Names of slots, each with the role and the GEMM whose column it takes: ``layers.0.mlp.fc1.input``.
+    """The names of slots (``layers.0.mlp.fc1.input``), each with the role and the GEMM of its column.
 
     Args:
-        gemms: the index of each GEMM in the state, and the name it has here: its module's, and its own behind that
-            where the module has several.
-        roles: of the module.
+        gemms: the index of each GEMM in the state, with its name in this package: the name of the module, followed by
+            the GEMM's name if the module has several.
+        roles: the roles of the module.
     """
     return {slot_name(name, role): (role, gemm) for gemm, name in gemms for role in roles}
 
 
 def slots_of_state(module_name: str, num_gemms: int) -> dict[str, tuple[Role, int]]:
-    """As :func:`slots_of_gemms` of a state alone, where no model says what ``module_name`` is.
+    """:func:`slots_of_gemms` for a state without a model.
 
-    One GEMM is a linear layer's, two are LayerNormMLP's ``fc1`` and ``fc2``, three are attention's; of more there are
-    no slots.
+    A state of one GEMM is considered a linear layer's, of two GEMMs LayerNormMLP's (``fc1`` and ``fc2``), and of
+    three GEMMs attention's. States of more GEMMs have no slots.
     """
     if num_gemms == ATTENTION_GEMMS:
         return slots_of_gemms([(0, module_name)], ATTENTION_ROLES)
@@ -97,37 +97,37 @@ def slots_of_state(module_name: str, num_gemms: int) -> dict[str, tuple[Role, in
 
 
 def is_state(key: str) -> bool:
-    """Whether ``key`` is that of a module's FP8 state."""
+    """Whether ``key`` is the key of a module's FP8 state."""
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
 def has_te_state(names: Iterable[str]) -> bool:
-    """Whether a ``state_dict`` with these keys holds FP8 state of Transformer Engine."""
+    """Whether a ``state_dict`` with these keys has FP8 state of Transformer Engine."""
     return any(map(is_state, names))
 
 
 def is_grouped(owner: str, names: Container[str]) -> bool:
-    """Whether ``owner`` is a GroupedLinear, which orders its columns by role: read as GEMMs they would be wrong."""
+    """Whether ``owner`` is a GroupedLinear, whose columns are ordered by role and not by GEMM."""
     return f"{prefix_of(owner)}weight0" in names
 
 
 def state_key(module_name: str, attention: bool = False, version: tuple[int, int] = (2, 0)) -> str:
-    """The key under which ``version`` keeps a module's state; ``attention``: whether it is attention's."""
+    """The key of a module's state in ``version``. ``attention`` is True for the state of attention."""
     middle = f"{FUSED_ATTENTION}." if attention and version < (1, 8) else ""
     return f"{prefix_of(module_name)}{middle}{EXTRA_STATE}"
 
 
 def module_of_state(key: str, modules: Container[str]) -> str:
-    """The module that the state under ``key`` belongs to, one level up where ``modules`` has none to keep it."""
+    """The module that owns the state under ``key``: one level up if ``modules`` does not have the key's own module."""
     owner = key.rpartition(".")[0]
     parent, _, last = owner.rpartition(".")
     return parent if last == FUSED_ATTENTION and owner not in modules else owner
 
 
 def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | None:
-    """Remove the state of the module with ``prefix`` (``"layers.0."``) from ``state_dict``; its key and its value.
+    """Remove the state of the module with ``prefix`` (``"layers.0."``) from ``state_dict``, and return key and value.
 
-    Where attention has two, of an older Transformer Engine and of a newer one, the newer is taken, with a warning.
+    If attention has states in the old and in the new place, it warns and returns the new one.
     """
     candidates = [prefix + EXTRA_STATE, f"{prefix}{FUSED_ATTENTION}.{EXTRA_STATE}"]
     states = [(key, state_dict.pop(key)) for key in candidates if key in state_dict]
@@ -148,31 +148,31 @@ def prefix_of(module_name: str) -> str:
 
 
 def is_parameter(leaf: str) -> bool:
-    """Whether a parameter of Transformer Engine may be called so: ``weight``, ``fc1_bias``, ``query_weight``."""
+    """Whether a parameter of Transformer Engine can have this name: ``weight``, ``fc1_bias``, ``query_weight``."""
     return _PARAMETER.fullmatch(leaf) is not None
 
 
 def stem_of(leaf: str) -> str:
-    """``fc1`` of ``fc1_weight``; ``""`` of ``weight``."""
+    """``fc1`` for ``fc1_weight``; ``""`` for ``weight``."""
     return leaf.removesuffix("weight").removesuffix("bias").rstrip("_")
 
 
 # --- Projections of attention -----------------------------------------------------------------------------------------
 #
-# Transformer Engine fuses the projections to queries, keys and values into one parameter or keeps one for each
-# (``fuse_qkv_params``), and orders the rows of a fused one by groups of heads or by names (``qkv_weight_interleaved``).
+# Transformer Engine has one fused parameter for the projections to queries, keys and values, or one for each
+# (``fuse_qkv_params``). Rows of a fused one are ordered by groups of heads or by names (``qkv_weight_interleaved``).
 
 
 @dataclass(frozen=True)
 class ProjectionRows:
-    """The order of a projection's rows, in its weight, its bias and its output.
+    """The order of a projection's rows in its weight, its bias and its output.
 
     Attributes:
-        names: what is projected to: ``("query", "key", "value")``, or some of them.
-        heads_per_group: the number of heads of each.
-        groups: heads of keys and values.
-        channels: of a head.
-        interleaved: groups follow each other, each with its query heads, its key and its value; else all queries come
+        names: the results of the projection: ``("query", "key", "value")``, or a part of them.
+        heads_per_group: for each name, the number of heads in a group.
+        groups: the number of groups, which is the number of key and value heads.
+        channels: the number of channels of a head.
+        interleaved: True orders rows by group: its query heads, its key head, its value head. False puts all queries
             first, then all keys, then all values.
     """
 
@@ -183,7 +183,7 @@ class ProjectionRows:
     interleaved: bool
 
     def with_order(self, interleaved: bool) -> ProjectionRows:
-        """The same rows in the order that ``interleaved`` says."""
+        """The same rows in the order of ``interleaved``."""
         return replace(self, interleaved=interleaved)
 
     @property
@@ -192,7 +192,7 @@ class ProjectionRows:
         return {name: heads * self.groups * self.channels for name, heads in zip(self.names, self.heads_per_group)}
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``[..., rows]`` as ``[..., heads, channels]`` of each name; views, where they are not interleaved."""
+        """Split ``[..., rows]`` to ``[..., heads, channels]`` for each name. Results are views if not interleaved."""
         if not self.interleaved:
             parts = x.split([*self.sizes.values()], -1)
             return tuple(
@@ -203,12 +203,12 @@ class ProjectionRows:
         return tuple(part.flatten(-3, -2) for part in grouped.split(self.heads_per_group, -2))
 
     def split_parameter(self, fused: Tensor) -> dict[str, Tensor]:
-        """A weight ``[rows, in]`` or a bias ``[rows]`` by names, each with the rows of its heads in their order."""
+        """Split a weight ``[rows, in]`` or a bias ``[rows]`` by names, with the rows of each name ordered by heads."""
         heads = self.split_heads(fused.movedim(0, -1))
         return {name: part.flatten(-2).movedim(-1, 0) for name, part in zip(self.names, heads)}
 
     def join_parameters(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """What :meth:`split_parameter` takes, of what it gives."""
+        """The inverse of :meth:`split_parameter`."""
         if not self.interleaved:
             return torch.cat([parts[name] for name in self.names])
         grouped = [
@@ -224,12 +224,12 @@ def rows_of_projections(
     """The rows of each projection of attention, by the name of its module.
 
     Args:
-        heads: of queries.
-        groups: heads of keys and values.
-        channels: of a head.
-        self_attention: queries, keys and values are projected from one tensor, by one module.
+        heads: the number of query heads.
+        groups: the number of key and value heads.
+        channels: the number of channels of a head.
+        self_attention: whether one module projects one tensor to queries, keys and values.
         interleaved: see :class:`ProjectionRows`.
-        input_layernorm: the module that projects to queries has a norm in front.
+        input_layernorm: whether the module that projects to queries has a norm.
     """
     share = heads // groups
     of = (groups, channels, interleaved)
@@ -244,21 +244,21 @@ def rows_of_projections(
 
 
 def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
-    """Whether the projection's parameters are named by what it projects to: ``query_weight``.
+    """Whether the names of the projection's parameters contain those of its results, as in ``query_weight``.
 
-    Those of ``query_layer``, which projects to queries alone, never are; those of ``layernorm_query`` may be.
+    This is never the case for ``query_layer``, which only projects to queries, but may be for ``layernorm_query``.
     """
     return not fuse_qkv_params and projection != "query_layer"
 
 
 class Projecting(Protocol):
-    """Attention with projections, as our ``MultiheadAttention`` is.
+    """Attention with projections, such as ``MultiheadAttention``.
 
     Attributes:
-        projection_rows: the order of each projection's rows, by the name of its module; of this rank's rows.
+        projection_rows: the order of this rank's rows of each projection, by the name of its module.
         tp_size: the number of tensor-parallel ranks.
-        fuse_qkv_params: a projection to several tensors has one weight.
-        qkv_weight_interleaved: its rows are by groups of heads.
+        fuse_qkv_params: whether a projection to several tensors has one weight.
+        qkv_weight_interleaved: whether the rows of that weight are ordered by groups of heads.
     """
 
     tp_size: int
@@ -268,11 +268,11 @@ class Projecting(Protocol):
 
 
 def projection_parameters(attention: Projecting, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a projection as ``attention`` names them, split or joined, their rows in its order.
+    """The parameters of a projection, split or joined, with the names and the order of rows that ``attention`` has.
 
     Args:
-        projection: the name of its module in ``attention``.
-        parameters: by name, without prefix, of this rank or of all tensor-parallel ranks together; others are
+        projection: the name of the projection's module in ``attention``.
+        parameters: the parameters by name without prefix, of this rank or of the unsharded model. Other parameters are
             returned unchanged.
     """
     if (order := attention.projection_rows.get(projection)) is None:
@@ -286,12 +286,12 @@ def projection_parameters(attention: Projecting, projection: str, parameters: Ma
 
 
 def _split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split: bool) -> dict[str, Any]:
-    """Parameters of a projection as one that is ``split``, or is not, names them.
+    """Split or join the parameters of a projection.
 
     Args:
-        parameters: by name, without their prefix; those of a norm, and what fits nothing, stay as they are.
-        order: of the projection's rows.
-        split: ``query_weight``, ``query_bias``, ...; else ``weight`` and ``bias``.
+        parameters: the parameters by name without prefix. Those of a norm and unknown ones are returned unchanged.
+        order: the order of the projection's rows.
+        split: True returns ``query_weight``, ``query_bias``, ...; False returns ``weight`` and ``bias``.
     """
     sizes = order.sizes
     renamed = dict(parameters)
@@ -312,11 +312,12 @@ def _split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split
 
 
 def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str | None]:
-    """A function from a name of the file to one of the model: it strips a leading path and prepends another.
+    """A function that maps names in the file to names in the model, by replacing one prefix with another.
 
-    The pair is the one that lets most names fit; where none does better, names stay as they are. So do names without
-    the leading path, which most names have: a metric's or a loss's beside ``model.``. One of them that another name
-    becomes has no name in the model, None: a LightningModule's own ``head.weight`` beside ``model.head.weight``.
+    It uses the pair of prefixes for which most names match. If no pair is better than none, names are not changed.
+    Names without the prefix, such as those of a metric or a loss, are not changed either. If such a name equals the
+    result of another name, it is mapped to None: a LightningModule's own ``head.weight`` if there is
+    ``model.head.weight``.
     """
     strips = ["", *_leading_paths(file_names)]
     prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
@@ -339,7 +340,7 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
 
 
 def _leading_paths(names: list[str]) -> list[str]:
-    """The dotted prefixes that more than half of the names share, shortest first."""
+    """The dotted prefixes of more than half of the names, shortest first."""
     paths = [""]
     while True:
         inside = [name.removeprefix(paths[-1]) for name in names if name.startswith(paths[-1])]

@@ -21,24 +21,24 @@ from lightning_fp8.te.torch_file import CheckpointError
 
 
 def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadReport:
-    """Load parameters and FP8 state that Transformer Engine saved, whichever version, into ``model``.
+    """Load parameters and FP8 state of any version of Transformer Engine into ``model``.
 
-    Nothing of the file is executed. Either everything is loaded or, with one of the errors below, nothing; an error
-    of a module's own ``set_extra_state`` or hooks may come after other modules are loaded.
+    No code in the file is executed. If one of the errors below is raised, nothing was loaded. The exception are errors
+    in a module's own ``set_extra_state`` or in hooks, which may occur after other modules are loaded.
 
     Args:
-        model: a model of ``lightning_fp8`` modules, or converted by ``convert_module``; other models get the
-            parameters alone.
-        state_dict: what a model of Transformer Engine modules gave; the whole of a Lightning checkpoint does as well.
-        strict: every parameter of one side must be on the other.
+        model: a model of ``lightning_fp8`` modules, or a model converted by ``convert_module``. Only the parameters are
+            loaded into other models.
+        state_dict: the state dict of a model of Transformer Engine modules, or a whole Lightning checkpoint.
+        strict: require that the model and the file have the same parameters.
 
     Returns:
-        What became of each FP8 state, and which parameters were on one side alone.
+        A report on each FP8 state, and on parameters that are missing in the file or in the model.
 
     Raises:
-        CheckpointError: a damaged or foreign state, or keys, shapes or values that do not fit; the message names the
-            keys.
-        TypeError: ``model`` is no module, ``state_dict`` no mapping, or ``strict`` no bool.
+        CheckpointError: If a state is damaged or not Transformer Engine's, or if keys, shapes or values do not match.
+            The message has the keys.
+        TypeError: If ``model`` is not a module, ``state_dict`` not a mapping, or ``strict`` not a bool.
     """
     require_module("load_te_state_dict", model)
     require_mapping("load_te_state_dict", state_dict)
@@ -68,25 +68,26 @@ def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
 
 
 def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
-    """Raise before torch loads a part: ``nn.Module.load_state_dict`` copies what fits and complains afterwards.
+    """Check a state dict before loading, because ``nn.Module.load_state_dict`` copies matching keys before it raises.
 
     Returns:
-        The report, with the keys that are on one side alone.
+        The report, with the missing and the unexpected keys.
 
     Raises:
-        CheckpointError: missing or unexpected keys (``strict``), other shapes, or what torch cannot copy.
+        CheckpointError: If keys are missing or unexpected (``strict``), if shapes differ, or if torch cannot copy a
+            value.
     """
     model_params = model.state_dict()
     file_params = remapped.state_dict
     missing = sorted(model_params.keys() - file_params.keys())
     unexpected = sorted({*file_params.keys() - model_params.keys(), *remapped.beside})
-    wholes = whole_shapes(model)  # of which layers take their pieces
+    wholes = whole_shapes(model)  # layers load their shards
     problems = [
         f"{key} {problem}"
         for key, value in model_params.items()
         if key in file_params
         and isinstance(value, Tensor)
-        and not is_state(key)  # a module's own business
+        and not is_state(key)  # the module loads it
         and (problem := _misfit(file_params[key], value, wholes.get(key)))
     ]
     if strict:
@@ -105,7 +106,7 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
 
 
 def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:
-    """Why torch cannot copy the file's value into the model's, or ``""``."""
+    """The reason why torch cannot copy the file's value to the model's, or ``""``."""
     if not isinstance(given, Tensor):
         return f"is a {type(given).__name__} in the file and a tensor in the model"
     for what, x, y in (
@@ -125,7 +126,7 @@ def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:
 
 
 def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
-    """What to say of weights that look like gamma - 1 in norms that take gamma: a file does not say which it holds."""
+    """The note for norms with gamma whose loaded weights look like gamma - 1, since files do not hold this flag."""
     suspects = []
     for name, module in model.named_modules():
         if isinstance(module, NormedLayer):
@@ -148,11 +149,11 @@ def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
 def load_hook(
     fp8_roles: Callable[[], FP8Roles], receive: Callable[[dict[str, Any] | None, LoadReport], None]
 ) -> Callable[..., None]:
-    """A load-state pre-hook of a whole model, which takes Transformer Engine's states out of what is being loaded.
+    """A load-state-dict pre-hook of a model that removes Transformer Engine's states from the state dict.
 
     Args:
-        fp8_roles: gives the modules that run, or will run, in FP8.
-        receive: called with the FP8 state, or None, and the report.
+        fp8_roles: returns the modules that run in FP8, now or after the conversion.
+        receive: called with the FP8 state or None, and the report.
     """
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:

@@ -1,7 +1,7 @@
-"""A Transformer Engine checkpoint in a model's names: its parameters, and its states as slots of an amax history.
+"""Converts a Transformer Engine checkpoint to a model's names: its parameters, and its states as an amax history.
 
-:mod:`lightning_fp8.te.keys` has the table of names. Nothing is loaded here: these are functions of a state dict and
-of a model's shape.
+:mod:`lightning_fp8.te.keys` has the table of names. These functions only read a state dict and the structure of a
+model. They load nothing.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from lightning_fp8.te.te_state import TensorState, TEState, read_state_of, te_st
 from lightning_fp8.te.torch_file import CheckpointError
 
 FP8Roles = Mapping[str, tuple[Role, ...]]
-"""The modules of a model that keep slots of a history, by name, and their roles."""
+"""The modules of a model that have slots of a history, by name, with their roles."""
 
 Outcome = Literal["loaded", "remapped", "defaulted", "ignored"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One module of the file or of the model.
+    """The report on one module of the file or of the model.
 
     Attributes:
-        key: the file's key, or the model's module that the file has nothing for.
-        outcome: ``loaded`` under its own name; ``remapped`` to another; ``defaulted`` to scale 1 and amax 0, as
-            Transformer Engine starts; ``ignored``.
-        reason: where it went, or why not.
-        writer: the versions of Transformer Engine that write this form.
+        key: the file's key, or the name of a module of the model that is missing in the file.
+        outcome: ``loaded`` with the same name; ``remapped`` to another name; ``defaulted`` to Transformer Engine's
+            initial state, scale 1 and amax 0; or ``ignored``.
+        reason: the new name, or the reason.
+        writer: the versions of Transformer Engine that write this format.
     """
 
     key: str
@@ -61,13 +61,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The entries of one load. ``str()`` is a sentence and the entries that did not simply load.
+    """The report on one load. ``str()`` is a summary, with all entries whose outcome is not ``loaded``.
 
     Attributes:
-        missing_keys: parameters and buffers of the model that are not in the file and stayed as they were.
-        unexpected_keys: names of the file that the model does not have, after renaming. Both are torch's words, and
-            empty unless the load was not strict.
-        note: what may be wrong, where a file does not say.
+        missing_keys: parameters and buffers of the model that are not in the file, and that were not changed.
+        unexpected_keys: names in the file that the model does not have, after renaming. As in torch, both are empty
+            if the load was strict.
+        note: a possible mistake that the file does not allow to check.
     """
 
     entries: tuple[Entry, ...]
@@ -76,12 +76,12 @@ class LoadReport:
     note: str = ""
 
     def with_outcome(self, outcome: Outcome) -> tuple[Entry, ...]:
-        """The entries that became this; for scripts that stop where something was ignored."""
+        """The entries with this outcome, for example for scripts that must not ignore any."""
         return tuple(entry for entry in self.entries if entry.outcome == outcome)
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """The versions that wrote the file's states, each once."""
+        """The versions that wrote the file's states, without duplicates."""
         return tuple(dict.fromkeys(entry.writer for entry in self.entries if entry.writer))
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Remapped:
-    """A checkpoint in a model's own terms.
+    """A checkpoint with a model's names.
 
     Attributes:
-        state_dict: parameters under the model's keys, without Transformer Engine's states.
-        fp8_state: as ``AmaxHistory.state_dict`` gives it; ``None`` where the file has no state for the model.
-        report: what became of each state.
-        beside: names of the file beside the part that is the model's, which are those of parameters in it.
+        state_dict: the parameters by the model's keys, without Transformer Engine's states.
+        fp8_state: a state in the format of ``AmaxHistory.state_dict``; ``None`` if the file has none for the model.
+        report: the report on each state.
+        beside: names outside the model's part of the file that equal names of parameters inside it.
     """
 
     state_dict: dict[str, Any]
@@ -120,16 +120,16 @@ class Remapped:
 
 
 def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) -> Remapped:
-    """Translate a Transformer Engine checkpoint for ``model``.
+    """Convert a Transformer Engine checkpoint to the names of ``model``.
 
     Args:
         state_dict: parameters and ``_extra_state`` values by name. Prefixes of Lightning, DDP, FSDP and torch.compile
             may differ from the model's.
-        model: decides the names; its values are not read.
-        fp8_roles: which of its modules keep slots of a history, and for what.
+        model: determines the names. Its values are not read.
+        fp8_roles: the modules of the model with slots of a history, and their roles.
 
     Raises:
-        CheckpointError: a state is damaged or foreign; the message names its key.
+        CheckpointError: If a state is damaged or not Transformer Engine's. The message has its key.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     model_keys = {clean_name(key): key for key in model.state_dict()}
@@ -168,14 +168,14 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
 
 
 def states_by_name(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any] | None, int]:
-    """A checkpoint by its own names, where no model is at hand.
+    """Convert a checkpoint without a model, with the checkpoint's own names.
 
     Returns:
-        All but Transformer Engine's states; those as ``AmaxHistory.state_dict`` gives them, or None; the number of
-        modules that they are of.
+        All entries except Transformer Engine's states; these states in the format of ``AmaxHistory.state_dict``, or
+        None; and the number of modules with a state.
 
     Raises:
-        CheckpointError: a state is damaged; the message names its key.
+        CheckpointError: If a state is damaged. The message has its key.
     """
     te_states = dict(te_states_in(state_dict))
     parameters = {key: value for key, value in state_dict.items() if key not in te_states}
@@ -195,7 +195,7 @@ def states_by_name(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[
 def _renamed(
     parameters: Mapping[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Parameters under the model's keys, split and joined where it holds them so. What fits nothing stays as it is."""
+    """The parameters by the model's keys, split or joined as in the model. Unknown parameters are not changed."""
     by_owner: dict[str, dict[str, Any]] = {}
     for name, value in parameters.items():
         owner, _, last = name.rpartition(".")
@@ -216,7 +216,7 @@ def _translate(
 ) -> dict[str, Any]:
     prefix = prefix_of(owner)
     parent, _, projection = owner.rpartition(".")
-    if isinstance(attention := modules.get(parent), MultiheadAttention):  # it knows which row is of which head
+    if isinstance(attention := modules.get(parent), MultiheadAttention):  # it has the order of rows
         own_params = projection_parameters(attention, projection, te_params)
         return {f"{prefix}{last}": value for last, value in own_params.items()}
     unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
@@ -229,7 +229,7 @@ def _translate(
     module = modules[owner]
     if isinstance(module, (nn.Linear, LinearLayer)) and not parts["norm"]:
         return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
-    # One module of Transformer Engine, several of the model: its norm and its linear layers, in their order.
+    # One module of Transformer Engine may be several modules of the model: a norm and linear layers, in this order.
     targets = {"norm": _norms(owner, modules), "gemm": _linears(owner, modules)}
     if any(parts[kind] and len(parts[kind]) != len(targets[kind]) for kind in parts):
         return unchanged
@@ -245,7 +245,7 @@ def _translate(
 def _split_or_join(
     prefix: str, te_params: dict[str, Any], stems: list[str], module: nn.Linear | LinearLayer
 ) -> dict[str, Any] | None:
-    """``query_weight``, ``key_weight``, ... to ``weight``, or ``weight`` to them; their rows follow each other."""
+    """Join ``query_weight``, ``key_weight``, ... to ``weight``, or split ``weight``, in this order of rows."""
     names = {leaf: [f"{stem}_{leaf}" for stem in stems] for leaf in ("weight", "bias")}
     if "weight" in module._parameters and all(stems):
         joined = {
@@ -267,7 +267,7 @@ def _split_or_join(
 
 
 def _linears(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the linear layers that stand for a module: itself, or those inside it."""
+    """The names of the linear layers that represent a module: the module itself, or the layers inside it."""
     return [
         name
         for name, module in modules.items()
@@ -289,13 +289,13 @@ def _norms(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
 def _by_module(
     te_states: Iterable[tuple[str, str, TEState]], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, tuple[str, TEState]], list[Entry]]:
-    """The states of ``(key, name, state)`` triples by the module they belong to; an older layout's is left out."""
+    """The states of ``(key, name, state)`` triples by their modules. States in the older layout are left out."""
     states: dict[str, tuple[str, TEState]] = {}
     entries: list[Entry] = []
     for key, name, state in te_states:
         target = module_of_state(name, modules)
         newer, older = (key, state), states.get(target)
-        if older and target != name.rpartition(".")[0]:  # the file holds both layouts
+        if older and target != name.rpartition(".")[0]:  # the file has both layouts
             newer, older = older, newer
         if older:
             entries.append(Entry(older[0], "ignored", f"{newer[0]} is newer", older[1].writer))
@@ -310,7 +310,7 @@ def _keeps_its_own_extra_state(module: nn.Module | None) -> bool:
 def _place(
     owner: str, key: str, state: TEState, modules: Mapping[str, nn.Module], fp8_roles: FP8Roles
 ) -> tuple[dict[str, TensorState], Outcome, str]:
-    """The states of tensors, by slot, that a state becomes, and what to say of it."""
+    """The states of tensors by slot, given the state of a module, and the entry for the report."""
     if state.forward is None:
         return (
             {},
@@ -341,19 +341,19 @@ def _place(
 
 
 def _gemms_of(owner: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """The names of the linear layers in a module that keeps slots, or will: one without a name, if it is one itself."""
+    """The names of the GEMMs of a module with slots, now or after the conversion; ``""`` for a linear layer."""
     module = modules.get(owner)
     return module.gemms if isinstance(module, FP8Module) else ("",)
 
 
 def _slots_of(owner: str, roles: tuple[Role, ...], modules: Mapping[str, nn.Module]) -> dict[str, tuple[Role, int]]:
-    """Names of the slots of a module, with the role and the index of the GEMM that each is for."""
+    """The names of the slots of a module, each with its role and the index of its GEMM."""
     names = [gemm_name(owner, gemm) for gemm in _gemms_of(owner, modules)]
     return slots_of_gemms(enumerate(names), roles)
 
 
 def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | None:
-    """The states as one amax history; shorter windows are padded at their old end."""
+    """The states as one amax history. Shorter histories are padded at their old end."""
     if not named_states:
         return None
     length = max(len(tensor_state.amax_history) for tensor_state in named_states.values())

@@ -1,6 +1,6 @@
-"""Transformer Engine's FP8 state of one module: the value of ``_extra_state``, in every form it took.
+"""Transformer Engine's FP8 state of one module: the value of ``_extra_state``, in all formats.
 
-:mod:`lightning_fp8.te.keys` has the keys, and which column is whose.
+:mod:`lightning_fp8.te.keys` has the keys and the columns of tensors.
 
 | written by | container | value |
 |---|---|---|
@@ -10,7 +10,7 @@
 | 0.12 to 1.13 | ``io.BytesIO``, a ``torch.save`` | dict with ``scale_inv_*``; up to 1.5 with ``global_fp8_*`` |
 | 2.0 and later | uint8 tensor, a pickle; empty without FP8 | dict with ``recipe``; of ``te.ops`` one per direction |
 
-A window ``[len, n]`` is ordered as ours, oldest amax first.
+A history ``[len, n]`` has the oldest amax first, as in this package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_SLOTS = 1 << 16
 
 
 def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
-    """A module's state as Transformer Engine starts it: scale 1, amax 0."""
+    """The initial state of a module in Transformer Engine: scale 1, amax 0."""
     te_columns = {}
     on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
@@ -45,7 +45,7 @@ def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
 def put_tensor_state(
     te_columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0
 ) -> None:
-    """Write the state of one tensor of GEMM ``gemm`` into ``te_columns``; a scale of 0, never updated, keeps theirs."""
+    """Write the state of one tensor of GEMM ``gemm`` to ``te_columns``. A scale of 0 (no scale yet) is not written."""
     direction, index = column_of(role, gemm)
     if scale:
         te_columns[f"scale_{direction}"][index] = scale
@@ -54,12 +54,12 @@ def put_tensor_state(
 
 
 class ForeignState(CheckpointError):
-    """The value of an ``_extra_state`` key is whole, and no state of Transformer Engine: another module's own."""
+    """The value of an ``_extra_state`` key is not damaged, but is not a state of Transformer Engine."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """One direction of a module: ``scale`` float32 ``[n]`` and ``amax_history`` float32 ``[len, n]``."""
+    """The state of one direction of a module: ``scale`` float32 ``[n]`` and ``amax_history`` float32 ``[len, n]``."""
 
     scale: Tensor
     amax_history: Tensor
@@ -67,7 +67,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class TensorState:
-    """One tensor's state; ``scale`` is 0 where Transformer Engine's is its default, never updated."""
+    """The state of one tensor. ``scale`` is 0 if Transformer Engine's is the initial one, which was never updated."""
 
     scale: float
     amax_history: Tensor
@@ -78,11 +78,11 @@ class TEState:
     """The FP8 state of one module.
 
     Attributes:
-        writer: the versions of Transformer Engine that write this form.
-        forward: ``None`` where the module had no FP8 state.
-        backward: likewise.
-        recipe_name: the recipe's class name, where the form holds one.
-        dropped: how many infinite or NaN amaxes were read as 0.
+        writer: the versions of Transformer Engine that write this format.
+        forward: the forward state; ``None`` if the module had no FP8 state.
+        backward: the backward state; ``None`` if the module had no FP8 state.
+        recipe_name: the class name of the recipe, if the format has one.
+        dropped: the number of infinite or NaN amaxes, which were read as 0.
     """
 
     writer: str
@@ -93,14 +93,14 @@ class TEState:
 
     @property
     def num_gemms(self) -> int:
-        """1 for a linear layer, 2 for LayerNormMLP, 3 for attention; 0 without state."""
+        """The number of GEMMs: 1 for a linear layer, 2 for LayerNormMLP, 3 for attention; 0 without state."""
         return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
 
     def tensor_state(self, role: Role, gemm: int = 0) -> TensorState:
         """The state of one tensor of GEMM ``gemm``.
 
         Raises:
-            CheckpointError: the state has no such column.
+            CheckpointError: If the state does not have the column.
         """
         direction, index = column_of(role, gemm)
         te_columns = self.forward if direction == "fwd" else self.backward
@@ -111,16 +111,16 @@ class TEState:
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
     def named_tensor_states(self, module_name: str) -> dict[str, TensorState]:
-        """The tensors that are cast, by :func:`~lightning_fp8.te.keys.slots_of_state` of ``module_name``."""
+        """The states of tensors by the slots of ``module_name``; see :func:`~lightning_fp8.te.keys.slots_of_state`."""
         slots = slots_of_state(module_name, self.num_gemms)
         return {slot: self.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
 
 
 def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]:
-    """Transformer Engine's states by key; what other modules keep under such keys is passed over.
+    """Transformer Engine's states by key. Values that other modules store under such keys are ignored.
 
     Raises:
-        CheckpointError: a state is damaged; the message names its key.
+        CheckpointError: If a state is damaged. The message has its key.
     """
     for key, value in state_dict.items():
         if isinstance(key, str) and is_state(key):
@@ -132,7 +132,7 @@ def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]
 
 
 def read_state_of(key: str, value: Any) -> TEState:
-    """As :func:`read_te_state`, of a tensor that is not read yet, too; the message of an error names ``key``."""
+    """:func:`read_te_state`, also for a :class:`TensorRecord`. Error messages contain ``key``."""
     try:
         return read_te_state(value.load() if isinstance(value, TensorRecord) else value)
     except CheckpointError as error:
@@ -140,14 +140,14 @@ def read_state_of(key: str, value: Any) -> TEState:
 
 
 def read_te_state(value: Any) -> TEState:
-    """The FP8 state that the value of an ``_extra_state`` key holds. Nothing of it is executed.
+    """Parse the value of an ``_extra_state`` key. No code in it is executed.
 
     Args:
         value: ``None``, ``io.BytesIO``, uint8 tensor ``[n]``, bytes, dict or list.
 
     Raises:
-        ForeignState: the value is no Transformer Engine state.
-        CheckpointError: it is damaged, or names a class that is not allowed.
+        ForeignState: If the value is not a state of Transformer Engine.
+        CheckpointError: If it is damaged, or names a class that is not allowed.
     """
     if value is None:
         return TEState("any version, without FP8")
@@ -175,7 +175,7 @@ def read_te_state(value: Any) -> TEState:
 
 
 def _check_stored(key: str, value: Tensor) -> None:
-    """Raise unless the tensor has its values in memory, each once: a copy of it takes no more than it does."""
+    """Raise unless the tensor stores each of its values once, so that a copy does not take more memory."""
     if value.is_meta or value.layout != torch.strided:
         raise CheckpointError(f"{key} is a tensor on {value.device} of layout {value.layout}; it must hold values")
     stored = value.untyped_storage().nbytes() // value.element_size()
@@ -218,7 +218,7 @@ def _from_dict(state: Any, writer: str) -> TEState:
     if "scale_fwd" not in state:
         if name is None:
             raise ForeignState("it holds neither 'scale_fwd' nor a recipe: this is not Transformer Engine's FP8 state")
-        return TEState(writer, recipe_name=name)  # a recipe without state
+        return TEState(writer, recipe_name=name)  # the recipe has no state
     forward, dropped_forward = _columns(state, "fwd")
     backward, dropped_backward = _columns(state, "bwd") if "scale_bwd" in state else (None, 0)
     return TEState(writer, forward, backward, name, dropped_forward + dropped_backward)
@@ -236,9 +236,7 @@ def _columns(state: Mapping[Any, Any], direction: str) -> tuple[Columns, int]:
         raise CheckpointError(f"scale_{direction} holds zero, negative, infinite or NaN values")
     if bool((amax_history < 0).any()):
         raise CheckpointError(f"amax_history_{direction} holds negative values")
-    usable = torch.isfinite(
-        amax_history
-    )  # an overflow of the run that wrote it would freeze the scale for a whole window
+    usable = torch.isfinite(amax_history)  # an overflow in the saved run would keep the scale for a whole history
     return Columns(scale, torch.where(usable, amax_history, 0.0)), int((~usable).sum())
 
 

@@ -1,7 +1,7 @@
-"""State dicts of models that are cut over tensor-parallel ranks: each rank's own, and those of the whole model.
+"""Converts between sharded and full state dicts of tensor-parallel models.
 
-A module's ``state_dict`` has this rank's pieces, as Transformer Engine's, whose users save a file for each rank. A
-state dict of the whole model, of one process, loads into any number of ranks: each takes its pieces of it.
+As in Transformer Engine, the ``state_dict`` of a module has this rank's shards, and users save one file per rank. A
+full state dict, as a single process saves it, loads with any number of ranks: each rank loads its shards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lightning_fp8.te.keys import prefix_of
 
 
 def gather_tensor_parallel(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state dict of the whole model, which loads into any number of ranks.
+    """Gather the full state dict of a model, which loads with any number of ranks.
 
-    Every rank of the group has to call it, and gets all of it.
+    All ranks of the group must call it, and all get the full state dict.
 
     Args:
-        model: whose modules have a ``tp_group``.
-        state_dict: this rank's, by the names of the model's parameters: its gradients, or an optimizer's averages of
-            them, for example; None is ``model.state_dict()``.
+        model: a model whose modules have a ``tp_group``.
+        state_dict: this rank's shards by the names of the model's parameters. They may also be gradients or an
+            optimizer's state. None is ``model.state_dict()``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``state_dict`` no mapping.
-        RuntimeError: a module has no group yet.
+        TypeError: If ``model`` is not a module, or ``state_dict`` not a mapping.
+        RuntimeError: If a module has no group.
     """
     require_module("gather_tensor_parallel", model)
     whole = model.state_dict() if state_dict is None else dict(state_dict)
@@ -44,16 +44,16 @@ def gather_tensor_parallel(model: nn.Module, state_dict: Mapping[str, Any] | Non
 
 
 def join_tensor_parallel(model: nn.Module, state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dict of the whole model, of those of all ranks in their order: of a file of each, for example.
+    """Join the state dicts of all ranks, in the order of ranks, to a full state dict. They may come from files.
 
-    What is not cut is the first one's.
+    Entries that are not sharded are taken from the first one.
 
     Args:
-        model: constructed with as many ranks, ``tp_size=len(state_dicts)``; it needs no group.
+        model: a model constructed with ``tp_size=len(state_dicts)``. It does not need a group.
 
     Raises:
-        TypeError: ``model`` is no module, or one of ``state_dicts`` no mapping.
-        ValueError: another number of ranks.
+        TypeError: If ``model`` is not a module, or one of ``state_dicts`` not a mapping.
+        ValueError: If the number of state dicts is not ``tp_size``.
     """
     require_module("join_tensor_parallel", model)
     for state_dict in state_dicts:
@@ -70,14 +70,14 @@ def join_tensor_parallel(model: nn.Module, state_dicts: Sequence[Mapping[str, An
 
 
 def split_tensor_parallel(model: nn.Module, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What ``rank`` has of a whole model's state dict. ``model.load_state_dict(whole)`` takes it by itself.
+    """The shards of ``rank``, given a full state dict. ``model.load_state_dict(full)`` does not need this function.
 
     Args:
-        model: constructed with the number of ranks; it needs no group.
+        model: a model constructed with the number of ranks. It does not need a group.
 
     Raises:
-        TypeError: ``model`` is no module, or ``state_dict`` no mapping.
-        ValueError: a parameter does not divide.
+        TypeError: If ``model`` is not a module, or ``state_dict`` not a mapping.
+        ValueError: If the size of a parameter is not divisible by the number of ranks.
     """
     require_module("split_tensor_parallel", model)
     require_mapping("split_tensor_parallel", state_dict)
@@ -89,7 +89,7 @@ def split_tensor_parallel(model: nn.Module, state_dict: Mapping[str, Any], rank:
 
 
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes in a whole model's state dict of the parameters of which ``model`` has pieces."""
+    """The full shapes of the sharded parameters of ``model``."""
     own = model.state_dict()
     return {
         key: cut.whole_shape(own[key].shape, tensor_parallel.size)
@@ -99,7 +99,7 @@ def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _cuts(model: nn.Module) -> dict[str, tuple[Cut, TensorParallel]]:
-    """The parameters of ``model`` that are pieces, by their keys."""
+    """The sharded parameters of ``model``, by their keys."""
     return {
         f"{prefix_of(name)}{parameter}": (cut, module.tensor_parallel)
         for name, module in model.named_modules(remove_duplicate=False)

@@ -1,23 +1,22 @@
-"""Reads what ``torch.save`` and ``pickle.dumps`` write: values, with tensors that are read when asked for.
+"""Reads files of ``torch.save`` and pickles: values, and tensors that are loaded on demand.
 
-Nothing of a file is executed. Python's own unpickler reads the opcodes; a name in the file (a class or function) is
-looked up in a table of constructors of this module, and only those are ever called. Sizes are checked against the bytes
-at hand before memory is taken, so memory stays within a constant factor of the file.
+No code in a file is executed. The standard library's unpickler in Python reads the opcodes. A name in the file (a class
+or function) is looked up in a table of constructors in this module, and only these are called. Sizes are checked
+against the size of the file before memory is allocated, so that memory stays within a constant factor of it.
 
-Two containers exist: a zip archive (torch 1.6 and later) and the older sequence of pickles, which a tensor inside a
-plain pickle still is. ``torch.load(pickle_module=...)`` would read both, but not a hostile file:
+There are two containers: a zip archive (torch 1.6 and later), and the older sequence of pickles, which is still used
+for a tensor inside a plain pickle. ``torch.load(pickle_module=...)`` reads both, but is not safe for malicious files:
 
-- an archive with a ``constants.pkl`` goes to ``torch.jit.load``, whatever the ``pickle_module``, and the file's
-  TorchScript runs;
-- a storage that claims more bytes than its record has is read beyond the record, before pytorch/pytorch#165553;
-- a compressed archive is unpacked, and a storage of the older format allocated, at any size that the file claims;
-- a file that is a tar archive is extracted to disk;
-- with ``TORCH_FORCE_WEIGHTS_ONLY_LOAD=1`` it raises, whatever the file.
+- an archive with a ``constants.pkl`` is passed to ``torch.jit.load``, regardless of ``pickle_module``, which runs the
+  file's TorchScript;
+- before pytorch/pytorch#165553, a storage whose size exceeds its record is read beyond the end of the record;
+- a compressed archive is decompressed, and a storage of the older format allocated, to any size in the file;
+- a tar archive is extracted to disk;
+- with ``TORCH_FORCE_WEIGHTS_ONLY_LOAD=1`` it always raises.
 
-The unpickler is the one that the standard library has in Python, whose methods can be replaced. The one in C allocates
-its memo up to the largest number in it (4 GiB for a pickle of 9 bytes), crashes while it hashes a key of deeply nested
-tuples, and lets a file set attributes of any object that it can name, ``torch._utils._rebuild_tensor_v2.__defaults__``
-for example.
+The unpickler in C is not used, because its methods cannot be replaced. It also allocates its memo up to the largest
+index in the file (4 GiB for a pickle of 9 bytes), crashes when it hashes deeply nested tuples, and lets a file set
+attributes of any object that it can name, for example ``torch._utils._rebuild_tensor_v2.__defaults__``.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 
 # Transformer Engine's recipes, and Megatron-LM's subclass of one.
 _RECIPE = re.compile(r"transformer_engine\.common\.recipe\.\w+|megatron\.core\.[\w.]*\.TEDelayedScaling")
-# Both read a tensor's storage from bytes; Megatron-LM puts its own in torch's place.
+# Both read a tensor's storage from bytes. Megatron-LM replaces torch's function by its own.
 _LOAD_FROM_BYTES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
 _BUILTINS = ("builtins", "__builtin__")
 
@@ -83,12 +82,12 @@ _BUILTINS = ("builtins", "__builtin__")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or a value in it, cannot be read; the message says which and why."""
+    """A checkpoint, or a value in it, cannot be read. The message has the key and the reason."""
 
 
 @dataclass(frozen=True)
 class Global:
-    """A name of the file, and our constructor for it: its only use is to be called."""
+    """A name in the file, with the constructor for it. It can only be called."""
 
     name: str
     constructor: Constructor
@@ -96,12 +95,12 @@ class Global:
 
 @dataclass
 class Standin:
-    """An object of a class that is known by name only: what the file says it was made of.
+    """The content of an object whose class is not imported.
 
     Attributes:
         name: ``module.Class``.
-        args: its constructor's arguments.
-        state: its attributes.
+        args: the arguments of the constructor.
+        state: the attributes.
     """
 
     name: str
@@ -109,10 +108,10 @@ class Standin:
     state: dict[str, Any] = field(default_factory=dict)
 
     def build(self, state: Any) -> None:
-        """Take the attributes that the file gives the object after making it, uncopied: a file may give many the same.
+        """Set the attributes, without a copy, because many objects of a file may share them.
 
         Raises:
-            CheckpointError: it has some already.
+            CheckpointError: If attributes were set before.
         """
         state = state[0] if isinstance(state, tuple) and state else state  # (attributes, slots)
         if isinstance(state, dict) and state:
@@ -122,7 +121,7 @@ class Standin:
 
 
 class Buffer(io.BytesIO):
-    """``io.BytesIO``, made as a pickle makes it; each copy of bytes is charged to ``budget``."""
+    """``io.BytesIO`` from a pickle. Each copy of its bytes is charged to ``budget``."""
 
     def __init__(self, budget: _Budget, data: Any = b"") -> None:
         budget.spend(len(data))
@@ -151,10 +150,10 @@ class Storage:
         return self.numel * self.dtype.itemsize
 
     def elements(self) -> Tensor:
-        """The storage as a tensor ``[numel]``; the same one each time, so that tensors that share a storage still do.
+        """The storage as a tensor ``[numel]``. It is cached, so that tensors continue to share a storage.
 
         Raises:
-            CheckpointError: the file has another number of bytes for it than it claims.
+            CheckpointError: If the number of bytes in the file does not match.
         """
         if self._elements is None:
             data = self.read() if self.read else b""
@@ -170,7 +169,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file that is not loaded yet."""
 
     storage: Storage
     dtype: torch.dtype
@@ -194,19 +193,19 @@ class TensorRecord:
 
     @property
     def repeats(self) -> bool:
-        """Whether it has more elements than are stored: a copy of it may take any memory."""
+        """Whether it has more elements than are stored, so that a copy may take any amount of memory."""
         return self.numel > self.storage.numel
 
     def load(self) -> Tensor:
-        """The tensor, on the CPU.
+        """Load the tensor to the CPU.
 
         Raises:
-            CheckpointError: torch has no tensor of this shape, or the file not the bytes that it claims.
+            CheckpointError: If the shape is invalid, or the number of bytes in the file does not match.
         """
         if not self.numel:
             try:
                 return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-            except RuntimeError as error:  # of sizes beside a 0 whose product is beyond int64
+            except RuntimeError as error:  # sizes with a 0 whose other sizes overflow int64
                 reason = str(error).partition("\n")[0]
                 raise CheckpointError(f"a tensor of shape {self.shape} cannot be made: {reason}") from None
         elements = self.storage.elements()
@@ -216,7 +215,7 @@ class TensorRecord:
 # --- Pickles ----------------------------------------------------------------------------------------------------------
 
 _KEYS = (str, int, float, bytes, bool, type(None))
-"""What may be a dictionary's key, or in a set: hashing nested tuples recurses as deep as the file says."""
+"""The types of keys of dictionaries and elements of sets. Tuples are excluded, since hashing nested ones recurses."""
 
 _OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes if opcode.proto <= 5}
 _REFUSED = {"PERSID", "INST", "OBJ", "STRING", "BINSTRING", "SHORT_BINSTRING", "EXT1", "EXT2", "EXT4", "FROZENSET"}
@@ -225,7 +224,7 @@ _PYTHONS: Any = pickle._Unpickler.dispatch
 
 
 class _Methods(dict[int, Any]):
-    """Those of opcodes that are read; the others are refused by name."""
+    """The opcodes that are supported. Others are refused by name."""
 
     def __missing__(self, code: int) -> Any:
         if code not in _OPCODES:
@@ -234,7 +233,7 @@ class _Methods(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler with the methods of opcodes that make objects replaced: they are of this module."""
+    """Python's unpickler, with the opcodes that create objects replaced by methods of this class."""
 
     read: Callable[[int], bytes]
     append: Callable[[Any], None]
@@ -261,7 +260,7 @@ class _Unpickler(pickle._Unpickler):
     def load_proto(self) -> None:
         self.read(1)
 
-    def load_frame(self) -> None:  # the bytes are at hand: frames are of no use
+    def load_frame(self) -> None:  # frames are not needed, because the data is in memory
         self.read(8)
 
     def load_reduce(self) -> None:
@@ -278,7 +277,7 @@ class _Unpickler(pickle._Unpickler):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, (Standin, Buffer)):
             target.build(state)
-        elif not isinstance(target, dict):  # an OrderedDict's attributes are of no interest
+        elif not isinstance(target, dict):  # ignore attributes of an OrderedDict
             raise TypeError(f"{type(target).__name__} is given a state")
 
     def load_setitem(self) -> None:
@@ -305,7 +304,7 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("it holds more than one value")
         _PYTHONS[pickle.STOP[0]](self)
 
-    def load_bytearray8(self) -> None:  # Python's takes the memory before it looks for the bytes
+    def load_bytearray8(self) -> None:  # the base class allocates memory before it checks the size
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
@@ -327,7 +326,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 
 def _checked_keys(keys: list[Any], what: str) -> list[Any]:
-    """``keys``, if a file may have them hashed: hashes of integers that are wider than 64 bits collide at will."""
+    """Check ``keys`` before they are hashed, because integers of more than 64 bits can be chosen to collide."""
     for key in keys:
         if not isinstance(key, _KEYS):
             raise CheckpointError(
@@ -340,15 +339,15 @@ def _checked_keys(keys: list[Any], what: str) -> list[Any]:
 
 
 def unpickle(data: bytes | io.BytesIO, lookup: Lookup, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The value that a pickle stands for.
+    """The value of a pickle.
 
     Args:
-        data: one pickle; a stream is left behind its end.
-        lookup: the constructor of a global's dotted name, or None to refuse it.
-        persistent: what a persistent id stands for; ``None`` refuses them.
+        data: one pickle. A stream is positioned after its end.
+        lookup: returns the constructor for a global's dotted name, or None to refuse it.
+        persistent: returns the value for a persistent id; ``None`` refuses all.
 
     Raises:
-        CheckpointError: a refused name, an unknown opcode or damaged bytes.
+        CheckpointError: If a name is refused, an opcode is not supported, or the data is damaged.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:
@@ -357,7 +356,7 @@ def unpickle(data: bytes | io.BytesIO, lookup: Lookup, persistent: Callable[[Any
         raise
     except EOFError:
         raise CheckpointError("the pickle is damaged: it ends too early") from None
-    except Exception as error:  # whatever damaged bytes provoke: stack underflow, wrong types, truncation, ...
+    except Exception as error:  # damaged data can raise anything: stack underflow, wrong types, truncation, ...
         raise CheckpointError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:200]})") from None
 
 
@@ -365,7 +364,7 @@ def unpickle(data: bytes | io.BytesIO, lookup: Lookup, persistent: Callable[[Any
 
 
 class _Budget:
-    """Bytes that constructors may still copy: each byte of a file is needed once or twice, a bomb needs it often."""
+    """The number of bytes that constructors may still copy. Valid files use each byte at most twice."""
 
     def __init__(self, size: int) -> None:
         self.left = 4 * size + 4096
@@ -377,7 +376,7 @@ class _Budget:
 
 
 def _lookup(budget: _Budget, *, nested: bool = False, standins: bool = False) -> Lookup:
-    """Our constructors for the names that a checkpoint may hold."""
+    """The constructors for the names that are allowed in a checkpoint."""
 
     def load_from_bytes(data: Any) -> Storage:
         if not isinstance(data, (bytes, bytearray)):
@@ -395,7 +394,7 @@ def _lookup(budget: _Budget, *, nested: bool = False, standins: bool = False) ->
         return text.encode("latin1")
 
     def size(sizes: Any = ()) -> tuple[Any, ...]:
-        if not isinstance(sizes, tuple):  # another's copy could take more memory than the file has bytes
+        if not isinstance(sizes, tuple):  # a copy could take more memory than the file
             raise CheckpointError("a torch.Size is not made of a tuple")
         return sizes
 
@@ -417,7 +416,7 @@ def _lookup(budget: _Budget, *, nested: bool = False, standins: bool = False) ->
         return torch.device(kind) if index is None else torch.device(kind, index)
 
     def member(getattr_: str, owner: Any = None, name: Any = None) -> Standin:
-        """An enumeration's member, as Python 3.11.2 pickles it."""
+        """A member of an enumeration, which Python 3.11.2 pickles by getattr."""
         if not (isinstance(owner, Global) and _RECIPE.fullmatch(owner.name) and isinstance(name, str)):
             raise CheckpointError(f"it asks for {getattr_!r}, which is not on the list of names that are read")
         return Standin(owner.name, (name,))
@@ -491,7 +490,7 @@ def _storage(value: Any) -> Storage:
 
 
 def _parse_persistent_id(persistent_id: Any) -> tuple[torch.dtype, str, int]:
-    """dtype, key and element count of ``("storage", type, storage_key, location, numel, ...)``."""
+    """The dtype, key and number of elements of ``("storage", type, storage_key, location, numel, ...)``."""
     if not (
         isinstance(persistent_id, tuple)
         and len(persistent_id) >= 5
@@ -512,32 +511,32 @@ def _parse_persistent_id(persistent_id: Any) -> tuple[torch.dtype, str, int]:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Any]:
-    """The value that ``torch.save`` wrote to ``path``. Its :class:`TensorRecord` are readable inside this context.
+    """The value of the ``torch.save`` file ``path``. Its :class:`TensorRecord` can be loaded inside this context.
 
     Objects of unknown classes are :class:`Standin`.
 
     Raises:
-        CheckpointError: the file is no checkpoint, or damaged.
-        OSError: there is no such file.
+        CheckpointError: If the file is not a checkpoint, or is damaged.
+        OSError: If the file cannot be opened.
     """
     with path.open("rb") as file:
         yield _read(file, path.stat().st_size, standins=True)
 
 
 def read_archive(data: bytes) -> Any:
-    """The value of a ``torch.save`` whose bytes are given; unknown classes are refused.
+    """The value of a ``torch.save`` file, given its bytes. Unknown classes are refused.
 
     Raises:
-        CheckpointError: damaged, or it holds a name that is not on the list.
+        CheckpointError: If the data is damaged, or has a name that is not allowed.
     """
     return _read(io.BytesIO(data), len(data))
 
 
 def read_pickle(data: bytes) -> Any:
-    """The value of a ``pickle.dumps``; unknown classes are refused.
+    """The value of a pickle. Unknown classes are refused.
 
     Raises:
-        CheckpointError: damaged, or it holds a name that is not on the list.
+        CheckpointError: If the data is damaged, or has a name that is not allowed.
     """
     return unpickle(data, _lookup(_Budget(len(data))))
 
@@ -556,7 +555,7 @@ def _read_zip(file: BinaryIO, budget: _Budget, *, standins: bool = False) -> Any
     try:
         archive = zipfile.ZipFile(file)
         infos = {info.filename: info for info in archive.infolist()}
-    except Exception as error:  # zipfile raises half a dozen kinds on damaged bytes
+    except Exception as error:  # zipfile raises many types of errors on damaged data
         raise CheckpointError(f"the archive is damaged ({type(error).__name__}: {str(error)[:200]})") from None
     for info in infos.values():
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
