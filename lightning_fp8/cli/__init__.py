@@ -1,1 +1,1 @@
-"""The command ``lightning-fp8``: LightningCLI, and a module for each command of our own."""
+"""The command ``lightning-fp8``: LightningCLI, and one module for each other command."""

@@ -1,10 +1,10 @@
-"""``lightning-fp8 bench``: which matrix product is fastest on this card, for the shapes of a model.
+"""``lightning-fp8 bench``: times the matrix products of a model's layers on this GPU.
 
     lightning-fp8 bench --linear 4096x14336 --tokens 8192
     lightning-fp8 bench --tune --linear 4096x6144 --linear 4096x4096 --tokens 8192 --recipe blockwise
 
-Each linear layer has three products: forward, and the gradients of its input and of its weight. For each, every choice
-that is legal is timed, ours and cuBLASLt's. ``--tune`` keeps the winners, and training takes them from then on.
+Each linear layer has three products: forward, and the gradients of its input and of its weight. For each product, all
+valid kernels of this package and of cuBLASLt are timed. ``--tune`` saves the fastest ones for training.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 
 ROUNDS = 21
-"""Times that each choice is measured; the median counts."""
+"""The number of measurements of each choice, of which the median is used."""
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds of one call."""
+"""Measures the seconds of one call."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[LayerGemm]:
 
 
 def has_kernels(gemm: LayerGemm, recipe: Recipe) -> bool:
-    """Whether kernels multiply the operands as the recipe casts them; else plain torch does."""
+    """Whether there are kernels for the layouts of the recipe. If not, plain torch multiplies."""
     return (recipe.cast(gemm.a).layout, recipe.cast(gemm.b).layout) in SCALINGS
 
 
 def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGemm:
-    """The GEMM of operands as the recipe casts them."""
+    """The GEMM with the layouts of the recipe."""
     cast_a, cast_b = recipe.cast(gemm.a), recipe.cast(gemm.b)
     a = GemmOperand.canonical(cast_a.layout, cast_a.float8.dtype, gemm.m, gemm.k)
     b = GemmOperand.canonical(cast_b.layout, cast_b.float8.dtype, gemm.n, gemm.k)
@@ -77,7 +77,7 @@ def bound_gemm(gemm: LayerGemm, recipe: Recipe, device: torch.device) -> BoundGe
 
 
 def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmChoice, Callable[[], Tensor]]:
-    """The functions that compute the GEMM of random operands: every choice but the reference."""
+    """The functions that compute the GEMM of random operands, for each choice except the reference."""
 
     def operand(role: Role, rows: int) -> tuple[Tensor, Tensor]:
         cast = recipe.cast(role)
@@ -88,14 +88,14 @@ def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmCh
     operands = *operand(gemm.a, gemm.m), *operand(gemm.b, gemm.n)
 
     def call_of(choice: GemmChoice) -> Callable[[], Tensor]:
-        built = cache(partial(build_gemm, bound, choice))  # at the first call, whose error is reported
+        built = cache(partial(build_gemm, bound, choice))  # compiled in the first call, whose error is reported
         return lambda: built()(*operands, bound.gemm, None, None, None)
 
     return {choice: call_of(choice) for choice in legal_choices(bound.problem) if choice is not Library.REFERENCE}
 
 
 def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[GemmChoice, float]:
-    """Median seconds of each that runs, fastest first; those that fail are left out, with a line that says so."""
+    """The median seconds of each choice, fastest first. Choices that fail are left out, and reported in a line."""
     running = {}
     for choice, call in calls.items():
         try:
@@ -109,7 +109,7 @@ def timed(calls: dict[GemmChoice, Callable[[], Tensor]], clock: Clock) -> dict[G
 
 
 def card_clock(device: torch.device) -> Clock:
-    """The card's time of a call, its operands not in L2."""
+    """The GPU's time of a call, with its operands not in the L2 cache."""
     cold = torch.empty(16 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
 
     def seconds(call: Callable[[], object]) -> float:
@@ -127,13 +127,13 @@ def card_clock(device: torch.device) -> Clock:
 def bench(
     gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool
 ) -> list[tuple[LayerGemm, dict[GemmChoice, float]]]:
-    """Time all, print the times, and keep the winners if asked.
+    """Time all products, print the times, and optionally save the fastest choices.
 
     Returns:
-        The seconds of each product's choices, the fastest first.
+        The seconds of each product's choices, fastest first.
 
     Raises:
-        ValueError: none of the products has kernels for the recipe's layouts.
+        ValueError: If there are no kernels for the recipe's layouts.
     """
     exact = [gemm.name for gemm in gemms if not has_kernels(gemm, recipe)]
     gemms = [gemm for gemm in gemms if has_kernels(gemm, recipe)]
@@ -162,14 +162,14 @@ def bench(
 
 
 MOST_BARS = 8
-"""Choices of a product that are drawn."""
+"""The maximum number of choices in the plot of a product."""
 
 
 def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str, path: Path) -> None:
-    """Draw the speed of each product's fastest choices, libraries' in another colour.
+    """Plot the speed of each product's fastest choices. Libraries have another color.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -215,8 +215,8 @@ def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 bench``."""
     args = _parser().parse_args(argv)
     if not torch.cuda.is_available():
-        raise SystemExit("lightning-fp8 bench times products on a CUDA card; torch sees none here")
-    os.environ[proofs.VARIABLE] = "0"  # all candidates are measured; training proves the one that it chooses
+        raise SystemExit("lightning-fp8 bench needs a CUDA GPU, and torch finds none")
+    os.environ[proofs.VARIABLE] = "0"  # measure all candidates without a proof; training proves the one that it uses
     device = torch.device("cuda", torch.cuda.current_device())
     gemms = [gemm for inputs, outputs in args.linear for gemm in gemms_of(inputs, outputs, args.tokens)]
     found = bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
@@ -225,7 +225,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def sizes(text: str) -> tuple[int, int]:
-    """``"4096x14336"``: a layer's in and out features."""
+    """Parse ``"4096x14336"``, the in and out features of a layer."""
     inputs, _, outputs = text.partition("x")
     if not (inputs.isdigit() and outputs.isdigit() and int(inputs) and int(outputs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not in x out features, as in 4096x14336")
@@ -233,19 +233,17 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 def count(text: str) -> int:
-    """``"8192"``: how many there are, at least one."""
+    """Parse a number of at least 1."""
     if not (text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-fp8 bench", description="Time a model's FP8 products on this card."
-    )
+    parser = argparse.ArgumentParser(prog="lightning-fp8 bench", description="Time a model's FP8 products on this GPU.")
     parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
     parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
-    parser.add_argument("--tune", action="store_true", help="keep the winners for training on this card")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds, as PNG or PDF")
+    parser.add_argument("--tune", action="store_true", help="save the fastest choices for training on this GPU")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the speeds, as PNG or PDF")
     return parser

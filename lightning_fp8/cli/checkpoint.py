@@ -29,18 +29,20 @@ from lightning_fp8.te.torch_file import (
 )
 
 PLUGIN = "FP8Precision"
-"""The key under which Lightning keeps the plugin's state."""
+"""The key of the plugin's state in a Lightning checkpoint."""
 AVERAGED = ("current_model_state", "state_dict")
-"""What Lightning's WeightAveraging keeps of one model: what is trained, and the average."""
+"""The state dicts of one model in a checkpoint of Lightning's WeightAveraging: the trained weights and the average."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command; an error is one line on the standard error, and exit status 1."""
+    """Run the command. An error is printed in one line on the standard error, with exit status 1."""
     parser = argparse.ArgumentParser("lightning-fp8 checkpoint", description="FP8 state in checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect_parser = commands.add_parser("inspect", help="print the FP8 state of a checkpoint; nothing of it is run")
+    inspect_parser = commands.add_parser(
+        "inspect", help="print the FP8 state of a checkpoint; no code in it is executed"
+    )
     inspect_parser.add_argument("file", type=Path)
-    inspect_parser.add_argument("--filter", default="*", metavar="GLOB", help="print the tensors of these names alone")
+    inspect_parser.add_argument("--filter", default="*", metavar="GLOB", help="print only tensors whose names match")
     inspect_parser.add_argument(
         "--worst",
         type=_count,
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         help="print the N tensors whose scales are stalest: largest over newest amax",
     )
     convert_parser = commands.add_parser(
-        "convert", help="turn Transformer Engine's FP8 state into ours, so that the file loads anywhere"
+        "convert", help="convert Transformer Engine's FP8 state to this package's, so that the file loads without it"
     )
     convert_parser.add_argument("source", type=Path, metavar="IN")
     convert_parser.add_argument("target", type=Path, metavar="OUT")
@@ -74,16 +76,16 @@ def _count(text: str) -> int:
 
 
 def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
-    """A table of every module's FP8 state in the file, Transformer Engine's or ours.
+    """A table of the FP8 state of all modules in the file, in Transformer Engine's format or this package's.
 
     Args:
-        only: a glob of names.
-        worst: how many tensors, those with the largest ratio of the history's largest amax to the newest first: their
-            scales are the most too small. None is all, in the file's order.
+        only: a glob that names of tensors must match.
+        worst: the number of tensors to print, ordered by the ratio of the history's largest amax to the newest. A large
+            ratio means that the scale is too small. None prints all, in the file's order.
 
     Raises:
-        CheckpointError: the file or a state in it is damaged; the message names the module.
-        OSError: there is no such file.
+        CheckpointError: If the file or a state in it is damaged. The message has the module.
+        OSError: If the file cannot be opened.
     """
     with open_checkpoint(path) as file:
         lines: list[tuple[str, ...]] = []
@@ -114,24 +116,28 @@ def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
 
 
 def convert(source: Path, target: Path) -> str:
-    """Write ``target``: ``source`` with its Transformer Engine states as the plugin's state. Says what was done.
+    """Write ``source`` to ``target``, with its Transformer Engine states converted to the plugin's state.
 
-    Parameters keep their names. ``target`` appears whole or not at all. Of several state dicts one is converted, and
-    the others are named: the plugin's state is of one model. Both of WeightAveraging are of the same.
+    Parameters keep their names. ``target`` is written atomically. If the file has several state dicts, one is converted
+    and the others are listed, because the plugin's state belongs to one model. Both state dicts of WeightAveraging
+    belong to the same model.
+
+    Returns:
+        A message with the result.
 
     Raises:
-        CheckpointError: the file is damaged, holds no such state, or holds objects that cannot be written again; or
-            ``target`` is there, or its folder is not.
-        OSError: a file cannot be read or written.
+        CheckpointError: If the file is damaged, has no such state, or has objects that cannot be written; or if
+            ``target`` exists, or its folder does not.
+        OSError: If a file cannot be read or written.
     """
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is no folder; make it first, or name a file in another")
+        raise CheckpointError(f"{target.parent} is not a folder; create it first, or name a file in another folder")
     with open_checkpoint(source) as file:
         by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
         if not by_name:
-            raise CheckpointError("it holds no Transformer Engine state: there is nothing to convert")
+            raise CheckpointError("it has no Transformer Engine state to convert")
         main = AVERAGED[0] if AVERAGED[0] in by_name else next(iter(by_name))
         converted = [key for key in by_name if key == main or {key, main} == {*AVERAGED}]
         _, state, count = by_name[main]
@@ -150,7 +156,7 @@ def convert(source: Path, target: Path) -> str:
 
 
 def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Key, writer and tensors' states of every state in the file."""
+    """The key, the writer and the states of tensors, for every state in the file."""
     first = True
     for holder_key, holder in _dicts_in(file):
         te_states = [*te_states_in(holder)]
@@ -172,7 +178,7 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _our_states(file: Any) -> Iterator[tuple[str, Any]]:
-    """Each FP8 state in the file and its key: Lightning's, what Fabric saved under any key, and one by itself."""
+    """The FP8 states in the file with their keys: Lightning's, Fabric's under any key, or a bare state."""
     if not isinstance(file, dict):
         return
     if _is_ours(file):
@@ -191,14 +197,14 @@ def _is_ours(value: Any) -> bool:
 
 
 def _dicts_in(file: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
-    """The dictionaries that may hold Transformer Engine's states: ``file`` itself, under None, and its values."""
+    """The dictionaries that may have Transformer Engine's states: ``file``, with the key None, and its values."""
     if isinstance(file, dict):
         yield None, file
         yield from ((key, value) for key, value in file.items() if isinstance(value, dict) and key is not None)
 
 
 def _loaded_state(state: Any, path: Path) -> Any:
-    """As :func:`_loaded`, of a state of ours, none of whose tensors takes more memory than its bytes in the file."""
+    """:func:`_loaded` for a state of this package. It checks that tensors do not take more memory than in the file."""
     for key, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, TensorRecord) and value.repeats:
             raise CheckpointError(f"{key!r} has shape {value.shape} and {value.storage.numel} stored values")
@@ -206,7 +212,7 @@ def _loaded_state(state: Any, path: Path) -> Any:
 
 
 def _loaded(value: Any, path: Path, memo: dict[int, Any]) -> Any:
-    """``value`` with its tensors read. ``memo`` has what was read by ``id``: a value may be in many places."""
+    """``value`` with its tensors loaded. ``memo`` caches loaded values by ``id``, since values may repeat."""
     if id(value) not in memo:
         memo[id(value)] = _read(value, path, memo)
     return memo[id(value)]
@@ -233,17 +239,19 @@ def _read(value: Any, path: Path, memo: dict[int, Any]) -> Any:
 
 
 def _printable(text: object) -> str:
-    """``text`` of a file for a terminal, which it must not steer."""
+    """``text`` from a file, with terminal control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def _save(value: Any, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")  # mkstemp's could be read by its owner alone
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")  # a file of mkstemp is only readable by its owner
     try:
         torch.save(value, temporary)
         os.replace(temporary, target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):  # torch's of a full disk, ...
+        if isinstance(error, RuntimeError) and not isinstance(
+            error, RecursionError
+        ):  # torch raises RuntimeError for a full disk
             raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None
         raise

@@ -1,4 +1,4 @@
-"""``lightning-fp8 config RECIPE``: YAML for a LightningCLI, with every argument of the plugin and field of the recipe.
+"""``lightning-fp8 config RECIPE``: prints YAML for a LightningCLI with all arguments of the plugin and the recipe.
 
 lightning-fp8 config delayed > my.yaml
 lightning-fp8 fit --config my.yaml --model my_module.MyModel --data my_module.MyData
@@ -20,8 +20,8 @@ from lightning_fp8.recipes import RECIPES
 
 
 def configuration(name: str) -> str:
-    """YAML with the plugin, at its defaults, for the recipe ``name``."""
-    from lightning_fp8.plugin.precision import FP8Precision  # imports Lightning, which takes seconds
+    """The YAML of the plugin with its defaults, and the recipe ``name``."""
+    from lightning_fp8.plugin.precision import FP8Precision  # imported late: Lightning takes seconds to import
 
     recipe = RECIPES[name]()
     arguments = {

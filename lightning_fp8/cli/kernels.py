@@ -1,10 +1,11 @@
-"""``lightning-fp8 kernels build``: kernels compiled where no card is, to be carried to one.
+"""``lightning-fp8 kernels build``: compiles kernels on a machine without a GPU, for use on another machine.
 
     lightning-fp8 kernels build --arch 90a --linear 4096x14336 --tokens 8192 --recipe delayed --out kernels
     LIGHTNING_FP8_KERNELS=kernels python train.py
 
-A training step of each layer runs on the CPU, and what a card would start is noted and compiled. Built kernels need no
-compiler where they run: they are found by their source and architecture. ``built.json`` says what made them.
+A training step of each layer runs on the CPU, and the kernels that a GPU would launch are recorded and compiled. Built
+kernels do not need a compiler where they run. They are found by their source and architecture. ``built.json`` lists the
+versions of the compilers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from lightning_fp8.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
 from lightning_fp8.scaled import Role
 
 MANIFEST = "built.json"
-"""The file in a folder of built kernels that lists each one's name and architecture, and the compilers that made it."""
+"""The file in a folder of built kernels that lists their names and architectures, and the versions of the compilers."""
 
 _OPS = (
     cast.quantize_op,
@@ -52,13 +53,14 @@ _OPS = (
     activation.gated_quantize_op,
     activation.gated_backward_quantize_op,
 )
-"""The ops whose kernels are noted; those of GEMMs depend on the card, and are asked for by their problems."""
+"""The ops whose kernels are recorded. Kernels of GEMMs depend on the GPU, and are listed by their problems instead."""
 _STEPS = 3
-"""Training steps: delayed scaling has no scale in the first, and the host does not know of it in the second."""
+"""The number of training steps. With delayed scaling, there is no scale in the first step, and the host does not know
+yet in the second that there is one."""
 
 
 def _on_card_too(op: Op) -> Callable[..., Any]:
-    """What computes an op on the CPU, planned and started as on a card, too."""
+    """An implementation of an op on the CPU that also plans and binds the op's kernels."""
     on_cpu, on_cuda = op.implementations["cpu"], op.implementations["cuda"]
 
     def both(*args: Any) -> Any:
@@ -70,7 +72,7 @@ def _on_card_too(op: Op) -> Callable[..., Any]:
 
 @contextmanager
 def noted() -> Iterator[dict[str, Kernel]]:
-    """The kernels, by name, that ops called with CPU tensors would start on a card; none runs."""
+    """The kernels, by name, that ops with these CPU tensors would launch on a GPU. None is launched."""
     launched: dict[str, Kernel] = {}
 
     def note(kernel: Kernel, *started: object) -> None:
@@ -79,7 +81,7 @@ def noted() -> Iterator[dict[str, Kernel]]:
     executors, gives_a_view = dict(launch.EXECUTORS), cast.gives_a_view
     on_cpu = {op: op.implementations["cpu"] for op in _OPS}
     launch.EXECUTORS["cpu"] = note
-    cast.gives_a_view = lambda *operand: False  # a GPU's GEMMs read one order only
+    cast.gives_a_view = lambda *operand: False  # GEMMs on a GPU need contiguous rows
     for op in _OPS:
         op.implementations["cpu"] = _on_card_too(op)
     plans.clear_plan_cache()
@@ -95,13 +97,12 @@ def noted() -> Iterator[dict[str, Kernel]]:
 
 
 def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arch: str) -> list[Kernel]:
-    """All that training a linear layer in bfloat16 may start on a card of ``arch``: casts, every plan of its products.
+    """All kernels that training a linear layer in bfloat16 may launch on a GPU of ``arch``: casts, and all products.
 
-    With weights in bfloat16 or float32, with a bias and without, and with its weight's gradient added to a main_grad;
-    with an input that needs a gradient, and with one that needs none; and what makes a weight's FP8 operands of those
-    of its shards.
+    The cases are weights in bfloat16 and float32, with and without bias, with and without ``main_grad``, inputs with
+    and without gradient, and the gathering of FP8 weights from shards.
     """
-    # Variants differ in how rows and columns end, not in how many there are.
+    # Variants differ in the remainders of rows and columns, not in their numbers.
     rows, k, n = (128 + size % 128 for size in (tokens, inputs, outputs))
     with noted() as launched:
         for weights, needs_gradient in product((torch.bfloat16, torch.float32), (True, False)):
@@ -130,14 +131,14 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
             continue
         problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
         spec = replace(problem.spec, **options)
-        # Two multiprocessors are enough to share what they load.
+        # Two multiprocessors are enough for clusters.
         builds = builds_of(replace(problem, spec=spec, architecture=arch, multiprocessors=2))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 
 
 def _start_kernels_of_shards(weight: Tensor, recipe: Recipe) -> None:
-    """Call the ops that cast the shards of a weight, beside those of the whole weight, and transpose its codes."""
+    """Call the additional ops for a sharded weight, which cast its shards and transpose its codes."""
     cast = recipe.cast(Role.WEIGHT)
     if cast.layout.has_one_scale_per_row:
         ops.transpose(ops.quantize_columns(weight, torch.ones(weight.shape[1]), cast.float8))
@@ -146,12 +147,12 @@ def _start_kernels_of_shards(weight: Tensor, recipe: Recipe) -> None:
 
 
 def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path) -> dict[str, str]:
-    """Compile the kernels that ``find(*arguments)`` gives for ``arch`` into ``folder``, on all processors.
+    """Compile the kernels of ``find(*arguments)`` for ``arch`` into ``folder``, on all processors.
 
-    ``find``: a function that a module has; each process calls it and compiles its share.
+    ``find`` must be a function of a module, because each process calls it and compiles a part of the kernels.
 
     Returns:
-        What failed, by the kernel's name.
+        The errors, by the names of kernels.
     """
     processors = num_processors()
     shares = [(find, arguments, arch, folder, index, processors) for index in range(processors)]
@@ -181,7 +182,7 @@ def _build_share(
         try:
             cache_folder.carry(folder, key, compile_cache.built(kernels[name], arch))
             built[key] = name
-        except Exception as error:  # what a compiler raises is no business of ours
+        except Exception as error:  # compilers may raise any error
             failed[name] = str(error)
     return built, failed
 
@@ -206,7 +207,7 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 
 
 def doctors_kernels() -> list[Kernel]:
-    """The kernels that ``lightning-fp8 doctor`` casts with; its GEMM is cuBLASLt's wherever that is not forbidden."""
+    """The kernels that ``lightning-fp8 doctor`` casts with. Its GEMM is cuBLASLt's unless a variable disables that."""
     with noted() as launched:
         for shape in doctor.OPERANDS:
             doctor.quantized(doctor.values(*shape))
@@ -232,11 +233,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-fp8 kernels", description="Compile kernels ahead of their first use."
     )
     command = parser.add_subparsers(required=True, metavar="build").add_parser(
-        "build", help="compile a model's kernels into a folder that can be carried to a card"
+        "build", help="compile a model's kernels to a folder for a machine with a GPU"
     )
-    command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="of the card: sm_90a is Hopper's")
-    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the kernels; what is there stays")
-    command.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
+    command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="architecture of the GPU; 90a is Hopper")
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the kernels; existing ones are kept"
+    )
+    command.add_argument(
+        "--linear",
+        type=sizes,
+        action="append",
+        required=True,
+        metavar="INxOUT",
+        help="sizes of a layer; may be repeated",
+    )
     command.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
-    command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="one or several; delayed")
+    command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="may be repeated; default: delayed")
     return parser

@@ -1,7 +1,7 @@
-"""``lightning-fp8``: LightningCLI for any LightningModule, with FP8 recipes typed in YAML, and commands of our own.
+"""``lightning-fp8``: LightningCLI for any LightningModule with FP8 recipes in YAML, and other commands.
 
-``lightning-fp8 fit --config configs/delayed.yaml``; ``validate``, ``test`` and ``predict`` likewise. Nothing heavy is
-imported before it is known what is asked for.
+``lightning-fp8 fit --config configs/delayed.yaml``, and likewise ``validate``, ``test`` and ``predict``. Slow imports
+are deferred until the command is known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMANDS = {
     "sensitivity": "lightning_fp8.cli.sensitivity",
     "config": "lightning_fp8.cli.config",
 }
-"""The module of each command of our own; its ``main`` takes the arguments."""
+"""The module of each command, whose ``main`` takes the arguments."""
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""
@@ -39,22 +39,22 @@ HELP = """usage: lightning-fp8 COMMAND ...
   fit, validate, test, predict
                 a LightningModule with FP8 recipes, from YAML: lightning-fp8 fit --config my.yaml
   config        print YAML for a recipe, to start from: lightning-fp8 config delayed > my.yaml
-  doctor        what runs on this machine, what does not, and what to install
-  bench         time the matrix products of a model's layers on this card, and keep the fastest
-  kernels       compile a model's kernels where no card is, to be carried to one
+  doctor        check this machine: what runs, what does not, and what to install
+  bench         time the matrix products of a model's layers on this GPU, and save the fastest
+  kernels       compile a model's kernels on a machine without a GPU
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
-  report        a page of what FP8 did to a run that FP8Monitor watched
-  sensitivity   which layers to keep in BF16, measured on a model and its data
-  plan          bytes on the wire, collectives and memory of a model on many cards, BF16 beside FP8
+  report        write an HTML page on a run with FP8Monitor
+  sensitivity   measure which layers to keep in BF16, on a model and its data
+  plan          estimate communication and memory of a model on many GPUs, BF16 and FP8
 
-lightning-fp8 COMMAND --help tells more; --version prints the version.
+lightning-fp8 COMMAND --help prints all options; --version prints the version.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``lightning-fp8`` with ``argv`` (``None``: the command line).
 
-    Models and data modules are named by class path, also from modules of the working directory.
+    Models and data modules are given by class path, which may be in the working directory.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -72,23 +72,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
-    """LightningCLI with any model and data; not ``run``: made, with its model, data and Trainer.
+    """Run LightningCLI with any model and data. ``run=False`` only creates the model, data and Trainer.
 
     Raises:
-        SystemExit: jsonargparse is not installed, or the arguments are wrong.
+        SystemExit: If jsonargparse is not installed, or an argument is invalid.
     """
     if importlib.util.find_spec("jsonargparse") is None:
         raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
     class SaveConfigBesideLogs(SaveConfigCallback):
-        """Without a logger that would be the working directory, in which config.yaml may be the user's."""
+        """Do not save without a logger: in the working directory, config.yaml may be a file of the user."""
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if trainer.loggers:
                 super().setup(trainer, pl_module, stage)
 
-    # A console script does not see the working directory, where the user's classes live.
+    # sys.path of a console script does not include the working directory, which may have the user's classes.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return LightningCLI(

@@ -1,10 +1,11 @@
-"""``lightning-fp8 plan``: what a model costs on a mesh of cards, BF16 beside FP8. Computed, not measured.
+"""``lightning-fp8 plan``: estimates communication and memory of a model on many GPUs, in BF16 and FP8.
 
     lightning-fp8 plan --params 8b --mesh 8x8 --recipe delayed
     lightning-fp8 plan --config config.json --mesh 16x1 --activation-checkpointing --json
     lightning-fp8 plan --table
 
-The formulas and what they assume are in :mod:`lightning_fp8.parallel.costs`. Neither torch nor Lightning is imported.
+The formulas and their assumptions are in :mod:`lightning_fp8.parallel.costs`. Nothing is measured. Neither torch nor
+Lightning is imported.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ SCALING = (
     ("405b", 2048, 8, 1, 8192),
     ("405b", 128, 8, 16, 131072),
 )
-"""Rows of the table: model, data-, tensor- and context-parallel ranks, and tokens of a sequence."""
+"""The rows of the table: model, data-, tensor- and context-parallel ranks, and tokens of a sequence."""
 
 
 def report(setup: Setup, limit: float) -> dict[str, Any]:
-    """Everything that is printed of ``setup``, with its recipe and in BF16; ``limit`` in bytes of a card."""
+    """The figures of ``setup``, with its recipe and in BF16. ``limit`` is the memory of a GPU in bytes."""
     both = {"bf16": replace(setup, recipe=None), "fp8": setup}
     columns = {
         name: {
@@ -171,7 +172,7 @@ def _shape_of_file(path: str) -> Shape:
 
 
 def mesh(text: str) -> tuple[int, int]:
-    """``"8x8"``: data- and tensor-parallel ranks."""
+    """Parse ``"8x8"``, the numbers of data- and tensor-parallel ranks."""
     data, _, tensor = text.partition("x")
     if not (data.isdigit() and tensor.isdigit() and int(data) and int(tensor)):
         raise argparse.ArgumentTypeError(f"{text!r} is not data x tensor ranks, as in 8x8")
@@ -179,7 +180,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def positive(text: str) -> int:
-    """``"8192"``: at least one."""
+    """Parse a number of at least 1."""
     if not (text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
@@ -199,12 +200,12 @@ def gigabytes(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 plan",
-        description="Bytes on the wire, collectives and memory of each rank, BF16 beside FP8: computed, not measured.",
+        description="Estimate communication and memory of each rank, in BF16 and FP8. Nothing is measured.",
     )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--params", choices=list(SHAPES), help="a Llama-like model of this size")
-    model.add_argument("--config", metavar="config.json", help="of a Llama-like model, as Hugging Face writes it")
-    model.add_argument("--table", action="store_true", help="print the table of docs/scaling.md, and no more")
+    model.add_argument("--config", metavar="config.json", help="Hugging Face's config.json of a Llama-like model")
+    model.add_argument("--table", action="store_true", help="print only the table of docs/scaling.md")
     parser.add_argument("--mesh", type=mesh, default=(8, 1), metavar="DPxTP", help="FSDP2 x tensor-parallel ranks")
     parser.add_argument("--context-parallel", type=positive, default=1, metavar="N", help="ranks of a sequence")
     parser.add_argument("--recipe", choices=RECIPES, default="delayed")

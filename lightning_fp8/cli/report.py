@@ -1,4 +1,4 @@
-"""``lightning-fp8 report``: a page of what FP8 did to a run that ``FP8Monitor`` watched.
+"""``lightning-fp8 report``: writes an HTML page on a run with ``FP8Monitor``.
 
 lightning-fp8 report lightning_logs/version_3
 lightning-fp8 report fp8.npz bf16.npz -o page.html
@@ -18,21 +18,21 @@ PATTERN = "fp8_monitor*.npz"
 
 
 def record_in(path: Path) -> Path:
-    """``path``, or the record in the folder that it is.
+    """``path``, or the record inside if it is a folder.
 
     Raises:
-        SystemExit: there is none, or there are several.
+        SystemExit: If there is no record, or if there are several.
     """
     if path.is_file():
         return path
     if not path.is_dir():
-        raise SystemExit(f"{path} does not exist; give the file of FP8Monitor, or the folder of a run's logs")
+        raise SystemExit(f"{path} does not exist; pass the file of FP8Monitor, or the folder of a run's logs")
     found = sorted(path.glob(PATTERN))
     if not found:
-        raise SystemExit(f"{path} has no {PATTERN}; train with callbacks=[FP8Monitor()], or give the file itself")
+        raise SystemExit(f"{path} has no {PATTERN}; train with callbacks=[FP8Monitor()], or pass the file itself")
     if len(found) > 1:
         names = ", ".join(each.name for each in found)
-        raise SystemExit(f"{path} has several records: {names}; give one of these files")
+        raise SystemExit(f"{path} has several records: {names}; pass one of these files")
     return found[0]
 
 
@@ -47,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the page.
 
     Raises:
-        SystemExit: a path is no record, or the page cannot be written.
+        SystemExit: If a path is not a record, or if the page cannot be written.
     """
     parser = argparse.ArgumentParser(prog="lightning-fp8 report", description=str(__doc__).splitlines()[0])
     parser.add_argument("run", type=Path, help="the record of a run, or the folder of its logs")
-    parser.add_argument("other", type=Path, nargs="?", help="another run, as in BF16, whose loss is drawn beside it")
-    parser.add_argument("-o", "--out", type=Path, help="the page; default: fp8_monitor.html beside the record")
+    parser.add_argument(
+        "other", type=Path, nargs="?", help="another run, for example in BF16, whose loss is plotted for comparison"
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, help="file of the page; default: fp8_monitor.html in the folder of the record"
+    )
     args = parser.parse_args(argv)
     record = _read(args.run)
     other = None if args.other is None else _read(args.other)
@@ -63,5 +67,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         part.write_text(text, encoding="utf-8")
         os.replace(part, out)
     except OSError as error:
-        raise SystemExit(f"cannot write {out}: {error}; give another file with -o") from None
+        raise SystemExit(f"cannot write {out}: {error}; pass another file with -o") from None
     print(f"{out}: {len(text) // 1024} kB")

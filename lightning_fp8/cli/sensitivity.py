@@ -1,10 +1,9 @@
-"""``lightning-fp8 sensitivity``: which layers to keep in BF16, measured on a model and its data.
+"""``lightning-fp8 sensitivity``: measures which layers to keep in BF16, on a model and its data.
 
     lightning-fp8 sensitivity --config my.yaml --ckpt_path last.ckpt --batches 4 --recipe tensorwise
     lightning-fp8 sensitivity --config my.yaml --budget 1 --out sensitivity.json --plot sensitivity.png
 
-The YAML is that of ``lightning-fp8 fit``. Weights should be trained ones: those of the checkpoint, or what the model
-loads.
+The YAML is that of ``lightning-fp8 fit``. Use trained weights, from a checkpoint or loaded by the model.
 """
 
 from __future__ import annotations
@@ -22,18 +21,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print the ranking.
 
     Raises:
-        SystemExit: an argument or file is wrong.
+        SystemExit: If an argument or a file is invalid.
     """
     parser = argparse.ArgumentParser(prog="lightning-fp8 sensitivity", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True, help="YAML of lightning-fp8 fit, with model and data")
+    parser.add_argument("--config", type=Path, required=True, help="YAML of lightning-fp8 fit with model and data")
     parser.add_argument("--ckpt_path", type=Path, help="a checkpoint, whose weights are loaded")
-    parser.add_argument("--batches", type=_positive, default=4, help="of the training data; default: 4")
+    parser.add_argument(
+        "--batches", type=_positive, default=4, help="number of batches of the training data; default: 4"
+    )
     parser.add_argument("--recipe", default="delayed", help="default: delayed")
-    parser.add_argument("--group", choices=("layer", "block"), default="layer", help="what is measured together")
+    parser.add_argument(
+        "--group", choices=("layer", "block"), default="layer", help="measure layers one by one, or in groups"
+    )
     parser.add_argument("--budget", type=float, metavar="PERCENT", help="choose layers for this error of the gradient")
-    parser.add_argument("--seed", type=int, default=0, help="of dropout and of the order of data; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of the order of data; default: 0")
     parser.add_argument("-o", "--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the ranking")
+    parser.add_argument("--plot", type=Path, help="plot the ranking to this file")
     args = parser.parse_args(argv)
     if not args.config.is_file():
         raise SystemExit(f"{args.config} does not exist; lightning-fp8 config delayed prints YAML to start from")
@@ -63,7 +66,7 @@ def _positive(text: str) -> int:
 
 
 def _model_and_batches(config: Path, number: int, seed: int) -> tuple[Any, list[Any]]:
-    """The model of a YAML file, and batches of its training data, on a GPU where there is one."""
+    """The model of a YAML file and batches of its training data, on a GPU if there is one."""
     import lightning as L
     import torch
     from lightning.fabric.utilities import move_data_to_device
@@ -71,7 +74,7 @@ def _model_and_batches(config: Path, number: int, seed: int) -> tuple[Any, list[
     from lightning_fp8.cli.main import lightning_cli
 
     L.seed_everything(seed, verbose=False)
-    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments that it is not given
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns about missing arguments
         cli = lightning_cli(["--config", str(config)], run=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = cli.model.to(device)
@@ -96,4 +99,4 @@ def _load_weights(model: Any, path: Path) -> None:
         file = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(file.get("state_dict", file))
     except Exception as error:
-        raise SystemExit(f"{path} holds no weights of this model that load safely: {error}") from None
+        raise SystemExit(f"{path} has no weights that load into this model: {error}") from None

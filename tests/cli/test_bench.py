@@ -136,5 +136,5 @@ def test_errors(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["bench", "--linear", "4096"])
     assert "'4096' is not in x out features, as in 4096x14336" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit, match="torch sees none here"):
+        with pytest.raises(SystemExit, match="torch finds none"):
             cli.main(["bench", "--linear", "32x48"])

@@ -150,7 +150,7 @@ class Odd:
     [
         (b"hello", "damaged|not written by torch.save"),
         ({"0._extra_state": b"garbage"}, r"0\._extra_state: .*damaged"),
-        ({"w": torch.ones(1)}, "nothing to convert"),
+        ({"w": torch.ones(1)}, "no Transformer Engine state to convert"),
         ({"0._extra_state": None, "odd": Odd()}, r"an object of .*Odd"),
     ],
 )
@@ -239,7 +239,7 @@ def test_another_modules_own_extra_state_is_passed_over(own: Any, tmp_path: Path
     assert "metric" not in inspect(tmp_path / "in.pt")
     torch.save({"state_dict": {"w": torch.ones(2), "metric._extra_state": own, 3: None}}, tmp_path / "own.pt")
     assert inspect(tmp_path / "own.pt").endswith("no FP8 state")
-    with pytest.raises(CheckpointError, match="nothing to convert"):
+    with pytest.raises(CheckpointError, match="no Transformer Engine state to convert"):
         convert(tmp_path / "own.pt", tmp_path / "new.pt")
 
 
@@ -271,7 +271,7 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     source = str(tmp_path / "in.pt")
     with pytest.raises(SystemExit, match="exists"):
         main(["checkpoint", "convert", source, str(tmp_path / "link.pt")])
-    with pytest.raises(SystemExit, match="missing is no folder; make it first"):
+    with pytest.raises(SystemExit, match="missing is not a folder; create it first"):
         main(["checkpoint", "convert", source, str(tmp_path / "missing" / "out.pt")])
 
     def full(*_: Any) -> None:
