@@ -171,13 +171,23 @@ class Alarms:
         layers = [layer_of_slot(name) for name in names]
         self._layers = np.array([layers.index(layer) for layer in layers], dtype=np.intp)
         self._ran = np.zeros(len(names), bool)  # by the first cast of a layer
+        self._unobserved = np.zeros(len(names), bool)
 
-    def see(self, interval: Interval, bits: Array, *, warm_up: int = WARM_UP) -> list[Alarm]:
+    def see(
+        self,
+        interval: Interval,
+        bits: Array,
+        *,
+        warm_up: int = WARM_UP,
+        ran_unobserved: NDArray[np.bool_] | None = None,
+    ) -> list[Alarm]:
         """Look at the next interval.
 
         Args:
             bits: :func:`lightning_fp8.monitor.casts.clipped_bits` of its steps.
-            warm_up: steps, counted from 1, up to which clipping is no alarm.
+            warm_up: the last step, counted from 1, in which clipping is not an alarm.
+            ran_unobserved: bool ``[n]``, casts of layers that ran in FP8 without gradients, see
+                :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
 
         Returns:
             The alarms that are new.
@@ -185,6 +195,8 @@ class Alarms:
         self._intervals += 1
         before = len(self.found)
         self._events(interval, bits, warm_up)
+        if ran_unobserved is not None:
+            self._unobserved = ran_unobserved
         findings = list(self._of_casts(interval, warm_up))
         now = {(each.rule, each.cast) for each in findings}
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in now}
@@ -236,7 +248,7 @@ class Alarms:
                 number = int(interval["nonfinite"][cast])
                 yield _Finding("non-finite", cast, number, f"{number} values of inf or NaN in the sampled step")
             if not self._ran[self._layers[cast]]:
-                if any_ran:
+                if any_ran and not self._unobserved[cast]:
                     yield _Finding("never ran", cast, 0.0, f"nothing cast in {self._intervals} intervals")
                 continue
             if flushed[cast] > FLUSHED[role.is_gradient]:

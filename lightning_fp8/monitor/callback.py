@@ -53,8 +53,9 @@ class FP8Monitor(Callback):
     Args:
         every_n_steps: optimizer steps of an interval.
         per_layer: also give the loggers the figures of each cast.
-        path: of the record; ``None`` is ``fp8_monitor.npz`` in the Trainer's ``log_dir``, or ``default_root_dir``. An
-            existing file is kept, and the new one gets a number.
+        path: the file of the record. ``None`` is ``fp8_monitor.npz`` in the Trainer's ``log_dir``, or
+            ``default_root_dir``, and no file with ``fast_dev_run``. An existing file is kept, and the new one gets a
+            number.
 
     Attributes:
         alarms: what was found.
@@ -62,8 +63,8 @@ class FP8Monitor(Callback):
         saved_to: the file of the record; ``None`` before training, and on ranks that write none.
 
     Raises:
-        TypeError, ValueError: ``every_n_steps`` is no integer from 1 to 10,000, ``per_layer`` no bool, or ``path`` no
-            path.
+        TypeError, ValueError: If ``every_n_steps`` is not an integer from 1 to 10,000, ``per_layer`` not a bool, or
+            ``path`` not a path.
     """
 
     def __init__(self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | Path | None = None) -> None:
@@ -84,6 +85,7 @@ class FP8Monitor(Callback):
         self._recipe: Recipe | None = None
         self._trace: StepTrace | None = None
         self._sampler: Sampler | None = None
+        self._casts = Casts([], [], [], [])
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -101,11 +103,20 @@ class FP8Monitor(Callback):
     # --- The Trainer's hooks ------------------------------------------------------------------------------------------
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raises:
+        ValueError: If the Trainer has several monitors, which would replace each other's samples.
+        """
+        if sum(isinstance(each, FP8Monitor) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("the Trainer has several FP8Monitor callbacks; pass one")
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.precision_plugin
-        self._recipe = plugin.recipe if isinstance(plugin, FP8Precision) else None
-        casts = Casts([], [], []) if self._recipe is None else Casts.of(pl_module)
-        recipe = self._recipe
+        self._stop()
+        self._alarms, self.seconds = None, 0.0
+        self._recipe = recipe = plugin.recipe if isinstance(plugin, FP8Precision) else None
+        self._casts = casts = Casts([], [], [], []) if recipe is None else Casts.of(pl_module)
         self.record = Record(
             casts.names,
             [role.value for role in casts.roles],
@@ -120,8 +131,10 @@ class FP8Monitor(Callback):
             self._sampler = Sampler(casts.slots)
             if isinstance(recipe, DelayedScaling):
                 self._trace = StepTrace(casts.slots, self.every_n_steps)
-        folder = trainer.log_dir or trainer.default_root_dir  # which ranks have to ask for together
-        self.saved_to = _unused(self.path or Path(folder) / "fp8_monitor.npz") if trainer.is_global_zero else None
+        folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective
+        is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        path = self.path or (None if is_trial else Path(folder) / "fp8_monitor.npz")
+        self.saved_to = _unused(path) if path is not None and trainer.is_global_zero else None
         self._start = self._run_start = trainer.global_step
         self._samples = 0
         self._has_sampled = False  # in this interval
@@ -143,13 +156,18 @@ class FP8Monitor(Callback):
             self._samples += 1
 
     @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if self._trace is not None and len(trainer.optimizers) == 1:  # a batch may step it repeatedly
+            self._trace.row = trainer.global_step - self._start
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         begun = time.perf_counter()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss.detach().double().reshape(())
+            loss = loss.detach().to(torch.float32 if loss.device.type == "mps" else torch.float64).reshape(())
             if pl_module.automatic_optimization:  # which has divided it
                 loss = loss * trainer.accumulate_grad_batches
             self._loss = loss if self._loss is None else self._loss + loss
@@ -176,8 +194,13 @@ class FP8Monitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep what was seen; other ranks may be gone, so nothing is exchanged."""
+        """Report the steps of the current interval and save. With several ranks, it only saves: others may be gone."""
         if self.record is not None and (self._sampler is not None or self._losses):
+            try:
+                if trainer.world_size == 1 and trainer.global_step > self._start:
+                    self._report(trainer)
+            except RuntimeError as error:  # of the device, whose tensors cannot be read
+                rank_zero_warn(f"FP8Monitor could not report the last steps: {error}")
             self._save(trainer)
         self._stop()
 
@@ -193,6 +216,7 @@ class FP8Monitor(Callback):
         if self._sampler is not None:
             self._sampler.end()
         self._trace = self._sampler = None
+        self._casts = Casts([], [], [], [])
 
     def _end_of_sample(self, trainer: Trainer, *, force: bool = False) -> None:
         if self._sampled_step is not None and (force or trainer.global_step > self._sampled_step):
@@ -213,7 +237,8 @@ class FP8Monitor(Callback):
         self.record.add(interval)
         if self._alarms is None:
             return
-        for alarm in self._alarms.see(interval, bits, warm_up=self._run_start + WARM_UP):
+        ran = self._casts.ran_unobserved()
+        for alarm in self._alarms.see(interval, bits, warm_up=self._run_start + WARM_UP, ran_unobserved=ran):
             rank_zero_warn(str(alarm))
         self._log(trainer, interval)
 

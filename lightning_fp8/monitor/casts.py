@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Sample, Slot
@@ -18,27 +19,40 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role
 
 _MORE_STEPS = 16
-"""Rows beside those of an interval: one batch may step several optimizers."""
+"""Rows in addition to those of an interval: one batch may step several times. More are allocated when needed."""
 
 
 class Casts(NamedTuple):
-    """The casts of the linear layers of a model: their names, roles and slots."""
+    """The casts of the linear layers of a model: their names, roles, slots and layers."""
 
     names: list[str]
     roles: list[Role]
     slots: list[Slot]
+    layers: list[LinearLayer]
 
     @classmethod
     def of(cls, model: nn.Module) -> Casts:
-        """Those of the layers of ``model`` that run in FP8."""
+        """The casts of the layers of ``model`` that run in FP8."""
         layers = [(name, each) for name, each in fp8_modules(model) if isinstance(each, LinearLayer) and each.fp8]
-        named = [pair for name, layer in layers for pair in layer.named_slots(name)]
-        roles = [slot.history.roles[slot.index] for _, slot in named]
-        return cls([name for name, _ in named], roles, [slot for _, slot in named])
+        named = [(*pair, layer) for name, layer in layers for pair in layer.named_slots(name)]
+        return cls(
+            [name for name, _, _ in named],
+            [slot.history.roles[slot.index] for _, slot, _ in named],
+            [slot for _, slot, _ in named],
+            [layer for _, _, layer in named],
+        )
 
     def fp8_max(self, recipe: Recipe) -> Array:
         """The largest value of each cast's format, ``[n]``."""
         return np.array([recipe.cast(role).float8.max for role in self.roles])
+
+    def ran_unobserved(self) -> NDArray[np.bool_]:
+        """Whether the layer of each cast has run in FP8 as far as its record shows, ``[n]``.
+
+        The casts of a layer without gradients, such as those of a teacher, have no amaxes and are not sampled.
+        """
+        records = (layer.record for layer in self.layers)
+        return np.array([bool(each.fp8 or (each.evaluations and not each.high_precision)) for each in records], bool)
 
     def largest_rounded(self, recipe: Recipe) -> Array:
         """The largest magnitude that each cast rounds to it, ``[n]``."""
@@ -53,16 +67,16 @@ class StepRows(NamedTuple):
 
 
 class StepTrace:
-    """Copies amaxes and scales of histories before each update. Nothing of it waits for a GPU.
+    """Copies amaxes and scales of histories before each update, without waiting for a GPU.
 
     Attributes:
-        row: which step of the interval runs.
+        row: the index of the current step in the interval.
     """
 
     def __init__(self, slots: Sequence[Slot], steps: int) -> None:
         self.row = 0
         self._slots = slots
-        self._steps = steps + _MORE_STEPS
+        self._steps = steps + _MORE_STEPS  # rows to allocate
         self._rows: dict[AmaxHistory, tuple[Tensor, Tensor]] = {}
         for history in self.histories:
             history.before_update = self.before_update
@@ -79,31 +93,30 @@ class StepTrace:
 
     @torch.no_grad()
     def before_update(self, history: AmaxHistory) -> None:
-        """Take the amaxes of this step; where several optimizers step, each those of its own tensors."""
+        """Copy the amaxes of this step. If several optimizers step, each update has those of its own tensors."""
         if history not in self._rows or self._rows[history][0].device != history.amax.device:
             rows = history.amax.new_zeros(self._steps, len(history.names))
             self._rows[history] = rows, rows.clone()
-        row = min(self.row, self._steps - 1)
-        amax, scale = (rows.select(0, row) for rows in self._rows[history])
+        while self.row >= len(self._rows[history][0]):
+            amax, scale = (torch.cat([rows, torch.zeros_like(rows)]) for rows in self._rows[history])
+            self._rows[history] = amax, scale
+        amax, scale = (rows.select(0, self.row) for rows in self._rows[history])
         torch.where(history.amax != 0, history.scale, scale, out=scale)
         torch.maximum(amax, history.amax, out=amax)
 
     def read(self, steps: int) -> StepRows:
-        """The rows of the first ``steps`` steps, which are cleared."""
+        """Return the rows of the first ``steps`` steps, and clear all rows."""
         of_history = {
             history: tuple(rows[:steps].cpu().double().numpy() for rows in pair) for history, pair in self._rows.items()
         }
         for pair in self._rows.values():
             for rows in pair:
                 rows.zero_()
-        nothing = np.zeros(steps)
-        columns = [
-            tuple(rows[:, slot.index] for rows in of_history[slot.history])
-            if slot.history in of_history
-            else (nothing, nothing)
-            for slot in self._slots
-        ]
-        return StepRows(*(np.stack([pair[which] for pair in columns], 1) for which in range(2)))
+        found = StepRows(np.zeros((steps, len(self._slots))), np.zeros((steps, len(self._slots))))
+        for column, slot in enumerate(self._slots):
+            for values, known in zip(found, of_history.get(slot.history, ())):
+                values[: len(known), column] = known[:, slot.index]
+        return found
 
     def followed_amax(self, recipe: DelayedScaling) -> Array:
         """The amaxes that the scales of now follow: their windows' largest, or their most recent, ``[n]``."""

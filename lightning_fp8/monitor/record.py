@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,13 +230,17 @@ class Record:
             version, missing = described["version"], set(FIELDS) - set(described["fields"])
             if missing and version <= VERSION:
                 raise ValueError(f"it lacks {sorted(missing)}")
-        except (BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+            if version <= VERSION:
+                return cls._from_arrays(described, arrays)
+        except (BadZipFile, zlib.error, EOFError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no record of FP8Monitor: {error}") from None
-        if version > VERSION:
-            raise ValueError(
-                f"{path} is a record of version {version}, and this lightning_fp8 reads versions up to {VERSION}: "
-                "a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8"
-            )
+        raise ValueError(
+            f"{path} is a record of version {version}, but this lightning_fp8 reads versions up to {VERSION}. It was "
+            "saved by a newer lightning_fp8: upgrade with pip install -U lightning-fp8"
+        )
+
+    @classmethod
+    def _from_arrays(cls, described: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Record:
         order = [described["fields"].index(name) for name in FIELDS]
         shape = len(arrays["steps"]), len(described["names"]), len(described["fields"])
         intervals = [

@@ -23,9 +23,10 @@ def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
 
 def verdict(record: Record, alarms: Sequence[Alarm]) -> str:
     """Steps, casts, the number of alarms, and the worst that was seen."""
+    steps = f"{record.num_steps} step{'s' * (record.num_steps != 1)}"
     if not record.names:
-        return f"{record.num_steps} steps without FP8"
-    steps = f"FP8: {record.num_steps} steps of {len(record.names)} casts, {len(alarms) or 'no'} alarms"
+        return f"{steps} without FP8"
+    steps = f"FP8: {steps} of {len(record.names)} casts, {len(alarms) or 'no'} alarms"
     if len(alarms) == 1:
         steps = steps.removesuffix("s")
     if not record.intervals:

@@ -237,7 +237,7 @@ def test_a_run_that_fails_keeps_its_record(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="planted"):
         fit(monitor_of(tmp_path, 3), Fails())
-    assert Record.load(tmp_path / "run.npz").num_steps == 6
+    assert Record.load(tmp_path / "run.npz").num_steps == 7
 
 
 def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=message):
             main(["report", *map(str, args)])
 
-    refused(tmp_path / "none", message="does not exist; give the file of FP8Monitor")
+    refused(tmp_path / "none", message="does not exist; pass the file of FP8Monitor")
     refused(tmp_path, message=r"has no fp8_monitor\*.npz; train with callbacks")
     for name in ("fp8_monitor.npz", "fp8_monitor-v1.npz"):
         record().save(tmp_path / name)

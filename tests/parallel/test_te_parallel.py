@@ -119,7 +119,7 @@ ERRORS = {
     "features": "in_features=97 does not divide into tp_size=2 equal parts",
     "heads": "num_attention_heads=3 does not divide into tp_size=2 equal parts",
     "ffn": "ffn_hidden_size=33 does not divide into tp_size=2 equal parts",
-    "parts": "a_weight [3, 32]: its rows are cut over tp_size=2 ranks, and 3 does not divide",
+    "parts": "a_weight [3, 32]: its rows are sharded over tp_size=2, and 3 does not divide",
     "size": "tp_size=4, but tp_group has 2 ranks",
     "sequence alone": "sequence_parallel=True needs parallel_mode=",
     "no set_parallel_mode": "needs set_parallel_mode=True",

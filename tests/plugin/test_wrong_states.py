@@ -79,7 +79,7 @@ def test_states_say_their_version_and_newer_ones_are_refused() -> None:
     load_fp8_state_dict(net, {key: value for key, value in state.items() if key != "version"})  # of before it had one
     assert torch.equal(fp8_state_dict(net)["scale"], state["scale"])
     for load in (lambda newer: load_fp8_state_dict(net, newer), lambda newer: plugin.load_state_dict({"model": newer})):
-        with pytest.raises(ValueError, match="'version' is 2, and this lightning_fp8 reads versions up to 1"):
+        with pytest.raises(ValueError, match="'version' is 2, but this lightning_fp8 reads versions up to 1"):
             load({"version": 2, "tensors": {}})
     assert torch.equal(fp8_state_dict(net)["scale"], state["scale"])
 

@@ -41,7 +41,7 @@ def page(record: Record, other: Record | None = None) -> str:
         "layers": layers(record),
         "environment": environment(record),
         "version": escape(__version__),
-        "data": json.dumps(_finite(drawn(record, other)), separators=(",", ":")).replace("</", "<\\/"),
+        "data": json.dumps(_finite(drawn(record, other)), separators=(",", ":")).replace("<", "\\u003c"),
         "script": (here / "page.js").read_text(encoding="utf-8"),
     }
     before, *rest = template.split("{{")
