@@ -37,31 +37,32 @@ def measure_sensitivity(
     seed: int = 0,
     progress: bool = True,
 ) -> Sensitivity:
-    """Measure how far FP8 in each layer moves the gradient of ``model`` on ``batches``.
+    """Measure how much FP8 in each layer changes the gradient of ``model`` on ``batches``.
 
-    The measure of a layer is ``|g - g0| / |g0|`` over all parameters, g with this layer alone in FP8 and g0 with none.
-    It needs one forward and backward pass per batch for each layer or block, and 3 to 5 more; the number is printed
-    beforehand. ``model`` is copied, and does not change. The copy, its gradient and g0 need the memory of three models,
-    in training mode; as much as Adam's state and gradients.
+    The error of a layer is ``|g - g0| / |g0|`` over all parameters, where g is the gradient with only this layer in FP8
+    and g0 the gradient in high precision. It takes one forward and backward pass per batch for each layer or block, and
+    3 to 5 more. Their number is printed beforehand. ``model`` is copied and not changed. The copy, its gradient and g0
+    take the memory of three models, as much as Adam's state and gradients.
 
-    Under delayed scaling the scales are those of the same batches, which were observed before. Scales that are too old
-    for a batch, as in training, are :class:`lightning_fp8.FP8Monitor`'s subject. In a model of BF16 weights gradients
-    are rounded to BF16, of some 0.2 %; errors far below that are not resolved, so give float32 weights where they fit.
+    Scales of delayed scaling are computed from the same batches. For scales that are stale, as in training, use
+    :class:`lightning_fp8.FP8Monitor`. If weights are BF16, gradients are rounded to BF16, with an error of about 0.2 %,
+    and smaller errors cannot be measured. Pass float32 weights if they fit in memory.
 
     Args:
-        model: as it is before conversion, with trained weights.
-        batches: on the model's device; a few that are like those of training.
-        loss: ``loss(model, batch)`` gives a scalar; ``None`` is a LightningModule's ``training_step``, or
+        model: the model before conversion, with trained weights.
+        batches: some batches of training data, on the model's device.
+        loss: ``loss(model, batch)``, which returns a scalar. ``None`` is a LightningModule's ``training_step``, or
             ``model(**batch).loss``.
-        recipe: as of :class:`lightning_fp8.FP8Precision`.
+        recipe: see :class:`lightning_fp8.FP8Precision`.
         group: measure each layer, or all layers of a block together.
-        budget: an error, 0.01 for 1 %: the layers to keep in BF16 for it are chosen, and their error is measured, too.
-        seed: of the random numbers of each pass, the same in all: dropout draws the same masks.
-        progress: whether to print the number of passes, and a bar.
+        budget: an error, 0.01 for 1 %. Layers to keep in BF16 are chosen for it, and the resulting error is measured.
+        seed: the seed of all passes, so that dropout has the same masks.
+        progress: whether to print the number of passes and a progress bar.
 
     Raises:
-        TypeError: ``model`` is no module, or there is no way to its loss.
-        ValueError: no batches, no layer that can run in FP8, another ``group``, or a gradient that is not finite.
+        TypeError: If ``model`` is not a module, or its loss is unknown.
+        ValueError: If there are no batches, if no layer can run in FP8 or is called, if ``group`` is unknown, or if the
+            gradient is not finite.
     """
     require_module("measure_sensitivity", model)
     batches = list(batches)
@@ -89,9 +90,11 @@ def measure_sensitivity(
         gradients = _Gradients(copied, layers, batches, loss or _loss_of(model), of_recipe, seed, bar)
         with _counted(layers) as flops:
             gradients.refer()
+        if not (total := sum(flops.values())):
+            raise ValueError("the loss called no layer that can run in FP8; pass a loss that runs the whole model")
         gradients.observe()
         rows = [
-            Row(name, names, gradients.error(names), sum(flops[each] for each in names) / sum(flops.values()))
+            Row(name, names, gradients.error(names), sum(flops[each] for each in names) / total)
             for name, names in groups.items()
         ]
         found = Sensitivity(
@@ -131,6 +134,9 @@ class _Gradients:
         self._seed = seed
         self._bar = bar
         self._buffers = {name: each.clone() for name, each in model.named_buffers()}
+        for layer in layers.values():
+            if layer.history is not None:
+                layer.history.watch.has_warned_of_standstill = True  # scales are constant on purpose
         self._reference: list[Tensor | None] = []
         self._norm = 0.0
 
@@ -212,14 +218,15 @@ def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
     """Multiply-adds of each layer's forward passes in the block."""
     counts = dict.fromkeys(layers, 0.0)
 
-    def hook(name: str) -> Callable[[Any, Any], None]:
-        def count(layer: LinearLayer, args: tuple[Tensor, ...]) -> None:
-            rows = args[0].numel() / args[0].shape[-1]
+    def hook(name: str) -> Callable[[Any, Any, Any], None]:
+        def count(layer: LinearLayer, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            x = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            rows = x.numel() / x.shape[-1]
             counts[name] += rows * sum(getattr(layer, weight).numel() for weight in layer.weight_names)
 
         return count
 
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         yield counts
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,3 +273,36 @@ def test_layers_of_this_package_are_measured() -> None:
     found = measure_sensitivity(model, batches(), loss, recipe="rowwise", progress=False)
     assert len(found.rows) == 3
     assert all(each.fp8 for each in model)
+
+
+class Keywords(nn.Module):
+    """Calls its layers by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(input=x))
+        return x
+
+
+def test_many_passes_with_inputs_by_keyword() -> None:
+    """Constant scales are intended, and no warning."""
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 64) for _ in range(210)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = measure_sensitivity(
+            Keywords(), batches, lambda model, x: model(x).square().mean(), progress=False, budget=0.5
+        )
+    assert found.passes > 1000
+    assert [row.flops for row in found.rows] == pytest.approx([1 / 3] * 3)
+
+
+def test_a_loss_that_calls_no_layer_is_refused() -> None:
+    model = Keywords()
+    model.scale = nn.Parameter(torch.ones(64))
+    with pytest.raises(ValueError, match="called no layer that can run in FP8"):
+        measure_sensitivity(model, [torch.ones(2, 64)], lambda model, x: (x * model.scale).sum(), progress=False)
