@@ -153,14 +153,13 @@ class Sensitivity:
             ModuleNotFoundError: matplotlib is not installed.
         """
         try:
-            import matplotlib
+            from matplotlib.figure import Figure  # not pyplot, which has the state of a notebook
         except ModuleNotFoundError:
             raise ModuleNotFoundError("a plot needs matplotlib; install it: pip install matplotlib") from None
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
 
         rows = self.rows[:most][::-1]
-        figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(8, 1.2 + 0.24 * len(rows)), layout="constrained")
+        axes = figure.subplots()
         axes.barh([_short(row.name, 40) for row in rows], [100 * row.error for row in rows], color="#0b5cad")
         for error, text, style in (
             (self.all_error, "all layers", "-"),
@@ -170,7 +169,6 @@ class Sensitivity:
         axes.set_xlabel(f"error of the gradient with this in FP8 alone, %, recipe {self.recipe}")
         axes.legend(loc="lower right")
         figure.savefig(path, dpi=110)
-        plt.close(figure)
 
 
 def require_budget(budget: float) -> None:
