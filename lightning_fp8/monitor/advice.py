@@ -1,4 +1,4 @@
-"""What each recipe would have lost in a run, and the cheapest one within a budget."""
+"""The errors that each recipe would have in a run, and the cheapest recipe within a budget."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEAST_DECIBELS = 20.0
 
 @dataclass(frozen=True)
 class RecipeLoss:
-    """What one recipe loses of each cast, in the samples of a run.
+    """The errors of one recipe in each cast, in the samples of a run.
 
     Attributes:
-        recipe: its name.
-        flushed: the share of nonzero values that become 0, ``[n]``; NaN of a cast that was not sampled.
-        decibels: signal to noise, ``[n]``.
-        measured: whether the run had this recipe.
+        recipe: the recipe's name.
+        flushed: the share of nonzero values that become 0, ``[n]``; NaN for a cast that was not sampled.
+        decibels: the ratio of signal to noise, ``[n]``.
+        measured: whether it is the recipe of the run.
     """
 
     recipe: str
@@ -38,25 +38,25 @@ class RecipeLoss:
         return not bool(np.isnan(self.flushed).all())
 
     def over(self, flushed: float = FLUSHED_BUDGET, decibels: float = LEAST_DECIBELS) -> list[int]:
-        """The casts that lose more, the worst first."""
+        """The casts beyond these limits, worst first."""
         beyond = (self.flushed > flushed) | (self.decibels < decibels)
         casts = np.flatnonzero(beyond)
         return [int(cast) for cast in casts[np.argsort(-self.flushed[casts], kind="stable")]]
 
     @property
     def worst(self) -> int | None:
-        """The cast that loses the greatest share; None where none was sampled."""
+        """The cast with the largest share; None if no cast was sampled."""
         return int(np.nanargmax(self.flushed)) if self.is_known else None
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The recipe to take.
+    """The recommended recipe.
 
     Attributes:
-        recipe: its name; None where nothing was sampled.
-        fits: whether it is within the budget; else no recipe is, and this one has the fewest casts over it.
-        over: its casts that are over the budget.
+        recipe: the recipe's name; None if no cast was sampled.
+        fits: whether it is within the budget. If not, no recipe is, and this one has the fewest casts over the budget.
+        over: the casts that are over the budget.
     """
 
     recipe: str | None
@@ -65,7 +65,7 @@ class Advice:
 
 
 def measured_loss(record: Record) -> RecipeLoss:
-    """What the recipe of the run lost, in its worst interval of each cast, with what it clipped counted as noise."""
+    """The errors of the recipe of the run, in the worst interval of each cast. Clipping counts as noise."""
     n = len(record.names)
     shares = [each.flushed_share for each in record.intervals]
     decibels = [each.decibels for each in record.intervals]
@@ -79,7 +79,7 @@ def measured_loss(record: Record) -> RecipeLoss:
 
 
 def what_if_losses(record: Record) -> list[RecipeLoss]:
-    """What the recipes that scale a tensor from itself would have lost, the cheapest first."""
+    """The errors that the recipes without state would have had, cheapest first."""
     column = {name: index for index, name in enumerate(LOSSES)}
     found = []
     for index, name in enumerate(record.recipes):
@@ -93,7 +93,7 @@ def what_if_losses(record: Record) -> list[RecipeLoss]:
 
 
 def cheapest(losses: list[RecipeLoss], flushed: float = FLUSHED_BUDGET, decibels: float = LEAST_DECIBELS) -> Advice:
-    """The first of ``losses``, which are in the order of their cost, that is within the budget for every cast."""
+    """The first of ``losses``, which are ordered by cost, that is within the budget for every cast."""
     known = [each for each in losses if each.is_known]
     if not known:
         return Advice(None, False)

@@ -1,7 +1,7 @@
-"""Alarms: what of a run's figures a user should look at, with its cause, its consequence and what to do.
+"""Alarms: findings in a run's figures, each with its cause, its consequence and advice.
 
-A step in which casts clip by much is an *event* of the run: its batch or its learning rate is the place to look. A cast
-that loses values in interval after interval is a *layer*: it may stay in BF16, or take another recipe.
+There are two kinds. An *event* belongs to a step of the run, for example if many casts clip: look at its batch and the
+learning rate. A *layer* loses values in several consecutive intervals: keep it in BF16, or use another recipe.
 """
 
 from __future__ import annotations
@@ -19,80 +19,81 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import Role
 
 WARM_UP = 100
-"""Steps at the start of a run, and of a resumed one, whose scales follow few amaxes: clipping counts behind them."""
+"""The number of steps at the start of a run, or of a resumed run, in which clipping is not an alarm, because scales are
+computed from few amaxes."""
 
 EVENT_BITS = 3.0
-"""A step is an event where a cast's largest value is more than eight times what its scale allows."""
+"""A step is an event if a cast's largest value is more than 2**3 times what its scale allows."""
 
 CLIPPED_BITS = 0.5
 CLIPPED_STEPS = 0.2
-"""A cast clips where this share of an interval's steps exceed its scale, the worst by more than those bits."""
+"""A cast clips if more than this share of an interval's steps exceed its scale, the worst by more than these bits."""
 
 FLUSHED = {False: 0.03, True: 0.15}
-"""The shares of nonzero values that may become 0: of inputs and weights, and of gradients."""
+"""The shares of nonzero values that may become 0, for inputs and weights (False) and for gradients (True)."""
 
 STALE_BITS = 4.0
-"""A scale is stale where the amax that it follows is more than 16 times today's."""
+"""A scale is stale if the amax that it is computed from is more than 2**4 times the current one."""
 
 STANDING_BITS = 1.0
-"""A scale stands where it is more than a factor of two away from what its history gives."""
+"""A scale is standing if it differs from the scale of its history by more than a factor of 2."""
 
 LEAST_DECIBELS = 20.0
-"""Signal to noise; a cast to E4M3 has 31 dB, one to E5M2 25 dB."""
+"""The least ratio of signal to noise. A cast to E4M3 has 31 dB, a cast to E5M2 25 dB."""
 
 NEIGHBOURS = 5
-"""Events at most so many steps apart are one."""
+"""Events that are at most this many steps apart are combined."""
 
 Rule = Literal[
     "outlier step", "non-finite", "clips", "flushes", "stale scale", "standing scale", "never ran", "inexact"
 ]
 
 _IN_A_ROW: dict[Rule, int] = {"never ran": 3, "non-finite": 1}
-"""Intervals in a row after which a rule raises an alarm; 2 of the others."""
+"""The number of consecutive intervals before a rule raises an alarm; 2 for other rules."""
 
 _OF_THE_RUN = ("outlier step", "non-finite")
-"""Rules whose alarms are of steps, not of layers."""
+"""The rules whose alarms are events."""
 
 _TEXT: dict[Rule, tuple[str, str, str]] = {
     "outlier step": (
-        "values beyond what the scales allow: delayed scaling follows the amaxes of earlier steps",
-        "in this step they were cut to the format's largest value; the scales have followed since",
-        "look at the batch, the learning rate and gradient clipping; recipe='tensorwise' has no past to follow",
+        "values exceed the scales, which delayed scaling computes from the amaxes of earlier steps",
+        "in this step they were clipped to the format's largest value; the scales have been updated since",
+        "check the batch, the learning rate and gradient clipping; recipe='tensorwise' computes scales in each step",
     ),
     "non-finite": (
         "inf or NaN before the cast",
-        "FP8 carries NaN on; the scale ignores it",
-        "look for the operation that made it; torch.autograd.set_detect_anomaly(True) finds it in the backward pass",
+        "FP8 propagates NaN; the scale ignores it",
+        "find the operation that computed it; torch.autograd.set_detect_anomaly(True) finds it in the backward pass",
     ),
     "clips": (
-        "its values grow from step to step, faster than its scale follows",
-        "the largest values of many steps are cut",
-        "give DelayedScaling(margin=1), take recipe='tensorwise', or keep it in BF16",
+        "its values grow in each step, faster than its scale",
+        "the largest values are clipped in many steps",
+        "use DelayedScaling(margin=1) or recipe='tensorwise', or keep it in BF16",
     ),
     "flushes": (
         "its values span more binades than the format has",
         "small values become 0",
-        "take recipe='blockwise' or 'mxfp8', whose scales are of few values, or keep it in BF16",
+        "use recipe='blockwise' or 'mxfp8', which have scales for blocks of values, or keep it in BF16",
     ),
     "stale scale": (
-        "the history remembers an amax far above today's",
+        "the history contains an amax far above the current one",
         "small values become 0 until it has left the history",
-        "give DelayedScaling a shorter amax_history_len, or take recipe='tensorwise'",
+        "use DelayedScaling with a shorter amax_history_len, or recipe='tensorwise'",
     ),
     "standing scale": (
-        "no update moves its scale: no step of an optimizer owns it, or something restores it",
-        "values clip or become 0 as soon as they leave the range of an old step",
-        "give its parameters to an optimizer, call update_fp8_scales(model) after steps of others, or keep it in BF16",
+        "its scale is not updated: no optimizer that steps holds its parameters, or something restores the scale",
+        "values clip or become 0 once they leave the range of an earlier step",
+        "add its parameters to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
     ),
     "never ran": (
-        "it is planned in FP8, and cast nothing",
-        "it ran in high precision, or nothing calls it",
-        "print(plugin.summary) says what ran; keep it in BF16 if nothing calls it",
+        "it is planned in FP8, but did not run in FP8",
+        "it ran in high precision, or was not called",
+        "print(plugin.summary) shows the layers that ran; keep it in BF16 if it is never called",
     ),
     "inexact": (
-        "its values are spread so that most of them are rounded coarsely",
-        "the product's inputs have few right digits",
-        "take recipe='blockwise' or 'mxfp8', or keep it in BF16",
+        "its values are so spread that most of them are rounded coarsely",
+        "the inputs of the product have few correct bits",
+        "use recipe='blockwise' or 'mxfp8', or keep it in BF16",
     ),
 }
 """Cause, consequence, advice."""
@@ -103,14 +104,14 @@ class Alarm:
     """One finding.
 
     Attributes:
-        kind: ``"event"``, of a step, or ``"layer"``.
-        rule: what was found.
-        layers, casts: which it hit: of events in the order of a step, of layers the worst first.
-        first_step, last_step: of the intervals, or steps, in which it was found; counted from 1.
-        times: in how many of them.
-        value: the worst, with its unit.
-        cause, consequence, advice: sentences.
-        skip: globs for ``FP8Precision(skip=...)`` that keep the layers in BF16; none of events.
+        kind: ``"event"`` or ``"layer"``.
+        rule: the rule that raised it.
+        layers, casts: the affected layers and casts. Those of an event are in the order of a step, others worst first.
+        first_step, last_step: the first and last step, or the steps of the first and last interval, counted from 1.
+        times: the number of steps or intervals.
+        value: the worst value, with its unit.
+        cause, consequence, advice: text.
+        skip: globs for ``FP8Precision(skip=...)`` that keep the layers in BF16; empty for events.
     """
 
     kind: Literal["event", "layer"]
@@ -127,7 +128,7 @@ class Alarm:
     skip: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
+        """The alarm as a dictionary, for the record."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -154,10 +155,10 @@ class _Finding:
 
 
 class Alarms:
-    """Finds alarms in intervals as they come.
+    """Finds alarms, interval by interval.
 
     Attributes:
-        found: all alarms, in the order in which they were found; one that is found again is changed in place.
+        found: all alarms in the order of their first step. An alarm that is found again is updated in place.
     """
 
     def __init__(self, names: Sequence[str], roles: Sequence[Role], recipe: Recipe) -> None:
@@ -181,7 +182,7 @@ class Alarms:
         warm_up: int = WARM_UP,
         ran_unobserved: NDArray[np.bool_] | None = None,
     ) -> list[Alarm]:
-        """Look at the next interval.
+        """Check the next interval.
 
         Args:
             bits: :func:`lightning_fp8.monitor.casts.clipped_bits` of its steps.
@@ -220,12 +221,12 @@ class Alarms:
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
                 order = np.array(
                     sorted(hit, key=lambda cast: self._roles[int(cast)].is_gradient)
-                )  # where it begins first
+                )  # in the order of a step
                 text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
                 self._event("outlier step", step, order, text)
 
     def _event(self, rule: Rule, step: int, casts: NDArray[np.intp], value: str) -> None:
-        """Add one, or a step to the last one of its kind."""
+        """Add an event, or combine it with the last one of the rule."""
         last = next((each for each in reversed(self.found) if each.rule == rule), None)
         names = [self._names[cast] for cast in casts]
         if last is not None and step - last.last_step <= NEIGHBOURS:
@@ -236,10 +237,10 @@ class Alarms:
         self.found.append(Alarm("event", rule, _layers(names), names, step, step, 1, value, *_TEXT[rule]))
 
     def _of_casts(self, interval: Interval, warm_up: int) -> Iterator[_Finding]:
-        """What the figures of the interval's casts show."""
+        """The findings in the figures of the interval's casts."""
         sampled, updates = interval["casts"] > 0, interval["updates"]
         np.logical_or.at(self._ran, self._layers, sampled | (updates > 0))
-        any_ran = bool(self._ran.any())  # else nothing is known, as in a replayed CUDA graph
+        any_ran = bool(self._ran.any())  # otherwise nothing is known, as in a replayed CUDA graph
         flushed, decibels = interval.flushed_share, interval.decibels
         delayed = self._recipe if isinstance(self._recipe, DelayedScaling) else None
         is_early = interval.last_step <= warm_up
@@ -274,7 +275,7 @@ class Alarms:
         return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from what its history gives")
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
-        """Add an alarm of the casts that have none of this rule yet; follow those that have."""
+        """Add an alarm for the casts that have none of this rule yet, and update existing alarms of others."""
         is_event = rule in _OF_THE_RUN
         known = {name: alarm for alarm in self.found if alarm.rule == rule for name in alarm.casts}
         new = []
@@ -311,5 +312,5 @@ def _layers(casts: Sequence[str]) -> list[str]:
 
 
 def skip_of(alarms: Sequence[Alarm]) -> tuple[str, ...]:
-    """The names of the layers that alarms advise to keep in BF16, for ``FP8Precision(skip=...)``."""
+    """The names of the layers that alarms recommend to keep in BF16, for ``FP8Precision(skip=...)``."""
     return tuple(dict.fromkeys(name for alarm in alarms for name in alarm.skip))

@@ -1,4 +1,4 @@
-"""FP8Monitor: what FP8 does to a run of a Trainer."""
+"""FP8Monitor: a callback that records the effects of FP8 on a run of a Trainer."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.version import __version__
 
 WHAT_IF_EVERY = 10
-"""Samples, of which the first one also tries what other recipes would lose."""
+"""Every so many samples, also count the errors of other recipes."""
 
 LONGEST_INTERVAL = 10_000
-"""Steps, of each of which the amaxes and scales are kept until the report."""
+"""The maximum number of steps of an interval, since their amaxes and scales are held in memory."""
 
 SECONDS_BETWEEN_WRITES = 60.0
-"""While the run goes on; at its end the record is written in any case."""
+"""The minimum time between two writes of the record during a run."""
 
 
 class FP8Monitor(Callback):
-    """Watches what FP8 does to a run: ``Trainer(plugins=[FP8Precision()], callbacks=[FP8Monitor()])``.
+    """Records the effects of FP8 on a run: ``Trainer(plugins=[FP8Precision()], callbacks=[FP8Monitor()])``.
 
-    With delayed scaling it follows at every step how far each cast clips, without a pass over data. With every recipe
-    it counts in one step of each interval what the casts of linear layers flush to zero, clip and round, on at most
-    2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five scalars to the
-    Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``, ``fp8/flushed_max``,
-    ``fp8/head_room_min``). The record of the run is written beside its logs; ``lightning-fp8 report`` shows it. Ranks
-    exchange one collective per report. Attention, whose blocks of 128 rows scale themselves, is not watched.
+    With delayed scaling, it records in every step how much each cast clips, without a pass over data. With all recipes,
+    it counts the values that casts of linear layers flush to zero, clip and round, in one step of each interval and on
+    at most 2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five
+    scalars for the Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``,
+    ``fp8/flushed_max``, ``fp8/head_room_min``). The record of the run is written to the folder of its logs, and
+    ``lightning-fp8 report`` makes a page of it. Ranks run one collective per report. Attention is not included, because
+    its blocks of 128 rows compute their own scales.
 
-    With another precision than ``FP8Precision`` only the loss is recorded, to be compared with.
+    With another precision plugin than ``FP8Precision``, only the loss is recorded, for comparison.
 
     Args:
-        every_n_steps: optimizer steps of an interval.
-        per_layer: also give the loggers the figures of each cast.
+        every_n_steps: the number of optimizer steps of an interval.
+        per_layer: also log the figures of each cast.
         path: the file of the record. ``None`` is ``fp8_monitor.npz`` in the Trainer's ``log_dir``, or
             ``default_root_dir``, and no file with ``fast_dev_run``. An existing file is kept, and the new one gets a
             number.
 
     Attributes:
-        alarms: what was found.
-        record: what was seen; ``None`` before training.
-        saved_to: the file of the record; ``None`` before training, and on ranks that write none.
+        alarms: the alarms that were found.
+        record: the record of the run; ``None`` before training.
+        saved_to: the file of the record; ``None`` before training, and on ranks that do not write it.
 
     Raises:
         TypeError, ValueError: If ``every_n_steps`` is not an integer from 1 to 10,000, ``per_layer`` not a bool, or
@@ -89,15 +90,15 @@ class FP8Monitor(Callback):
 
     @property
     def alarms(self) -> list[Alarm]:
-        """What was found, in its order."""
+        """The alarms that were found, in order."""
         return [] if self._alarms is None else self._alarms.found
 
     def skip(self) -> tuple[str, ...]:
-        """The layers that the alarms advise to keep in BF16: ``FP8Precision(skip=monitor.skip())``."""
+        """The layers that the alarms recommend to keep in BF16: ``FP8Precision(skip=monitor.skip())``."""
         return skip_of(self.alarms)
 
     def table(self, width: int = 80) -> str:
-        """The run in one line, and each alarm in some lines of at most ``width`` columns."""
+        """A summary of the run in one line, followed by the alarms, in lines of at most ``width`` columns."""
         return "" if self.record is None else table(self.record, self.alarms, width)
 
     # --- The Trainer's hooks ------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class FP8Monitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._trace is not None:
             self._trace.row = trainer.global_step - self._start
-        # The second step of an interval: a short run has a sample, and its scales are no longer those of nothing.
+        # Sample the second step of an interval, so that short runs have a sample, with the scales of a first step.
         due = trainer.global_step - self._start >= min(1, self.every_n_steps - 1)
         if self._sampler is not None and due and not self._has_sampled:
             self._has_sampled = True
@@ -168,7 +169,7 @@ class FP8Monitor(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().to(torch.float32 if loss.device.type == "mps" else torch.float64).reshape(())
-            if pl_module.automatic_optimization:  # which has divided it
+            if pl_module.automatic_optimization:  # the loss was divided
                 loss = loss * trainer.accumulate_grad_batches
             self._loss = loss if self._loss is None else self._loss + loss
             self._losses += 1
@@ -265,7 +266,7 @@ class FP8Monitor(Callback):
         return values, bits
 
     def _of_all_ranks(self, values: Array, loss: float, trainer: Trainer) -> tuple[Array, float]:
-        """One collective: what each rank sampled is added; the loss is the mean of theirs."""
+        """Combine the figures and losses of all ranks, with one collective."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return values, loss
         own = torch.from_numpy(np.append(values.ravel(), loss)).to(trainer.strategy.root_device)
@@ -315,7 +316,7 @@ class FP8Monitor(Callback):
         self.record.alarms = [alarm.as_dict() for alarm in self.alarms]
         try:
             self.record.save(self.saved_to)
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # for example a full disk, which must not stop training
             rank_zero_warn(f"FP8Monitor could not write {self.saved_to}: {error}; the run goes on without its record")
             self.saved_to = None
 

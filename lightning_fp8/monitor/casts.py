@@ -1,4 +1,4 @@
-"""The casts of a model as a monitor sees them: at every step of delayed scaling, and in the steps that it samples."""
+"""The figures of a model's casts: of every step with delayed scaling, and of the sampled steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Casts(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """Amaxes and scales of the casts at each step of an interval, ``[steps, n]``; an amax of 0: it did not run."""
+    """The amaxes and scales of the casts in each step of an interval, ``[steps, n]``; amax 0 if a cast did not run."""
 
     amax: Array
     scale: Array
@@ -83,11 +83,11 @@ class StepTrace:
 
     @property
     def histories(self) -> list[AmaxHistory]:
-        """Each once, in the order of the slots."""
+        """The histories without duplicates, in the order of the slots."""
         return list(dict.fromkeys(slot.history for slot in self._slots))
 
     def stop(self) -> None:
-        """Copy nothing any more."""
+        """Stop copying."""
         for history in self.histories:
             history.before_update = None
 
@@ -119,7 +119,7 @@ class StepTrace:
         return found
 
     def followed_amax(self, recipe: DelayedScaling) -> Array:
-        """The amaxes that the scales of now follow: their windows' largest, or their most recent, ``[n]``."""
+        """The amaxes that the current scales are computed from, the largest or the newest of each history, ``[n]``."""
         found = {}
         for history in self.histories:
             window = history.amax_history
@@ -132,16 +132,16 @@ class StepTrace:
 
 
 class Sampler:
-    """Lets casts be counted in the steps between :meth:`begin` and :meth:`end`."""
+    """Samples casts in the steps between :meth:`begin` and :meth:`end`."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._samples: list[Sample] = []
 
     def begin(self, what_if: bool) -> None:
-        """Count from now on; ``what_if``: also what other recipes would lose."""
+        """Start counting. ``what_if`` also counts the errors of other recipes."""
         if not self._samples:
-            # A tensor for each cast: compiled code would take two parts of one for one input.
+            # One tensor for each cast: compiled code would treat two views of one tensor as one input.
             for slot in self._slots:
                 shapes = (len(COUNTS),), (len(SAMPLED_RECIPES), len(LOSSES)), (EXPONENTS,)
                 on = slot.scale.device
@@ -150,12 +150,12 @@ class Sampler:
             slot.sample = sample if what_if else Sample(sample.counts)
 
     def end(self) -> None:
-        """Count nothing any more."""
+        """Stop counting."""
         for slot in self._slots:
             slot.sample = None
 
     def read(self) -> tuple[Array, Array, Array]:
-        """Counts ``[n, 8]``, losses ``[n, 4, 4]`` and exponents ``[n, 256]`` since the last call."""
+        """Return and clear counts ``[n, 8]``, losses ``[n, 4, 4]`` and exponents ``[n, 256]``."""
         n = len(self._slots)
         if not self._samples:
             return (
@@ -172,7 +172,7 @@ class Sampler:
 
 
 def clipped_bits(rows: StepRows, largest: Array) -> Array:
-    """``log2(amax * scale / largest)`` of each step and cast where it is above 0, else 0; NaN of a non-finite amax.
+    """``max(0, log2(amax * scale / largest))`` of each step and cast; NaN if the amax is not finite.
 
     Args:
         largest: the largest magnitude that rounds to the format's largest value, ``[n]``.
@@ -184,10 +184,10 @@ def clipped_bits(rows: StepRows, largest: Array) -> Array:
 
 
 def off_bits(rows: StepRows, window: Array, fp8_max: Array, recipe: DelayedScaling) -> Array:
-    """By how many bits the scale of the last step differed from what its history gave, ``[n]``; NaN where unknown.
+    """The difference in bits between the scale of the last step and the scale of its history, ``[n]``; NaN if unknown.
 
-    The amax of the step before is in the history, whatever its length: a scale that is too large for it stands. So does
-    one that is too small for all of ``window``, the amaxes after the last step.
+    The amax of the previous step is in the history, whatever its length, so a scale that is too large for it was not
+    updated. Neither was a scale that is too small for all of ``window``, the amaxes after the last step.
     """
     unknown = np.full(rows.amax.shape[1], np.nan)
     if len(rows.amax) < 2 or recipe.interval > 1:
@@ -201,11 +201,11 @@ def off_bits(rows: StepRows, window: Array, fp8_max: Array, recipe: DelayedScali
 
 
 def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -> Array:
-    """The figures of an interval that every step of delayed scaling gives, ``[n, len(FIELDS)]``.
+    """The figures of an interval that are known in every step with delayed scaling, ``[n, len(FIELDS)]``.
 
     Args:
-        bits: :func:`clipped_bits`.
-        first_step: the number of the first row.
+        bits: the result of :func:`clipped_bits`.
+        first_step: the number of the step of the first row.
     """
     values = empty_values(rows.amax.shape[1])
     if not len(rows.amax):
@@ -218,7 +218,7 @@ def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -
     values[:, INDEX["clipped_bits"]] = finite.max(0)
     values[:, INDEX["clipped_at"]] = np.where(finite.max(0) > 0, first_step + finite.argmax(0), 0)
     values[:, INDEX["head_room"]] = np.fmin.reduce(room, 0)
-    last = len(ran) - 1 - ran[::-1].argmax(0)  # the last row in which each ran
+    last = len(ran) - 1 - ran[::-1].argmax(0)  # the last row in which each cast ran
     values[:, INDEX["scale"]] = np.where(ran.any(0), rows.scale[last, np.arange(ran.shape[1])], np.nan)
     values[:, INDEX["amax"]] = np.fmax.reduce(np.where(ran, rows.amax, np.nan), 0)
     return values

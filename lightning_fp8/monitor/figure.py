@@ -50,9 +50,9 @@ def lost(record: Record) -> Any:
 
 
 def log_figure(loggers: list[Any], record: Record, step: int) -> None:
-    """Give the picture to the loggers that take one, as Lightning's for TensorBoard, W&B and MLflow do.
+    """Log the figure to loggers that support images, such as Lightning's for TensorBoard, W&B and MLflow.
 
-    Without matplotlib, and of a run without casts, there is none.
+    There is no figure without matplotlib, or for a run without casts.
     """
     takers = [each for each in loggers if _takes(each)]
     if not takers or not record.names or not record.intervals or find_spec("matplotlib") is None:

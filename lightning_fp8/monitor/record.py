@@ -1,4 +1,4 @@
-"""Record: what a monitor saw of a training run, interval by interval, and the file that keeps it."""
+"""Record: the figures of a training run, interval by interval, and their file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES
 Array: TypeAlias = NDArray[np.float64]
 
 VERSION = 1
-"""The version of saved records. A new version is one that this code would read wrongly."""
+"""The version of saved records. It is increased if older code would misread a record."""
 
 MOST_INTERVALS = 256
-"""Intervals that a record holds. At more, neighbours are merged."""
+"""The maximum number of intervals in a record. Beyond it, neighbors are merged."""
 
 _STEPS = ("updates", "clipped_steps", "clipped_bits", "clipped_at", "head_room", "amax", "scale", "window", "off_bits")
 FIELDS = (*_STEPS, *COUNTS)
-"""The figures of one cast in one interval, of delayed scaling at every step (NaN or 0 of other recipes):
+"""The figures of one cast in one interval. With delayed scaling they include (NaN or 0 with other recipes):
 
-- ``updates``: steps in which it had an amax; ``clipped_steps``: those in which its amax lost more than rounding;
-- ``clipped_bits``: ``log2(amax * scale / largest_rounded)`` of the worst, else 0, and ``clipped_at``, its step;
-- ``head_room``: the least ``log2(fp8_max / (amax * scale))``;
-- ``amax``: the largest; ``scale`` and ``window``, the amax of the history that scales follow: the last;
-- ``off_bits``: by how many bits the last scale differed from what its history gave; 0 where it followed;
+- ``updates``: the number of steps with an amax; ``clipped_steps``: the number of those in which the amax was clipped
+- ``clipped_bits``: the largest ``log2(amax * scale / largest_rounded)``, at least 0, and ``clipped_at``, its step
+- ``head_room``: the smallest ``log2(fp8_max / (amax * scale))``
+- ``amax``: the largest amax; ``scale``: the last scale; ``window``: the amax that the last scale is computed from
+- ``off_bits``: the difference in bits between the last scale and the scale of its history
 
-and those of the sampled step, :data:`lightning_fp8.ops.sample.COUNTS`.
+All recipes have the counts of the sampled step, :data:`lightning_fp8.ops.sample.COUNTS`.
 """
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 
@@ -45,12 +45,12 @@ _RECIPES = tuple(recipe.name for recipe in SAMPLED_RECIPES)
 
 @dataclass
 class Interval:
-    """Some steps of a run.
+    """The figures of some steps of a run.
 
     Attributes:
-        first_step, last_step: counted from 1, both included.
-        loss: the mean training loss; NaN where none is known.
-        values: float64 ``[n, len(FIELDS)]``, a row for each cast.
+        first_step, last_step: the first and last step, counted from 1.
+        loss: the mean training loss; NaN if it is unknown.
+        values: float64 ``[n, len(FIELDS)]``, one row for each cast.
     """
 
     first_step: int
@@ -63,17 +63,17 @@ class Interval:
 
     @property
     def flushed_share(self) -> Array:
-        """The share of nonzero finite values that became 0, of each cast; NaN where nothing was sampled."""
+        """The share of nonzero finite values that became 0, for each cast; NaN if it was not sampled."""
         return _ratio(self["flushed"], self["elements"] - self["zeros"] - self["nonfinite"])
 
     @property
     def clipped_share(self) -> Array:
-        """The share of values that were clipped."""
+        """The share of values that were clipped, for each cast."""
         return _ratio(self["clipped"], self["elements"])
 
     @property
     def decibels(self) -> Array:
-        """The ratio of signal to noise of each cast; NaN where nothing was sampled, inf without noise."""
+        """The ratio of signal to noise of each cast; NaN if it was not sampled, inf without noise."""
         with np.errstate(divide="ignore"):
             decibels: Array = 10.0 * np.log10(_ratio(self["signal"], self["noise"], where=self["signal"] > 0))
         return decibels
@@ -86,14 +86,14 @@ def _ratio(a: Array, b: Array, where: Any = True) -> Array:
 
 
 def empty_values(casts: int) -> Array:
-    """The figures of an interval in which nothing happened."""
+    """The figures of an interval in which no cast ran."""
     values = np.zeros((casts, len(FIELDS)))
     values[:, [INDEX[name] for name in ("head_room", "amax", "scale", "window", "off_bits")]] = np.nan
     return values
 
 
 def combined(parts: Sequence[Array]) -> Array:
-    """The figures of several ranks, or of intervals in their order, taken together."""
+    """The combined figures of several ranks, or of consecutive intervals."""
     stack = np.stack(parts)
     values = np.array(parts[-1])
     worst = np.argmax(stack[:, :, INDEX["clipped_bits"]], 0), np.arange(stack.shape[1])
@@ -111,7 +111,7 @@ def combined(parts: Sequence[Array]) -> Array:
 
 
 def of_ranks(parts: Sequence[Array]) -> Array:
-    """The figures of one interval on several ranks: what each sampled is added, steps are counted once."""
+    """The combined figures of one interval on several ranks. Samples are added, and steps are counted once."""
     values = combined(parts)
     for name in ("updates", "clipped_steps"):
         values[:, INDEX[name]] = np.max([part[:, INDEX[name]] for part in parts], 0)
@@ -120,21 +120,20 @@ def of_ranks(parts: Sequence[Array]) -> Array:
 
 @dataclass
 class Record:
-    """What a monitor saw of a run.
+    """The figures of a run.
 
     Attributes:
-        names, roles: of each cast, ``layers.0.fc1.input`` and ``input``.
-        formats: of each cast, ``E4M3`` or ``E5M2``.
-        recipe: the recipe's name; ``recipe_fields``: all of it, as text.
-        intervals: in their order.
-        recipes: the names of the recipes that ``losses`` are of.
-        losses: float64 ``[n, 4, 4]``, of all what-if samples: casts by :attr:`recipes` by
+        names, roles: the name and role of each cast, ``layers.0.fc1.input`` and ``input``.
+        formats: the format of each cast, ``E4M3`` or ``E5M2``.
+        recipe: the recipe's name; ``recipe_fields``: the whole recipe as text.
+        intervals: the intervals in order.
+        recipes: the names of the recipes in ``losses``.
+        losses: float64 ``[n, 4, 4]``, the errors of other recipes in all what-if samples: casts by :attr:`recipes` by
             :data:`lightning_fp8.ops.sample.LOSSES`.
-        exponents: float64 ``[n, 256]``, of them a histogram of the biased exponents of float32.
-        layers: the plan and what ran, a mapping of each row of the table of layers.
-        alarms: a mapping for each.
-        environment: names and versions of what the run ran on.
-        seconds: what the steps of the run took on the clock, and what the monitor took of them.
+        exponents: float64 ``[n, 256]``, the histogram of the biased exponents of float32 in these samples.
+        layers: the rows of the table of layers, as dictionaries.
+        alarms: the alarms, as dictionaries.
+        environment: the device and versions.
     """
 
     names: list[str]
@@ -160,12 +159,12 @@ class Record:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the intervals cover."""
+        """The number of steps in the intervals."""
         return sum(each.last_step - each.first_step + 1 for each in self.intervals)
 
     @property
     def num_samples(self) -> int:
-        """Intervals in which casts were sampled; of merged ones, fewer."""
+        """The number of intervals in which casts were sampled."""
         return sum(bool(each["casts"].any()) for each in self.intervals)
 
     def layer(self, cast: int) -> str:
@@ -173,24 +172,24 @@ class Record:
         return layer_of_slot(self.names[cast])
 
     def total(self) -> Interval:
-        """All intervals as one.
+        """All intervals merged to one.
 
         Raises:
-            ValueError: there is none.
+            ValueError: If there are no intervals.
         """
         if not self.intervals:
             raise ValueError("the record has no interval")
         return merged(self.intervals)
 
     def add(self, interval: Interval) -> None:
-        """Add the next interval; at more than :data:`MOST_INTERVALS` merge neighbours."""
+        """Add the next interval. If there are more than :data:`MOST_INTERVALS`, merge neighbors."""
         self.intervals.append(interval)
         if len(self.intervals) > MOST_INTERVALS:
             pairs = (self.intervals[index : index + 2] for index in range(0, len(self.intervals), 2))
             self.intervals = [merged(pair) for pair in pairs]
 
     def save(self, path: Path) -> None:
-        """Write the record as an ``.npz`` file, which replaces another one at once."""
+        """Write the record as an ``.npz`` file. An existing file is replaced atomically."""
         described = {
             "version": VERSION,
             "fields": FIELDS,
@@ -217,11 +216,11 @@ class Record:
 
     @classmethod
     def load(cls, path: Path | str) -> Record:
-        """Read what :meth:`save` wrote; nothing of the file is executed.
+        """Read a file of :meth:`save`. No code in it is executed.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no record, or one of a newer version.
+            FileNotFoundError: If the file does not exist.
+            ValueError: If it is not a record, or has a newer version.
         """
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -260,7 +259,7 @@ _DESCRIBED = (
 
 
 def merged(intervals: Iterable[Interval]) -> Interval:
-    """Intervals that follow each other as one; its loss is the mean of theirs, by steps."""
+    """Merge consecutive intervals. The loss is the mean over their steps."""
     parts = list(intervals)
     known = [(each.loss, each.last_step - each.first_step + 1) for each in parts if not np.isnan(each.loss)]
     loss = sum(loss * steps for loss, steps in known) / sum(steps for _, steps in known) if known else np.nan

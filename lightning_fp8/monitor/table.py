@@ -12,7 +12,7 @@ from lightning_fp8.monitor.record import Record
 
 
 def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
-    """The run in one line, and each alarm in some lines of at most ``width`` columns; the advised ``skip`` last."""
+    """The summary of a run in one line, its alarms, and the recommended ``skip``, in lines of at most ``width``."""
     lines = wrap(verdict(record, alarms), width)
     for alarm in alarms:
         lines += wrap(str(alarm), width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
@@ -22,7 +22,7 @@ def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
 
 
 def verdict(record: Record, alarms: Sequence[Alarm]) -> str:
-    """Steps, casts, the number of alarms, and the worst that was seen."""
+    """The numbers of steps, casts and alarms, and the worst clipping and flushing."""
     steps = f"{record.num_steps} step{'s' * (record.num_steps != 1)}"
     if not record.names:
         return f"{steps} without FP8"

@@ -1,4 +1,4 @@
-"""One layer, or block, at a time in FP8: the gradient of the whole model against that in high precision."""
+"""Measures the error of a model's gradient with one layer or block at a time in FP8."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def measure_sensitivity(
 
 
 class _Gradients:
-    """Gradients of one model on the same batches, with the same random numbers and buffers."""
+    """Computes gradients of one model on the same batches, with the same random numbers and buffers."""
 
     def __init__(
         self,
@@ -141,18 +141,18 @@ class _Gradients:
         self._norm = 0.0
 
     def refer(self) -> None:
-        """Take the gradient in high precision as the one to compare with."""
+        """Compute the gradient in high precision, the reference."""
         self._backward(())
         self._reference = [None if each.grad is None else each.grad.clone() for each in self._parameters()]
         self._norm = math.sqrt(sum(_square(each) for each in self._reference if each is not None))
         if not (0 < self._norm < math.inf):
             raise ValueError(
-                f"the norm of the gradient in high precision is {self._norm}; give a loss and batches for which it is "
+                f"the norm of the gradient in high precision is {self._norm}; pass a loss and batches for which it is "
                 "finite and not 0"
             )
 
     def observe(self) -> None:
-        """Give delayed scaling the amaxes of the batches."""
+        """Compute the scales of delayed scaling from the batches."""
         if isinstance(self._recipe, DelayedScaling):
             self._backward(self._layers)
             update_fp8_scales(self._model)
@@ -192,7 +192,7 @@ def _square(x: Tensor) -> float:
 
 
 def _groups(layers: Sequence[str], group: str) -> dict[str, tuple[str, ...]]:
-    """Names of layers by the name of what they are measured as."""
+    """The names of layers, by the name of their group."""
     if group == "layer":
         return {name: (name,) for name in layers}
     found: dict[str, list[str]] = {}
@@ -202,20 +202,20 @@ def _groups(layers: Sequence[str], group: str) -> dict[str, tuple[str, ...]]:
 
 
 def _block_of(name: str) -> str:
-    """A name up to its first number: ``model.layers.3``; all of it where it has none."""
+    """The name up to its first number: ``model.layers.3``; the whole name if it has none."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
 def _among(name: str, rows: Collection[str]) -> bool:
-    """Whether a layer, or a GEMM of it, is among the rows of a table."""
+    """Whether a layer, or one of its GEMMs, is in the rows of a table."""
     return name in rows or any(row.startswith(f"{name}.") for row in rows)
 
 
 @contextmanager
 def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
-    """Multiply-adds of each layer's forward passes in the block."""
+    """Count the multiply-adds of each layer's forward passes inside this context."""
     counts = dict.fromkeys(layers, 0.0)
 
     def hook(name: str) -> Callable[[Any, Any, Any], None]:
@@ -235,10 +235,10 @@ def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
 
 
 def _loss_of(model: nn.Module) -> Loss:
-    """How to compute the loss of a model whose user does not say.
+    """The default loss of a model.
 
     Raises:
-        TypeError: when it is called: there is no such loss.
+        TypeError: When it is called, if the model does not return a loss.
     """
     if callable(getattr(model, "training_step", None)):
 
@@ -261,5 +261,5 @@ def _scalar(value: Any, of: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
     raise TypeError(
-        f"{of} gives no scalar loss, but {type(value).__name__}; pass loss=, a function of the model and a batch"
+        f"{of} returned {type(value).__name__}, not a scalar loss; pass loss=, a function of the model and a batch"
     )

@@ -16,13 +16,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One layer, or the layers of one block.
+    """The result of one layer or block.
 
     Attributes:
-        name: of the layer or block.
+        name: the name of the layer or block.
         layers: the names of its layers.
-        error: ``|g - g0| / |g0|`` of the whole model's gradient, g with these layers alone in FP8, g0 with none.
-        flops: its share of the FLOPs of all layers that can run in FP8.
+        error: ``|g - g0| / |g0|``, where g is the model's gradient with only these layers in FP8, and g0 without FP8.
+        flops: the share of the FLOPs of all layers that can run in FP8.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """A ``skip`` list that was tried.
+    """The result of a ``skip`` list for a budget.
 
     Attributes:
-        budget: the error that was asked for.
-        skip: the layers that stayed in BF16.
-        predicted: the error that the rows let expect.
-        measured: the error that the gradient had.
+        budget: the requested error.
+        skip: the layers in BF16.
+        predicted: the error that is predicted from the rows.
+        measured: the measured error of the gradient.
     """
 
     budget: float
@@ -50,16 +50,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What :func:`lightning_fp8.sensitivity.measure_sensitivity` found. ``str()`` is :meth:`table`.
+    """The result of :func:`lightning_fp8.sensitivity.measure_sensitivity`. ``str()`` is :meth:`table`.
 
     Attributes:
-        recipe: its name.
-        rows: the most sensitive first.
-        all_error: of the gradient with all layers in FP8.
-        default_error: with the layers in BF16 that a plugin without arguments keeps there.
+        recipe: the recipe's name.
+        rows: the rows, most sensitive first.
+        all_error: the error of the gradient with all layers in FP8.
+        default_error: the error with the layers in BF16 that a plugin keeps by default.
         default_skip: these layers.
-        passes: forward and backward passes that were made.
-        check: of the budget, where one was given.
+        passes: the number of forward and backward passes.
+        check: the result for the budget, if there was one.
     """
 
     recipe: str
@@ -73,17 +73,17 @@ class Sensitivity:
     def predicted(self, skip: Collection[str]) -> float:
         """The error with ``skip`` in BF16: the root of the sum of squares of the other rows' errors.
 
-        Rounding errors of layers are nearly independent, so that their squares add up.
+        Rounding errors of layers are nearly independent, so their squares add up.
         """
         return math.sqrt(math.fsum(row.error**2 for row in self.rows if not set(row.layers) <= set(skip)))
 
     def skip(self, budget: float) -> tuple[str, ...]:
         """The layers to keep in BF16 so that the predicted error is at most ``budget``.
 
-        Rows are taken in the order of how much they lower the squared error for their FLOPs.
+        Rows are added in the order of the squared error that they save per FLOP.
 
         Raises:
-            ValueError: ``budget`` is not a positive number.
+            ValueError: If ``budget`` is not a positive number.
         """
         require_budget(budget)
         kept: list[str] = []
@@ -94,7 +94,7 @@ class Sensitivity:
         return tuple(kept)
 
     def flops_in_fp8(self, skip: Collection[str]) -> float:
-        """The share of the FLOPs that stays in FP8 with ``skip`` in BF16."""
+        """The share of the FLOPs in FP8 with ``skip`` in BF16."""
         return math.fsum(row.flops for row in self.rows if not set(row.layers) <= set(skip))
 
     def table(self, most: int = 30) -> str:
@@ -122,17 +122,17 @@ class Sensitivity:
         return self.table()
 
     def save(self, path: Path) -> None:
-        """Write the result as JSON, which replaces another file at once."""
+        """Write the result as JSON. An existing file is replaced atomically."""
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         os.replace(part, path)
 
     @classmethod
     def load(cls, path: Path | str) -> Sensitivity:
-        """Read what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
-            ValueError: it is no such file, or of a newer version.
+            ValueError: If it is not such a file, or has a newer version.
         """
         try:
             found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -147,10 +147,10 @@ class Sensitivity:
             raise ValueError(f"{path} is no result of measure_sensitivity: {error}") from None
 
     def plot(self, path: Path | str, most: int = 40) -> None:
-        """Draw the ranking as bars.
+        """Plot the ranking as bars.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure  # not pyplot, which has the state of a notebook
@@ -173,7 +173,7 @@ class Sensitivity:
 
 def require_budget(budget: float) -> None:
     """Raises:
-    ValueError: ``budget`` is not a positive number.
+    ValueError: If ``budget`` is not a positive number.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
         raise ValueError(
