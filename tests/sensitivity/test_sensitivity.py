@@ -255,7 +255,7 @@ def test_results_are_saved_and_shown(tmp_path: Path) -> None:
         (Chain(), batches(), {"budget": -1}, ValueError, "budget=-1 must be a positive number"),
         (Chain(), batches(), {"recipe": "fp4"}, ValueError, "fp4"),
         (nn.Conv2d(3, 3, 3), batches(), {}, ValueError, "no layer of the model runs in FP8"),
-        (Chain(), batches(), {"loss": lambda model, batch: loss(model, batch) * math.nan}, ValueError, "is nan; give"),
+        (Chain(), batches(), {"loss": lambda model, batch: loss(model, batch) * math.nan}, ValueError, "is nan; pass"),
         (Chain(), batches(), {"loss": None}, TypeError, "the model returned .*, not a scalar loss"),
         ("model", batches(), {}, TypeError, "measure_sensitivity"),
     ],
