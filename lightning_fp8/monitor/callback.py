@@ -43,7 +43,7 @@ class FP8Monitor(Callback):
 
     With delayed scaling, it records in every step how much each cast clips, without a pass over data. With all recipes,
     it counts the values that casts of linear layers flush to zero, clip and round, in one step of each interval and on
-    at most 2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five
+    about 2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five
     scalars for the Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``,
     ``fp8/flushed_max``, ``fp8/head_room_min``). The record of the run is written to the folder of its logs, and
     ``lightning-fp8 report`` makes a page of it. Ranks run one collective per report. Attention is not included, because

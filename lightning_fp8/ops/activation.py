@@ -138,7 +138,7 @@ def gated_backward_quantize(
 
 
 def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
-    """The cast to pass to an op, its other arguments, and the function that makes operands of its results."""
+    """The cast and the other arguments to pass to an op, and the function that converts its results to operands."""
     rowwise, columnwise = args.get("rowwise", True), args.get("columnwise", False)
     usage = asked(x, cast, rowwise, columnwise, args.get("scale_is_nonzero", False))
     observed = args.get("scale"), args.get("amax"), args.get("overflow_counts")
@@ -158,7 +158,7 @@ def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> 
         raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     if is_gated(activation) and x.shape[1] % 2:
         raise ValueError(
-            f"{activation} splits x in two halves; x has {x.shape[1]} columns, which must be an even number"
+            f"{activation} splits x into two halves; x has {x.shape[1]} columns, which must be an even number"
         )
 
 
@@ -182,7 +182,9 @@ def _check_backward(
 def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
     _check(activation, x, cast, *observed)
     if is_gated(activation):
-        raise ValueError(f"gated ops multiply by a tensor of its own; {activation} would split x: pass silu for swiglu")
+        raise ValueError(
+            f"{activation} splits x, but gated ops have a separate factor; use a plain activation (silu, not swiglu)"
+        )
     require("factor", factor, x.dtype, x.shape, x.device)
 
 
@@ -343,8 +345,7 @@ _FORMULAS = {
 """The activations by Transformer Engine's names. ``gelu`` is the tanh form, and ``qgelu`` is ``x sigmoid(1.702 x)``."""
 
 ACTIVATIONS = tuple(_FORMULAS)
-"""The names of the activations, which are Transformer Engine's. ``gelu`` is the tanh form. Names of gated activations
-end in ``glu``."""
+"""Transformer Engine's names of the activations. ``gelu`` is the tanh form. Gated activations end in ``glu``."""
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

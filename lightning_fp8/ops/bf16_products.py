@@ -37,7 +37,7 @@ def bf16_products() -> Iterator[None]:
                 _set_float32_precision(_precision_outside)
 
 
-_matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)  # before 2.9 torch has one setting for all backends
+_matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)  # before 2.9, torch has one setting for all backends
 
 
 def _float32_precision() -> str:

@@ -6,8 +6,8 @@ Operands are K-major. ``quantize`` takes ``x [R, K]`` and returns the operand of
 (``columnwise``, ``[K, R]``, scaled along R), as requested by its :class:`~lightning_fp8.scaled.Cast`. An operand that
 is not requested is empty. Layout ``tensor`` has one scale for both operands, and ``scale_inv_t`` is empty.
 
-The value of an FP8 code is a BF16 number, and so is its product with a power of two. The bits of 16-bit floats without
-sign have the order of integers, with NaN as the largest, so an amax is an integer reduction.
+The value of an FP8 code is a BF16 number, and so is its product with a power of two. Without the sign bit, the bits of
+16-bit floats have the order of integers, and NaN is the largest. An amax is therefore an integer reduction.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ _quantize_columns = quantize_columns_op.call
 
 def _check_observe(x: Tensor, amax: Tensor) -> None:
     require_scalar("amax", amax, x.device)
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise TypeError(f"cannot observe {x.dtype}; cast to one of {', '.join(map(str, HIGH_PRECISION))} first")
 
 
@@ -258,7 +258,7 @@ def _allocations(
     absent = Allocation.absent(cast.float8.dtype), Allocation.absent(cast.layout.scale_dtype)
     rowwise = of_x if cast.rowwise else absent
     columnwise = of_transposed if cast.columnwise else absent
-    if cast.layout.has_one_scale:  # needed by both operands, and computed even if neither is requested
+    if cast.layout.has_one_scale:  # both operands need it, and it is computed even if neither is requested
         return rowwise[0], Allocation((), (), cast.layout.scale_dtype), columnwise[0], absent[1]
     return *rowwise, *columnwise
 
@@ -267,7 +267,7 @@ def _allocations(
 
 
 class _Bytes(NamedTuple):
-    """The results of a cast with codes and E8M0 scales as bytes, as compiled code returns them. None: not requested."""
+    """The results of compiled code: codes and E8M0 scales are bytes, and results that are not requested are None."""
 
     data: Tensor | None
     scale_inv: Tensor | None
@@ -497,7 +497,7 @@ def encode(values: Tensor, float8: Float8) -> Tensor:
     magnitude = bits & 0x7FFFFFFF
     half = (1 << shift - 1) - 1 + (magnitude >> shift & 1)
     normal = (magnitude + half >> shift) - (127 - bias << mantissa)
-    last_place = 2.0 ** (1 - bias - mantissa + 23)  # of its binade is the smallest code: adding it rounds to codes
+    last_place = 2.0 ** (1 - bias - mantissa + 23)  # has the smallest code in its last place: adding it rounds to codes
     subnormal = (values.abs() + last_place).view(torch.int32) & 0xFF
     code = torch.where(magnitude < (128 - bias) << 23, subnormal, normal)
     code = torch.where(magnitude > 0x7F800000, 0x7F, code)
@@ -524,7 +524,7 @@ def decode(data: Tensor) -> Tensor:
         return values
     bits = data.view(torch.int8)
     if int((bits & 0x7F).amax()) >= special:
-        return data.to(torch.bfloat16)  # there is NaN or inf
+        return data.to(torch.bfloat16)  # some codes are NaN or inf
     bits = bits.to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(kept - 0x10000)
     return bits.view(torch.bfloat16).mul_(2.0**rebias)
 

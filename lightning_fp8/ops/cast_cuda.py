@@ -1,7 +1,7 @@
 """Casts on CUDA tensors. They are planned once for each key of tensors, and then only allocate and launch.
 
-Nothing here waits for the device; kernels check whether a given scale is 0. Each layout of scales has its class of
-launches, which norms and activations use, too.
+They do not synchronize with the device; kernels check whether a given scale is 0. Each layout of scales has a class of
+launches, which norms and activations also use.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class CastOutputs:
 
 
 def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """A reference that casts, with its results in the kernels' memory layout.
+    """Wrap a reference that casts, so that its results have the kernels' memory layout.
 
     Args:
-        cast_position: the position of the cast in its arguments.
+        cast_position: the position of the cast among the arguments of ``reference``.
     """
 
     def op(*args: Any) -> tuple[Tensor, ...]:
@@ -370,7 +370,7 @@ def planned_cast(
         if not x_key.has_contiguous_rows:
             return lambda x, *args: op(x.contiguous(), *args)
         loader, wide, columns = loaders(x_key, *options)
-        # The widest vectors do not pay where columns share a scale, too.
+        # Vectors of 16 bytes are not faster if columns also share a scale.
         narrow = variant.cast.columnwise or not takes_octets(variant.cast.layout.block)
         amax_loader = wide or loader if variant.cast.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
@@ -433,7 +433,7 @@ def _columns_plan(device: torch.device, x_plain_key: PlainKey, dtype: torch.dtyp
 
 
 def observe_on_cuda(x: Tensor, amax: Tensor) -> None:
-    """Raise ``amax`` to ``max |x|``."""
+    """Update ``amax`` to ``max(amax, max |x|)``."""
     _observe_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x, amax)
 
 

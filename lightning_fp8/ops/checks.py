@@ -1,4 +1,4 @@
-"""Checks of an op's arguments, and the supported dtypes. Each call checks once; see :mod:`lightning_fp8.ops.op`."""
+"""Checks of an op's arguments, which run once in each call (see :mod:`lightning_fp8.ops.op`), and supported dtypes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def require(
 
     Raises:
         TypeError: If its dtype is not in ``dtypes``.
-        ValueError: If its shape or device is another one.
+        ValueError: If its shape or device does not match.
     """
     if tensor is None:
         return
-    if isinstance(dtypes, torch.dtype):  # isinstance of Sequence would be slow
+    if isinstance(dtypes, torch.dtype):  # isinstance(dtypes, Sequence) would be slow
         dtypes = (dtypes,)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")

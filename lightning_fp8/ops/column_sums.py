@@ -30,8 +30,8 @@ def num_tile_sums(rows: int) -> int:
 def num_block_sums(kernel: Kernel, rows: int, device: torch.device) -> int:
     """The number of partial sums if each is over the rows of a thread block.
 
-    It is the number of thread blocks that run concurrently, and at most the number of rows. On cards with GDDR memory
-    one thread block less may fit into a multiprocessor; the last thread blocks then run in a second wave.
+    It is the number of thread blocks that run concurrently, and at most the number of rows. On GPUs with GDDR
+    memory, a multiprocessor may run one thread block fewer; the last thread blocks then run in a second wave.
     """
     return min(rows, kernel.min_blocks_per_sm * launch.multiprocessors(device))
 

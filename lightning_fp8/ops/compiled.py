@@ -85,5 +85,6 @@ def _warn(x: object, error: Exception) -> None:
     assert isinstance(x, Tensor)
     first_line = str(error).strip().partition("\n")[0]
     warn_once(
-        x.device, f"torch.compile fails on {x.device}: {first_line}. Casts without kernels run uncompiled, slower"
+        x.device,
+        f"torch.compile fails on {x.device}: {first_line}. Casts without kernels run uncompiled, which is slower",
     )

@@ -1,8 +1,8 @@
 """Casts and decoding of large tensors on the CPU by :mod:`lightning_fp8.ops.loops`, if Numba is installed.
 
-Results are equal to the specification's to the bit. A function returns None if no loop supports its arguments, and the
-caller runs the specification: for small tensors, for tensors with an infinite value or NaN, and if subnormal numbers
-are flushed to 0. Rows are divided among the number of threads that torch is set to use.
+Results have the same bits as the specification's. A function returns None if no loop supports its arguments; the caller
+then runs the specification. This is the case for small tensors, for tensors with inf or NaN, and if subnormal numbers
+are flushed to 0. Rows are divided among ``torch.get_num_threads()`` threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_fp8.formats import E4M3, Float8
 LEAST = 2**15
 """The number of elements below which the specification is about as fast."""
 OF_A_THREAD = 2**17
-"""The number of elements above which another thread pays off."""
+"""The minimum number of elements for each thread; more threads would not be faster."""
 _SUBNORMAL = 5e-324
 _LENGTHS = (32, 128)
 _INFINITY = {2: 0x7F80, 4: 0x7F800000}
@@ -45,13 +45,13 @@ def _loops() -> Any:
 
 
 def _applies(x: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # Dynamo traces NumPy
+    if torch.compiler.is_compiling():  # Dynamo would trace NumPy
         return False
     return x.is_cpu and x.numel() >= LEAST and x.dim() == 2 and _SUBNORMAL != 0.0 and _loops() is not None
 
 
 def amax_of(x: Tensor) -> Tensor | None:
-    """The largest magnitude of contiguous ``x [R, K]`` as float32 ``[]``; also None if it is not finite."""
+    """The largest magnitude of contiguous ``x [R, K]`` as float32 ``[]``; None also if it is not finite."""
     if not _applies(x) or x.dtype not in _NUMBERS:
         return None
     numbers = _bits(x)
@@ -67,7 +67,7 @@ def _largest(x: Tensor, numbers: Any) -> int:
 
 
 def amax_of_blocks(x: Tensor, block: Block) -> Tensor | None:
-    """The largest magnitude of each block of contiguous ``x [R, K]`` as float32; also None if one is not finite."""
+    """The largest magnitude of each block of contiguous ``x [R, K]`` as float32; None also if one is not finite."""
     if not _applies(x) or x.dtype not in _NUMBERS:
         return None
     numbers, (rows, columns), (block_rows, length) = _bits(x), x.shape, block
@@ -107,7 +107,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
 
 
 def e8m0_decode(codes: Tensor) -> Tensor | None:
-    """``2**(code - 127)`` as float32; also None if a code is NaN."""
+    """``2**(code - 127)`` as float32; None also if a code is NaN."""
     is_small = not codes.is_cpu or codes.numel() < LEAST // 32
     if torch.compiler.is_compiling() or is_small or _SUBNORMAL == 0.0 or _loops() is None or int(codes.amax()) == 255:
         return None
@@ -118,10 +118,10 @@ def e8m0_decode(codes: Tensor) -> Tensor | None:
 
 
 def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | None:
-    """The codes of contiguous ``x [R, K]`` times the ``scale`` of each block, as bytes. x must not have NaN.
+    """The codes of contiguous ``x [R, K]`` times the ``scale`` of each block, as bytes. x must not contain NaN.
 
     Args:
-        scale: float32, ``[ceil(R / block rows), ceil(K / block columns)]``, above 0 and finite.
+        scale: float32, ``[ceil(R / block rows), ceil(K / block columns)]``, positive and finite.
     """
     if not _applies(x) or x.dtype not in _NUMBERS:
         return None
@@ -134,7 +134,7 @@ def encode(x: Tensor, scale: Tensor, block: Block, float8: Float8) -> Tensor | N
 
 
 def decode(data: Tensor) -> Tensor | None:
-    """The values of codes in bfloat16; also None if one is not finite, or if data is not contiguous in either order."""
+    """The values of codes in bfloat16; None also if one is not finite, or if data is not contiguous in either order."""
     return _in_order(data, _decode)
 
 
@@ -176,7 +176,7 @@ def _decode_scaled(data: Tensor, scale_inv: Tensor, block: Block) -> Tensor | No
 
 
 def _by_blocks(name: str, of: tuple[Any, ...], x: Tensor, numbers: Any, scale: Tensor, block: Block, out: Any) -> bool:
-    """Run the loop for these blocks, and return whether there is one."""
+    """Run the loop for these blocks. Return False if no loop supports them."""
     loops, (block_rows, length), columns = _loops(), block, x.shape[1]
     if length >= columns:
         run = getattr(loops, f"{name}_rows")(*of)

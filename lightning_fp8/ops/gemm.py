@@ -118,7 +118,7 @@ def _check(
     amax: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Check the arguments of all GEMMs: that K is equal, scales match their layouts, and bias, amax and ``out`` fit."""
+    """Check that K is equal, scales match their layouts, and ``bias``, ``amax`` and ``out`` match the result."""
     if gemm.out_dtype not in HIGH_PRECISION:
         raise TypeError(f"out_dtype={gemm.out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
     m, k = a.shape
@@ -154,9 +154,8 @@ def scaled_mm_op(
     return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
 
 
-@op(
-    "scaled_mm_observed", check=_check, writes=("amax",)
-)  # Inductor does not support an op with one result that optionally writes
+# A separate op, because Inductor does not support an op with one result and an optional argument that it writes to.
+@op("scaled_mm_observed", check=_check, writes=("amax",))
 def scaled_mm_observed_op(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, amax: Tensor
 ) -> Tensor:

@@ -50,7 +50,7 @@ PLAN = "gemm"
 """The name of the plans of GEMMs."""
 
 Multiply = Callable[..., Tensor]
-"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``. The argument ``out`` is added to; None allocates."""
+"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``. It adds to the argument ``out``; None allocates."""
 
 SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
 """The pairs of layouts that kernels multiply."""
@@ -196,15 +196,15 @@ def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
     """
     problem, gemm = bound.problem, bound.gemm
     run: Multiply = reference_gemm
-    said = "Products run exactly in BF16, slower"
+    said = "The GEMM runs in BF16 instead, which is exact but slower"
     if problem.spec.scaling.along_k and legal_configs(problem):
-        run, said = _kernel_when_called(bound, plan_key), "A kernel of this package multiplies instead"
+        run, said = _kernel_when_called(bound, plan_key), "A kernel of this package is used instead"
     ways = ways_to_fit(
         (gemm.layout_a, gemm.layout_b), (problem.m, problem.n, problem.k), bound.b.data.dtype, gemm.out_dtype,
         problem.spec.bias_dtype is not None, gemm.fast_accum,
     )  # fmt: skip
     for fit in reversed(ways):
-        run, said = ScaledMm(fit, run, said).run, "Its float32 results are scaled afterwards, slower"
+        run, said = ScaledMm(fit, run, said).run, "Its float32 result is scaled afterwards instead, which is slower"
     return run
 
 
@@ -328,12 +328,12 @@ _plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_g
 
 
 def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> None:
-    """Warn once that only the reference multiplies operands of these layouts on a device that runs kernels."""
+    """Warn once that only the reference supports operands of these layouts on a device that runs kernels."""
     warn_once(
         device,
-        f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} on {device}, or none of "
-        "these formats: plain torch does, slower. There are kernels for recipe='blockwise' on compute "
-        "capability 8.9, 9.0 and 12.0; torch._scaled_mm takes recipe='tensorwise' and 'rowwise' everywhere",
+        f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} in these formats on {device}; "
+        "plain torch is used instead, which is slower. Kernels support recipe='blockwise' on compute capability 8.9, "
+        "9.0 and 12.0; torch._scaled_mm supports recipe='tensorwise' and 'rowwise' everywhere",
     )
 
 

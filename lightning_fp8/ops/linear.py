@@ -1,8 +1,8 @@
 """The casts and GEMMs of a linear layer's forward or backward pass in one call, if no dispatch mode observes the ops.
 
-The implementations, the plans and all bits of the results are those of ``quantize`` and ``scaled_mm``. The arguments
-and the dispatch modes are only checked once for a pass, and there is one plan with one key, which also determines the
-operands between casts and GEMMs.
+The implementations, the plans and all bits of the results are those of ``quantize`` and ``scaled_mm``. Arguments and
+dispatch modes are checked only once for each pass. A pass has one plan with one key, which also determines the operands
+between casts and GEMMs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def linear_forward(
 ) -> tuple[Tensor, Outputs] | None:  # fmt: skip
     """``x wᵀ + bias [R, N]`` of ``x [R, K]``, and the results of x's cast.
 
-    It returns None if a dispatch mode observes the ops, or if an op would copy or refuse an argument. The caller then
+    It returns None if a dispatch mode observes the ops, or if an op would copy or reject an argument. The caller then
     calls the ops one by one.
     """
     if is_watched() or not are_plain(x, weight, bias):

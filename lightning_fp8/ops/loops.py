@@ -34,7 +34,7 @@ _inlined = njit(inline="always", **_OPTIONS)
 def _compiled(function: Any) -> Any:
     try:
         return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # there is no writable folder
+    except RuntimeError:  # no folder for the cache is writable
         return njit(**_OPTIONS)(function)
 
 
@@ -43,12 +43,12 @@ def _shift_and_exponent(e4m3: bool) -> tuple[int, int]:
     return (20, 121) if e4m3 else (21, 113)
 
 
-# --- Magnitudes: without their sign, floats order like integers, NaN on top -------------------------------------------
+# --- Magnitudes: without their sign, floats are ordered like integers, and NaN is the largest -------------------------
 
 
 @cache
 def amax_of_all(item_bytes: int) -> Any:
-    """The bits of the largest magnitude of ``x [n]``."""
+    """The loop ``(x [n])``, which returns the bits of the largest magnitude."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -64,7 +64,7 @@ def amax_of_all(item_bytes: int) -> Any:
 
 @cache
 def amax_of_rows(item_bytes: int) -> Any:
-    """``(x [rows, columns], out [rows, 1])``: the bits of the largest magnitude of each row."""
+    """The loop ``(x [rows, columns], out [rows, 1])``, which finds the bits of the largest magnitude of each row."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -89,7 +89,7 @@ def _halve(source, target, count):
 
 @cache
 def amax_of_blocks(item_bytes: int, length: int) -> Any:
-    """``(x [rows, columns], out [rows, blocks])``: of each ``length`` (32 or 128) consecutive elements of a row."""
+    """The loop ``(x, out [rows, blocks])`` for each ``length`` (32 or 128) consecutive elements of a row."""
     mask = _MASKS[item_bytes]
     zero = mask ^ mask
 
@@ -119,7 +119,7 @@ def amax_of_blocks(item_bytes: int, length: int) -> Any:
 
 @cache
 def amax_of_columns(item_bytes: int) -> Any:
-    """``(x [rows, columns], block_rows, out [blocks, columns])``: of ``block_rows`` consecutive elements of columns."""
+    """The loop ``(x, block_rows, out [blocks, columns])`` for each ``block_rows`` consecutive elements of a column."""
     mask = _MASKS[item_bytes]
     zero, integer = mask ^ mask, type(mask)
 
@@ -185,7 +185,7 @@ def _encoding(item_bytes: int, e4m3: bool) -> tuple[Any, ...]:
 
 @cache
 def encode_rows(item_bytes: int, e4m3: bool) -> Any:
-    """``(x [rows, columns], scale [blocks, 1], block_rows, codes)``."""
+    """The loop ``(x [rows, columns], scale [blocks, 1], block_rows, codes)``, with one scale for whole rows."""
     up, shift, magic, least, largest, offset = _encoding(item_bytes, e4m3)
 
     @_compiled
@@ -200,7 +200,7 @@ def encode_rows(item_bytes: int, e4m3: bool) -> Any:
 
 @cache
 def encode_blocks(item_bytes: int, e4m3: bool, length: int) -> Any:
-    """``(x [rows, columns], scale [blocks, blocks of length], block_rows, codes)``."""
+    """The loop ``(x, scale [blocks, blocks of length], block_rows, codes)``, with a scale for ``length`` columns."""
     up, shift, magic, least, largest, offset = _encoding(item_bytes, e4m3)
 
     @_compiled
@@ -221,7 +221,7 @@ def encode_blocks(item_bytes: int, e4m3: bool, length: int) -> Any:
 
 @cache
 def encode_columns(item_bytes: int, e4m3: bool) -> Any:
-    """``(x [rows, columns], scale [blocks, columns], block_rows, codes)``."""
+    """The loop ``(x, scale [blocks, columns], block_rows, codes)``, with one scale for each column of a block."""
     up, shift, magic, least, largest, offset = _encoding(item_bytes, e4m3)
 
     @_compiled
@@ -239,7 +239,7 @@ def encode_columns(item_bytes: int, e4m3: bool) -> Any:
 
 @_inlined
 def _value(code, shift, kept, rebias):
-    """The float32 value of a code, which is a signed byte, and neither NaN nor infinite."""
+    """The float32 value of a code, given as a signed byte. The code must be finite."""
     return f32(u32(u32(u32(np.int32(code)) << shift) & kept).view(f32) * rebias)
 
 
@@ -257,7 +257,7 @@ def _decoding(e4m3: bool) -> tuple[Any, ...]:
 
 @cache
 def decode(e4m3: bool) -> Any:
-    """``(codes [n], out [n])``."""
+    """The loop ``(codes [n], out [n])``, which writes the bits of bfloat16 values."""
     shift, kept, rebias = _decoding(e4m3)
 
     @_compiled
@@ -270,7 +270,7 @@ def decode(e4m3: bool) -> Any:
 
 @cache
 def decode_rows(e4m3: bool) -> Any:
-    """``(codes [rows, columns], scale [blocks, 1], block_rows, out)``: values times scales."""
+    """The loop ``(codes, scale, block_rows, out)``, which writes values times scales; see :func:`encode_rows`."""
     shift, kept, rebias = _decoding(e4m3)
 
     @_compiled
@@ -285,7 +285,7 @@ def decode_rows(e4m3: bool) -> Any:
 
 @cache
 def decode_blocks(e4m3: bool, length: int) -> Any:
-    """``(codes [rows, columns], scale [blocks, blocks of length], block_rows, out)``: values times scales."""
+    """The loop ``(codes, scale, block_rows, out)``, which writes values times scales; see :func:`encode_blocks`."""
     shift, kept, rebias = _decoding(e4m3)
 
     @_compiled
@@ -306,7 +306,7 @@ def decode_blocks(e4m3: bool, length: int) -> Any:
 
 @cache
 def decode_columns(e4m3: bool) -> Any:
-    """``(codes [rows, columns], scale [blocks, columns], block_rows, out)``: values times scales."""
+    """The loop ``(codes, scale, block_rows, out)``, which writes values times scales; see :func:`encode_columns`."""
     shift, kept, rebias = _decoding(e4m3)
 
     @_compiled

@@ -60,7 +60,7 @@ class TensorKey(NamedTuple):
     """The key of a tensor of one or two dimensions. All tensors with equal keys have the same plan.
 
     Attributes:
-        dtype, shape, device: the tensor's.
+        dtype, shape, device: those of the tensor.
         strides: the strides in elements.
         misalignment: the address of the first element modulo 16.
     """
@@ -86,7 +86,7 @@ class TensorKey(NamedTuple):
 
     @property
     def has_contiguous_rows(self) -> bool:
-        """Whether rows are contiguous."""
+        """Whether the elements of each row are contiguous."""
         return self.strides[-1] == 1 or self.columns == 1
 
     def is_vectorizable(self, elements: int, alignment: int | None = None) -> bool:
@@ -109,7 +109,7 @@ class Allocation(NamedTuple):
 
     Attributes:
         shape, strides: in elements, including padding.
-        columns: the number of columns of the tensor, without padding; None for all.
+        columns: the number of columns without padding; None if the tensor is not padded.
     """
 
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ class Allocation(NamedTuple):
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate it on the device, uninitialized, through the dispatcher."""
+        """Allocate an uninitialized tensor on the device, through the dispatcher."""
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
@@ -143,7 +143,7 @@ Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(device: torch.device) -> Allocator:
-    """A function that allocates on devices of ``device``'s type; with several GPUs, on the current one.
+    """A function that allocates on ``device``, or on the current GPU if ``device`` is a GPU.
 
     Under ``torch.use_deterministic_algorithms`` it fills new memory, as torch's own functions do.
     """
@@ -156,7 +156,7 @@ def allocator(device: torch.device) -> Allocator:
 
 
 def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
-    """A function that allocates one tensor in each call. A result that is not requested is always the same tensor."""
+    """A function that allocates a tensor. For a result that is not requested, it always returns the same tensor."""
     shape, strides, dtype, columns = allocation
     if shape == ABSENT:
         return repeat(empty_tensor(device, dtype)).__next__  # like a lambda, but without a Python frame
@@ -199,7 +199,8 @@ def is_aligned_operand(layout: Layout, data_key: TensorKey, scale_inv_key: Tenso
 def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: int) -> tuple[Allocation, Allocation]:
     """The memory of ``data`` and ``scale_inv`` of a ``[rows, columns]`` GEMM operand that kernels write and read.
 
-    Rows of ``data`` are padded with zeros to multiples of 16 bytes. Lines of MN-major scales are aligned to 16 bytes.
+    Rows of ``data`` are padded to multiples of 16 bytes. Casts fill the padding with zeros. Lines of MN-major scales
+    are aligned to 16 bytes.
     """
     stride = ceil_div(columns, ALIGNMENT) * ALIGNMENT
     data = Allocation((rows, stride), (stride, 1), dtype, None if stride == columns else columns)
@@ -222,7 +223,7 @@ def empty_operand(
 def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Allocation:
     """The memory of codes ``[rows, columns]`` that an op returns without scales.
 
-    On a GPU it is that of a GEMM operand, and else contiguous.
+    On a GPU, it is aligned like that of a GEMM operand. Otherwise it is contiguous.
     """
     if device.type == "cuda":
         return operand_allocations(Layout.TENSOR, dtype, rows, columns)[0]

@@ -33,8 +33,8 @@ class Norm(NamedTuple):
 
     Attributes:
         eps: added to the variance.
-        rms: True is RMSNorm, which has no mean. False is LayerNorm.
-        zero_centered: the weight holds gamma - 1.
+        rms: True for RMSNorm, which has no mean; False for LayerNorm.
+        zero_centered: whether the weight stores gamma - 1.
     """
 
     eps: float
@@ -63,7 +63,7 @@ class Normalized(NamedTuple):
 
     Attributes:
         operands: ``y`` as GEMM operands.
-        statistics: the input of the gradient, float32 ``[2, R]``, (mean, rstd), or ``[1, R]``, (rstd,), for RMSNorm.
+        statistics: float32 ``[2, R]``, (mean, rstd), or for RMSNorm ``[1, R]``, (rstd,). The gradient needs them.
     """
 
     operands: Quantized
@@ -114,13 +114,13 @@ def norm_quantize(
         bias: ``[K]`` in the dtype of weight; None for RMSNorm.
         cast: the format and layout.
         eps: added to the variance.
-        rms: True is RMSNorm, False is LayerNorm.
-        zero_centered: ``weight`` holds gamma - 1.
+        rms: True for RMSNorm, False for LayerNorm.
+        zero_centered: whether ``weight`` stores gamma - 1.
         cast_args: ``scale``, ``amax``, ``rowwise`` and so on for y; see :func:`lightning_fp8.ops.quantize`.
 
     Raises:
-        TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), or if a parameter
-            does not fit.
+        TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the shape,
+            dtype or device of a parameter is invalid, or if ``eps`` is negative or not finite.
     """
     rowwise, columnwise = cast_args.get("rowwise", True), cast_args.get("columnwise", False)
     usage = asked(x, cast, rowwise, columnwise, cast_args.get("scale_is_nonzero", False))
@@ -149,11 +149,11 @@ def norm_backward(
     Args:
         dy: ``[R, K]`` in bfloat16, float16 or float32.
         x, weight, rms, zero_centered: see :func:`norm_quantize`. The gradients have the dtypes of x and weight.
-        statistics: the statistics that it returned.
+        statistics: the statistics that :func:`norm_quantize` returned.
         bias_gradient: whether to compute the gradient of the bias.
 
     Raises:
-        TypeError, ValueError: If the shapes or dtypes of x, dy, weight and statistics do not match.
+        TypeError, ValueError: If the shape, dtype or device of a tensor is invalid.
     """
     norm = Norm(0.0, rms, zero_centered)
     dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm, bias_gradient)
@@ -164,10 +164,11 @@ def norm_backward(
 
 
 def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
-    """Check that the shape of a parameter matches the columns of ``x``."""
+    """Check the shape, dtype and device of a parameter for the norm of ``x``."""
     if parameter.shape != x.shape[1:] or parameter.dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"{name} is {parameter.dtype} {tuple(parameter.shape)}; x {tuple(x.shape)} needs shape [{x.shape[1]}]"
+            f"{name} is {parameter.dtype} of shape {tuple(parameter.shape)}; for x of shape {tuple(x.shape)} it must "
+            f"have shape [{x.shape[1]}] and be bfloat16, float16 or float32"
         )
     if parameter.device != x.device:
         require(name, parameter, HIGH_PRECISION, parameter.shape, x.device)
@@ -190,7 +191,9 @@ def _check_norm(
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool) -> None:
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(f"takes a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} {tuple(x.shape)}")
+        raise TypeError(
+            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
+        )
     require("dy", dy, HIGH_PRECISION, x.shape, x.device)
     require("weight", weight, HIGH_PRECISION, x.shape[1:], x.device)
     require_contiguous("statistics", statistics)

@@ -1,6 +1,6 @@
 """Norms on CUDA tensors, and their gradients. They are planned once for each key of tensors.
 
-There are two ways to normalize and cast, each with its class of launches.
+There are two ways to normalize and cast, each with a class of launches.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class NormLaunches:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast,
         scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None,
     ) -> NormOutputs:  # fmt: skip
-        """Allocate the results and start the kernels."""
+        """Allocate the results and launch the kernels."""
         raise NotImplementedError
 
 
 class OneReadNorm(NormLaunches):
     """Computes statistics and casts with one scale in one pass over x, whose rows are held in registers.
 
-    If the scale is not given or may be 0, a second kernel follows, which returns at once if it is nonzero. Another
-    kernel transposes the codes for the transposed operand.
+    If the scale is not given or may be 0, a second kernel follows, which returns at once if the scale is nonzero.
+    Another kernel transposes the codes for the transposed operand.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class OneReadNorm(NormLaunches):
 
 
 class TwoReadNorm(NormLaunches):
-    """Computes statistics first, and then casts in any layout, in a second pass over x."""
+    """Computes statistics in a first pass over x, and casts in any layout in a second pass."""
 
     def __init__(
         self,

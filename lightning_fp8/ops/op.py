@@ -76,7 +76,7 @@ def is_watched() -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether none is a subclass of Tensor, or has the negative bit that views of torch.conj have."""
+    """Whether no tensor is of a subclass other than Parameter or has the negative bit (:meth:`torch.Tensor.is_neg`)."""
     for each in tensors:  # noqa: SIM110  (a generator is slower)
         if type(each) not in _PLAIN_TENSORS_OR_NONE or (each is not None and each.is_neg()):
             return False
@@ -136,7 +136,7 @@ class Op:
             )
         torch.library.define(f"{NAMESPACE}::{name}", f"({', '.join(schema)}) -> {_results(self._returns)}")
         torch.library.register_fake(f"{NAMESPACE}::{name}", self._of_flat(self._signature))
-        for key in ("FuncTorchBatched", "Batched"):  # the second: torch.autograd.grad(is_grads_batched=True)
+        for key in ("FuncTorchBatched", "Batched"):  # the second is for torch.autograd.grad(is_grads_batched=True)
             _vmap_refusals.impl(name, _refuse_vmap, key)
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
@@ -177,13 +177,13 @@ class Op:
 
     def through_dispatcher(self) -> Callable[..., Any]:
         """A function that calls the op through the dispatcher, or its twin if the optional tensors are all None."""
-        # As functions: Dynamo of torch 2.8 does not trace properties of a NamedTuple.
+        # Functions, because Dynamo of torch 2.8 does not trace properties of a NamedTuple.
         flat_of = {
             index: hint.flat.fget for index, hint in enumerate(self._hints.values()) if hint not in _SCHEMA_TYPES
         }
         overload, twin, writes = self.overload, self._twin, self.writes
         group = self._group
-        num_results = 0 if group is None else len(get_args(self._returns)) - 1  # beside it
+        num_results = 0 if group is None else len(get_args(self._returns)) - 1  # before the group
 
         def call(*args: Any) -> Any:
             chosen = overload
@@ -229,7 +229,7 @@ class Op:
 
 
 def spec(schema: str) -> Callable[[_Class], _Class]:
-    """Decorator that sets ``schema`` of a spec class (see :func:`op`), which the body of a NamedTuple cannot."""
+    """Decorator that sets ``schema`` of a spec class (see :func:`op`), because a NamedTuple's body cannot."""
 
     def decorate(cls: _Class) -> _Class:
         cls.schema = schema  # type: ignore[attr-defined]
@@ -250,9 +250,10 @@ def op(
     Args:
         check: a function of the same arguments that raises if they are invalid. Each call checks once.
         writes: the parameters that the op writes to.
-        twin: parameters, the last ones and optional, without which the op is defined a second time, as ``name`` +
-            :data:`UNOBSERVED`. Inductor does not support operations on E8M0, and its wrapper of an op that may write to
-            an argument is one. So an op that returns E8M0 scales must not write to arguments.
+        twin: whether to define the op a second time, as ``name`` + :data:`UNOBSERVED`, without the parameters from the
+            first of ``writes`` on, which must be optional. Inductor does not support operations on E8M0, and its
+            wrapper of an op that may write to an argument is one. So an op that returns E8M0 scales must not write to
+            arguments.
     """
     return lambda signature: Op(name, signature, check, writes, twin)
 
@@ -260,8 +261,8 @@ def op(
 def past_dispatcher(op: Op) -> Callable[..., Any]:
     """A function that calls an op's implementation directly if the dispatcher would only select it by device.
 
-    This is the case if not :func:`is_watched`, as inside an ``autograd.Function``, and all arguments are plain. The
-    version counters of arguments that the op writes to are incremented. Kernels that a ``torch.library.Library``
+    This is the case if :func:`is_watched` is False, as inside an ``autograd.Function``, and all arguments are plain.
+    The version counters of arguments that the op writes to are incremented. Kernels that a ``torch.library.Library``
     registers to override this package's are not called.
 
     Args:
@@ -287,7 +288,7 @@ def past_dispatcher(op: Op) -> Callable[..., Any]:
             return through_dispatcher(*args)
         x = args[0]
         implementation = implementations["cuda"] if x.is_cuda else implementations["cpu"] if x.is_cpu else None
-        if implementation is None or x.is_neg():  # has the negative bit
+        if implementation is None or x.is_neg():  # is_neg: the negative bit
             return through_dispatcher(*args)
         if check is not None:
             check(*args)

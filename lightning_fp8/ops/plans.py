@@ -4,8 +4,8 @@ A *plan* is an op for tensors of certain dtypes, shapes, strides and alignments:
 allocates results and launches kernels.
 
 If a GPU cannot run a kernel, :func:`planned` warns with the reason and uses the op's reference in plain torch, which is
-compiled for casts (``ops/compiled.py``). A GEMM tries ``torch._scaled_mm`` first (``ops/gemm_cuda.py``). Attention has
-no fallback here: its layers check for a kernel and run in BF16. :func:`fallbacks` lists all fallbacks. On the CPU the
+compiled for casts (``ops/compiled.py``). A GEMM tries ``torch._scaled_mm`` first (``ops/gemm_cuda.py``). Attention
+layers check for a kernel first, and run in BF16 without one. :func:`fallbacks` lists all fallbacks. On the CPU, the
 reference is the implementation, without plans and warnings.
 
 The reason is an exception of a launch: ``NoKernels`` if the device does not run kernels (too old, no bindings), which
@@ -41,7 +41,7 @@ _plan_caches: list[Any] = []
 
 
 class EmptyTensor(Exception):
-    """The tensor is empty; the fallback computes the results."""
+    """The tensor is empty; the fallback computes the result."""
 
 
 class Fallback:
@@ -63,9 +63,7 @@ class Fallback:
 
 
 def check_not_empty(shape: Sequence[int]) -> None:
-    """Raises:
-    EmptyTensor: If a tensor of ``shape`` is empty, so that there is nothing to plan.
-    """
+    """Raise :class:`EmptyTensor` if a tensor of ``shape`` is empty."""
     if 0 in shape:
         raise EmptyTensor
 
@@ -169,14 +167,14 @@ def warn_of_fallback(device: torch.device, error: KernelError) -> None:
     """Warn once that an op runs without its kernel."""
     what = "FP8 kernels do" if isinstance(error, NoKernels) else "An FP8 kernel does"
     instead = (
-        "plain torch operations, slower; casts compiled where torch.compile works, a GEMM in torch._scaled_mm where "
-        "that takes it"
+        "which is slower. Casts are compiled if torch.compile works, and GEMMs run in torch._scaled_mm if it supports "
+        "them"
     )
-    warn_once(device, f"{what} not run on {device}: {error}. What needs it runs as {instead}.")
+    warn_once(device, f"{what} not run on {device}: {error}. Plain torch operations are used instead, {instead}.")
 
 
 def warn_once(device: torch.device, message: str) -> None:
-    """Warn about ``device``, once until the plan cache is cleared."""
+    """Warn about ``device``. The same warning is repeated only after the plan cache was cleared."""
     if (device, message) not in _warned:
         _warned[device, message] = None
         warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -34,7 +34,7 @@ MARK = "lightning-fp8 proof: "
 """The prefix of each line of JSON that the other process prints."""
 
 SECONDS = {"starting": 30.0, "compiling": 300.0, "loading": 60.0, "case": 60.0, "": 300.0}
-"""The time limit in seconds after each kind of line: a kernel runs, is compiled, or a reference is computed."""
+"""The time limits in seconds for the next line, by the kind of the last one."""
 
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, getattr(signal, "SIGBUS", signal.SIGABRT)}
 """The signals by which a kernel or the driver ends a process. Others are sent by the system or by users."""
@@ -51,7 +51,7 @@ TRAPS = {"LIGHTNING_FP8_TRAP": "1"}
 
 
 class NoProof(KernelError):
-    """A kernel could not be proven because the GPU is full or busy, or no process can be started. It is not stored."""
+    """A kernel has no verdict because the GPU is full or busy, or no process can be started. It is not stored."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Prover:
     """A process that proves plans. The first plan starts it.
 
     Args:
-        variables: additional environment variables of the process.
+        variables: additional environment variables for the process.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -185,7 +185,7 @@ class Prover:
                 self._process.wait(0.5)
         status = self._process.poll()
         if status is None:
-            return f"it still ran after {SECONDS[said]:g} s", said != "starting"
+            return f"it was still running after {SECONDS[said]:g} s", said != "starting"
         last = next((line.strip() for line in reversed(self._errors) if line.strip()), "")
         if status >= 0:
             return f"its process ended with exit status {status}" + (f": {last}" if last else ""), True
@@ -199,7 +199,7 @@ def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Cal
     assert stream is not None
 
     def read() -> None:
-        with suppress(ValueError, OSError):  # closed meanwhile
+        with suppress(ValueError, OSError):  # the stream was closed
             for line in stream:
                 take(line)
         at_end()
@@ -214,7 +214,7 @@ _prover = Prover()
 _lock = threading.Lock()
 _announced: set[Card] = set()
 _unable: dict[Card, str] = {}
-"""The GPUs on which no process could be started, with the reason. It is not tried again."""
+"""The GPUs on which no process could be started, with the reason. Starting one is not tried again."""
 atexit.register(_prover.end)
 
 
@@ -222,7 +222,7 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
     """Prove the kernels of a plan, and store the verdicts.
 
     Args:
-        plan: the name of the plan, by which :mod:`lightning_fp8.proofs.cases` has cases.
+        plan: the name of the plan, which selects its cases in :mod:`lightning_fp8.proofs.cases`.
         key: the key of the plan.
         unproven: the error that requires the proof.
 
@@ -232,15 +232,15 @@ def prove(plan: str, device: torch.device, key: Sequence[Any], unproven: Unprove
     """
     card = unproven.card
     with _lock, proofs.one_prover():
-        if proofs.verdict_of(unproven.key) is not None:  # another process has proven it
+        if proofs.verdict_of(unproven.key) is not None:  # another process stored a verdict
             return
         if card in _unable:
-            raise NoProof(f"{unproven}: {_unable[card]}; {proofs.VARIABLE}=0 uses it without the test")
+            raise NoProof(f"{unproven}: {_unable[card]}; set {proofs.VARIABLE}=0 to use it without the test")
         if card not in _announced:
             _announced.add(card)
             print(
                 f"FP8 kernels are tested on {card} before they are used, once for each driver and version; "
-                f"{proofs.VARIABLE}=0 skips it",
+                f"set {proofs.VARIABLE}=0 to skip the tests",
                 file=sys.stderr,
             )
         start = time.monotonic()
@@ -295,7 +295,7 @@ def _end_idle() -> None:
 
 
 _end_of_idling = threading.Timer(IDLE, _end_idle)
-"""Of the plan that was proven last; started with it."""
+"""Ends the process :data:`IDLE` seconds after the last plan. Each plan starts a new timer."""
 
 
 def _judge(outcome: Outcome, unproven: Unproven) -> None:
@@ -311,11 +311,11 @@ def _judge(outcome: Outcome, unproven: Unproven) -> None:
             if known is not None and not known.proven:
                 raise refusal(known)
         if outcome.passing:
-            raise NoProof(f"{unproven}: {outcome.problem}; {proofs.VARIABLE}=0 uses it without the test")
+            raise NoProof(f"{unproven}: {outcome.problem}; set {proofs.VARIABLE}=0 to use it without the test")
     kept = _keep(outcome, card)
     if not outcome.problem:
         if unproven.key not in outcome.started:
-            raise NoProof(f"{unproven}, and no test starts it")
+            raise NoProof(f"{unproven}, and no test launches it")
     else:
         raise refusal(kept[-1])
 
@@ -348,7 +348,7 @@ def encoded(value: Any) -> Any:
     """The key of a plan in JSON types: dtypes are names, and all sequences are lists.
 
     Raises:
-        TypeError: If it has a value of a type that keys of plans do not have.
+        TypeError: If the type of a value is not supported.
     """
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
@@ -356,9 +356,9 @@ def encoded(value: Any) -> Any:
         return [encoded(each) for each in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if isinstance(value, Real):  # NumPy's, too
+    if isinstance(value, Real):  # including NumPy's
         return float(value)
-    raise TypeError(f"a plan's key holds {value!r}")
+    raise TypeError(f"a plan's key contains {value!r}, whose type is not supported")
 
 
 def decoded(value: Any) -> Any:

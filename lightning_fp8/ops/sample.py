@@ -1,7 +1,7 @@
 """The quantization errors of casts, counted on samples of tensors: the ops ``sample_cast`` and ``sample_recipes``.
 
-They are plain torch on every device. They read at most :data:`MOST_ELEMENTS` elements of a tensor, in blocks of 128
-rows at equal distances. They do not influence training.
+They are plain torch on every device. Of a larger tensor than :data:`MOST_ELEMENTS`, they only read blocks of 128
+rows at equal distances. They do not affect training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_fp8.recipes import (
 from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 
 MOST_ELEMENTS = 2**18
-"""The maximum number of elements that are counted. Larger tensors are sampled."""
+"""The number of elements above which a tensor with at least 256 rows is sampled. About as many are then counted."""
 
 COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "signal", "noise", "casts")
 """The counters of ``sample_cast``, float64 ``[8]``.
 
-- ``elements``: the number of elements; ``zeros`` and ``nonfinite`` (inf and NaN): the numbers of these among them
+- ``elements``: the number of elements; ``zeros`` and ``nonfinite`` (inf and NaN): the numbers of such elements
 - ``clipped``: finite values beyond :func:`largest_rounded` times ``scale_inv``, whose error is more than rounding
 - ``flushed``: nonzero values whose code is 0
 - ``signal`` and ``noise``: the sums of squares of finite values, and of their quantization errors
@@ -47,7 +47,7 @@ SAMPLED_RECIPES: tuple[Recipe, ...] = (
     Float8BlockScaling(),
     MXFP8BlockScaling(),
 )
-"""The recipes that ``sample_recipes`` tries: those that compute the scales of a tensor from its values."""
+"""The recipes that ``sample_recipes`` tries. They compute the scales of a tensor from its values."""
 
 EXPONENTS = 256
 """The number of biased exponents of float32. Bin 0 counts zeros and subnormal numbers, and bin 255 inf and NaN."""
@@ -81,8 +81,8 @@ def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> 
     Args:
         x: ``[R, K]`` in bfloat16, float16 or float32.
         role: the role of x in a linear layer.
-        losses: float64 ``[4, 4]``, recipes by :data:`LOSSES`.
-        exponents: float64 ``[256]``, the histogram of the exponents, to which x's are added.
+        losses: float64 ``[4, 4]``, a row of :data:`LOSSES` for each recipe.
+        exponents: float64 ``[256]``, a histogram of exponents, to which those of x are added.
     """
     _sample_recipes(x, role.value, losses, exponents)
 
@@ -92,7 +92,9 @@ def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> 
 
 def _check(x: Tensor, *_: object) -> None:
     if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(f"a cast of {x.dtype} of shape {tuple(x.shape)} cannot be sampled")
+        raise TypeError(
+            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
+        )
 
 
 @op("sample_cast", check=_check, writes=("counts",))
@@ -174,7 +176,7 @@ def _blocks(values: Tensor, layout: Layout) -> Tensor:
 
 
 def _stride(x: Tensor) -> int:
-    """The number n so that every n-th block of :data:`_ROWS` rows is sampled."""
+    """The number n such that every n-th block of :data:`_ROWS` rows is sampled."""
     return -(-x.numel() // MOST_ELEMENTS) if x.shape[0] >= 2 * _ROWS else 1
 
 

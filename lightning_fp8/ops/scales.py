@@ -33,7 +33,7 @@ def update_scales(
         scale: float32 ``[n]``.
         fp8_max: float32 ``[n]``, the largest value of each tensor's format.
         margin: the headroom in bits.
-        algorithm: ``"max"`` uses the maximum of the history, ``"most_recent"`` its newest step.
+        algorithm: ``"max"`` uses the maximum of the history, ``"most_recent"`` its last row.
 
     Raises:
         TypeError, ValueError: If a tensor has the wrong dtype, shape or device, or if the algorithm or margin is
@@ -91,7 +91,7 @@ def update_on_cuda(
 
 @planned(fallback=reference_update, name="update_scales")
 def _plan(device: torch.device, shape: Sequence[int], margin: float, algorithm: str) -> Callable[..., None]:
-    """``shape``: of ``amax_history``."""
+    """Plan the update for an ``amax_history`` of ``shape``."""
     check_not_empty(shape)
     length, n = shape
     kernel = update_scales_kernel(algorithm == "most_recent")

@@ -1,4 +1,4 @@
-"""``torch._scaled_mm``: its requirements, how GEMMs are changed to meet them, and which of its errors are refusals.
+"""``torch._scaled_mm``: its requirements, the changes of GEMMs that meet them, and its errors for unsupported GEMMs.
 
 The requirements on a GEMM ``[M, K] x [N, K]ᵀ`` are those of PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``
 (0174dfa), ``RowwiseScaledMM.cu`` (01386a0), ``aten/src/ATen/cuda/CUDABlas.cpp`` and ``torch/_meta_registrations.py``
@@ -34,7 +34,7 @@ SIZE_MULTIPLE = 16
 _ROWS_MULTIPLE = 4
 """The number of float32 scales in 16 bytes."""
 _BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
-"""K is padded to multiples of this, by B's blocks: whole blocks, and whole 16 bytes of scales if these are K-major."""
+"""The multiple that K is padded to, by the layout of B's blocks. K-major scales are also padded to whole 16 bytes."""
 _LEAST_K = 2 * 128
 
 

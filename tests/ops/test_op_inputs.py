@@ -69,8 +69,16 @@ COUNT = {
     ),
 }
 OF_NORM = {
-    "weight dtype": (WEIGHT.double(), ValueError, r"weight is torch\.float64 \(64,\); x \(32, 64\) needs shape \[64\]"),
-    "weight shape": (WEIGHT[:-1], ValueError, r"weight is torch\.float32 \(63,\); x \(32, 64\) needs shape \[64\]"),
+    "weight dtype": (
+        WEIGHT.double(),
+        ValueError,
+        r"weight is torch\.float64 of .* and be bfloat16, float16 or float32",
+    ),
+    "weight shape": (
+        WEIGHT[:-1],
+        ValueError,
+        r"weight is .* \(63,\); for x of shape \(32, 64\) it must have shape \[64\]",
+    ),
     "weight device": (WEIGHT.to("meta"), ValueError, "weight is on meta, but the other tensors are on cpu"),
 }
 OF_NORM_BACKWARD = {
@@ -244,7 +252,7 @@ PUBLIC: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a gated activation": (
         lambda: ops.gated_quantize(X, X, "swiglu", CAST),
         ValueError,
-        "swiglu would split x: pass silu for swiglu",
+        r"swiglu splits x, but gated ops have a separate factor; use a plain activation \(silu, not swiglu\)",
     ),
     "an activation": (lambda: activation(activation="elu"), ValueError, "activation='elu' is unknown"),
 }

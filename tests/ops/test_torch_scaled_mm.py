@@ -111,8 +111,9 @@ def test_the_next_way_serves_after_a_refusal(scaling: str, monkeypatch: pytest.M
     assert all(torch.equal(each, right) for each in results)
     assert calls == ([32, 1] if scaling == "row" else [128])  # K is padded to 512
     said = [str(each.message).partition(": ")[2] for each in caught]
-    in_bf16 = "not here. Products run exactly in BF16, slower."
-    assert said == ["not here. Its float32 results are scaled afterwards, slower."] * (scaling == "row") + [in_bf16]
+    in_bf16 = "not here. The GEMM runs in BF16 instead, which is exact but slower."
+    scaled = "not here. Its float32 result is scaled afterwards instead, which is slower."
+    assert said == [scaled] * (scaling == "row") + [in_bf16]
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -145,7 +146,7 @@ def test_a_kernel_multiplies_refused_blocks(compiles: bool, monkeypatch: pytest.
     assert all(torch.equal(each, right) for each in results)
     assert made == ["GemmConfig"]
     said = [str(each.message) for each in caught]
-    assert "not here. A kernel of this package multiplies instead." in said[0]
+    assert "not here. A kernel of this package is used instead." in said[0]
     assert ["no compiler" in each for each in said[1:]] == [True] * (not compiles)
 
 
