@@ -137,6 +137,7 @@ OPS: dict[str, Case] = {
     "quantize": (quantize_op, (X, CAST, *BESIDE), beside_a_cast(2)),
     "observe": (observe_op, (X, ONE.clone()), {1: named("amax", SCALAR), 0: {
         "integers": (X.int(), TypeError, r"cannot observe torch\.int32; cast to one of torch\.bfloat16"),
+        "codes": (X.to(E4M3.dtype), TypeError, r"cannot observe torch\.float8_e4m3fn; cast to one of torch\.bfloat16"),
     }}),
     "quantize columns": (quantize_columns_op, (X, WEIGHT, E4M3.dtype), {
         0: {
