@@ -55,7 +55,7 @@ class ConversionSummary:
     Attributes:
         flops: the floating-point operations of all products in the first training step, forward and backward, as
             counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
-        flops_in_fp8: the part of :attr:`flops` that ran in FP8.
+        flops_in_fp8: the part of ``flops`` that ran in FP8.
         norms: with ``fuse=True``, whether each norm casts for the layers that read it; of ``kind`` "norm".
         mlps: with ``fuse=True``, whether each MLP casts its activation for its last layer; of ``kind`` "mlp".
         fallbacks: after the first training step, a message with the reason for each cast or product of this process

@@ -159,7 +159,7 @@ class Sensitivity:
 
         rows = self.rows[:most][::-1]
         figure = Figure(figsize=(8, 1.2 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots()
+        axes: Any = figure.subplots()
         axes.barh([_short(row.name, 40) for row in rows], [100 * row.error for row in rows], color="#0b5cad")
         for error, text, style in (
             (self.all_error, "all layers", "-"),
