@@ -209,7 +209,7 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
 def test_llama_trains_over_a_mesh() -> None:
     """Tensor parallelism changes the order of sums and the scales of pieces alone; FSDP2 changes nothing."""
     losses = {}
-    for recipe, cut, ranks in (("delayed", 1, 2), ("delayed", 2, 4), ("bf16", 2, 4)):
+    for recipe, cut, ranks in (("delayed", 1, 2), ("delayed", 2, 4)):
         options = ["--accelerator", "cpu", "--steps", "4", "--width", "64", "--depth", "3", "--recipe", recipe]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         done = subprocess.run(
@@ -223,7 +223,6 @@ def test_llama_trains_over_a_mesh() -> None:
         losses[recipe, cut] = float(loss)
     first = losses["delayed", 1]
     assert losses["delayed", 2] == pytest.approx(first, rel=2e-3)
-    assert losses["bf16", 2] == pytest.approx(first, rel=3e-3)
     assert 0 < first < 5.5
 
 
