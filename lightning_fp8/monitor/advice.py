@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_fp8.monitor.record import Array, Record
-from lightning_fp8.ops.sample import LOSSES
 
 FLUSHED_BUDGET = 0.01
 """The largest share of a tensor's nonzero values that may become 0."""
@@ -18,7 +17,7 @@ LEAST_DECIBELS = 20.0
 
 @dataclass(frozen=True)
 class RecipeLoss:
-    """The errors of one recipe in each cast, in the samples of a run.
+    """The errors of one recipe in each cast, in its worst sample of a run.
 
     Attributes:
         recipe: the recipe's name.
@@ -79,17 +78,8 @@ def measured_loss(record: Record) -> RecipeLoss:
 
 
 def what_if_losses(record: Record) -> list[RecipeLoss]:
-    """The errors that the recipes without state would have had, cheapest first."""
-    column = {name: index for index, name in enumerate(LOSSES)}
-    found = []
-    for index, name in enumerate(record.recipes):
-        of_recipe = record.losses[:, index]
-        nonzero, flushed, signal, noise = (of_recipe[:, column[each]] for each in LOSSES)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(nonzero > 0, flushed / nonzero, np.nan)
-            decibels = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
-        found.append(RecipeLoss(name, share, decibels))
-    return found
+    """The errors that the recipes without state would have had in the worst what-if sample, cheapest first."""
+    return [RecipeLoss(name, *record.losses[:, index].T) for index, name in enumerate(record.recipes)]
 
 
 def cheapest(losses: list[RecipeLoss], flushed: float = FLUSHED_BUDGET, decibels: float = LEAST_DECIBELS) -> Advice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,11 @@ Rule = Literal[
     "outlier step", "non-finite", "clips", "flushes", "stale scale", "standing scale", "never ran", "inexact"
 ]
 
-_IN_A_ROW: dict[Rule, int] = {"never ran": 3, "non-finite": 1}
+_IN_A_ROW: dict[Rule, int] = {"never ran": 3}
 """The number of consecutive intervals before a rule raises an alarm; 2 for other rules."""
 
-_OF_THE_RUN = ("outlier step", "non-finite")
-"""The rules whose alarms are events."""
+_OF_SAMPLES: tuple[Rule, ...] = ("flushes", "stale scale", "inexact")
+"""The rules that need a sample. An interval without one does not end a streak."""
 
 _TEXT: dict[Rule, tuple[str, str, str]] = {
     "outlier step": (
@@ -107,7 +107,8 @@ class Alarm:
         kind: ``"event"`` or ``"layer"``.
         rule: the rule that raised it.
         layers, casts: the affected layers and casts. Those of an event are in the order of a step, others worst first.
-        first_step, last_step: the first and last step, or the steps of the first and last interval, counted from 1.
+        first_step, last_step: the first and last step, or the steps of the first and last interval in which it was
+            found, counted from 1.
         times: the number of steps or intervals.
         value: the worst value, with its unit.
         cause, consequence, advice: text.
@@ -154,6 +155,11 @@ class _Finding:
     value: str
 
 
+class _Streak(NamedTuple):
+    length: int
+    first_step: int
+
+
 class Alarms:
     """Finds alarms, interval by interval.
 
@@ -167,8 +173,8 @@ class Alarms:
         self._roles = roles
         self._recipe = recipe
         self._intervals = 0
-        self._streaks: dict[tuple[Rule, int], int] = {}
-        self._worst: dict[tuple[Rule, int], float] = {}
+        self._streaks: dict[tuple[Rule, int], _Streak] = {}
+        self._amounts: dict[int, float] = {}  # of the values of ``found``, by their index
         layers = [layer_of_slot(name) for name in names]
         self._layers = np.array([layers.index(layer) for layer in layers], dtype=np.intp)
         self._ran = np.zeros(len(names), bool)  # by the first cast of a layer
@@ -181,6 +187,7 @@ class Alarms:
         *,
         warm_up: int = WARM_UP,
         ran_unobserved: NDArray[np.bool_] | None = None,
+        sampled_step: int | None = None,
     ) -> list[Alarm]:
         """Check the next interval.
 
@@ -189,6 +196,7 @@ class Alarms:
             warm_up: the last step, counted from 1, in which clipping is not an alarm.
             ran_unobserved: bool ``[n]``, casts of layers that ran in FP8 without gradients, see
                 :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
+            sampled_step: the step that was sampled, counted from 1. ``None`` is the first one.
 
         Returns:
             The alarms that are new.
@@ -196,16 +204,21 @@ class Alarms:
         self._intervals += 1
         before = len(self.found)
         self._events(interval, bits, warm_up)
+        self._sampled_event(interval, bits, interval.first_step if sampled_step is None else sampled_step)
         if ran_unobserved is not None:
             self._unobserved = ran_unobserved
         findings = list(self._of_casts(interval, warm_up))
-        now = {(each.rule, each.cast) for each in findings}
-        self._streaks = {key: self._streaks.get(key, 0) + 1 for key in now}
+        unsampled = interval["casts"] == 0
+        kept = {key: each for key, each in self._streaks.items() if key[0] in _OF_SAMPLES and unsampled[key[1]]}
+        for each in findings:
+            length, first = self._streaks.get((each.rule, each.cast), _Streak(0, interval.first_step))
+            kept[each.rule, each.cast] = _Streak(length + 1, first)
+        self._streaks = kept
         for rule in dict.fromkeys(each.rule for each in findings):
             ripe = [
                 each
                 for each in findings
-                if each.rule == rule and self._streaks[rule, each.cast] >= _IN_A_ROW.get(rule, 2)
+                if each.rule == rule and self._streaks[rule, each.cast].length >= _IN_A_ROW.get(rule, 2)
             ]
             self._raise(rule, ripe, interval)
         return self.found[before:]
@@ -215,7 +228,7 @@ class Alarms:
             step = interval.first_step + row
             nonfinite = np.flatnonzero(np.isnan(of_step))
             if len(nonfinite):
-                self._event("non-finite", step, nonfinite, "an amax of inf or NaN")
+                self._event("non-finite", step, nonfinite, len(nonfinite), "an amax of inf or NaN")
             clipped = np.nan_to_num(of_step)
             hit = np.flatnonzero(clipped > CLIPPED_BITS)
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
@@ -223,17 +236,30 @@ class Alarms:
                     sorted(hit, key=lambda cast: self._roles[int(cast)].is_gradient)
                 )  # in the order of a step
                 text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
-                self._event("outlier step", step, order, text)
+                self._event("outlier step", step, order, float(clipped.max()), text)
 
-    def _event(self, rule: Rule, step: int, casts: NDArray[np.intp], value: str) -> None:
-        """Add an event, or combine it with the last one of the rule."""
-        last = next((each for each in reversed(self.found) if each.rule == rule), None)
+    def _sampled_event(self, interval: Interval, bits: Array, step: int) -> None:
+        """Add an event for sampled values of inf or NaN, unless the amax of a step has shown them."""
+        seen = np.isnan(bits).any(0) if len(bits) else np.zeros(len(self._names), bool)
+        casts = np.flatnonzero((interval["nonfinite"] > 0) & ~seen)
+        if len(casts):
+            number = int(interval["nonfinite"][casts].max())
+            text = f"{number} value{'s' * (number > 1)} of inf or NaN in the sampled step"
+            self._event("non-finite", step, casts, len(casts), text)
+
+    def _event(self, rule: Rule, step: int, casts: NDArray[np.intp], amount: float, value: str) -> None:
+        """Add an event, or combine it with the last one of the rule, which then has the casts of the worse step."""
+        index = next((index for index in reversed(range(len(self.found))) if self.found[index].rule == rule), None)
         names = [self._names[cast] for cast in casts]
-        if last is not None and step - last.last_step <= NEIGHBOURS:
-            last.last_step, last.times = step, last.times + 1
-            if len(names) > len(last.casts):
+        if index is not None and step - self.found[index].last_step <= NEIGHBOURS:
+            last = self.found[index]
+            if step > last.last_step:
+                last.last_step, last.times = step, last.times + 1
+            if amount > self._amounts[index]:
                 last.casts, last.layers, last.value = names, _layers(names), value
+                self._amounts[index] = amount
             return
+        self._amounts[len(self.found)] = amount
         self.found.append(Alarm("event", rule, _layers(names), names, step, step, 1, value, *_TEXT[rule]))
 
     def _of_casts(self, interval: Interval, warm_up: int) -> Iterator[_Finding]:
@@ -245,9 +271,6 @@ class Alarms:
         delayed = self._recipe if isinstance(self._recipe, DelayedScaling) else None
         is_early = interval.last_step <= warm_up
         for cast, role in enumerate(self._roles):
-            if interval["nonfinite"][cast] > 0:
-                number = int(interval["nonfinite"][cast])
-                yield _Finding("non-finite", cast, number, f"{number} values of inf or NaN in the sampled step")
             if not self._ran[self._layers[cast]]:
                 if any_ran and not self._unobserved[cast]:
                     yield _Finding("never ran", cast, 0.0, f"nothing cast in {self._intervals} intervals")
@@ -276,33 +299,36 @@ class Alarms:
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
         """Add an alarm for the casts that have none of this rule yet, and update existing alarms of others."""
-        is_event = rule in _OF_THE_RUN
-        known = {name: alarm for alarm in self.found if alarm.rule == rule for name in alarm.casts}
-        new = []
-        for alarm in {
-            id(known[name]): known[name] for each in findings if (name := self._names[each.cast]) in known
-        }.values():
-            alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
+        known = {name: index for index, alarm in enumerate(self.found) if alarm.rule == rule for name in alarm.casts}
+        new: list[_Finding] = []
+        again: dict[int, list[_Finding]] = {}
         for each in findings:
-            if self._names[each.cast] not in known:
-                new.append(each)
+            index = known.get(self._names[each.cast])
+            (new if index is None else again.setdefault(index, [])).append(each)
+        for index, of_alarm in again.items():
+            alarm, worst = self.found[index], max(of_alarm, key=lambda each: each.amount)
+            alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
+            if worst.amount > self._amounts[index]:
+                alarm.value, self._amounts[index] = worst.value, worst.amount
         if not new:
             return
         new.sort(key=lambda each: (-each.amount, self._roles[each.cast].is_gradient))
         names = [self._names[each.cast] for each in new]
         layers = _layers(names)
+        streaks = [self._streaks[rule, each.cast] for each in new]
+        self._amounts[len(self.found)] = new[0].amount
         self.found.append(
             Alarm(
-                "event" if is_event else "layer",
+                "layer",
                 rule,
                 layers,
                 names,
-                interval.first_step,
+                min(each.first_step for each in streaks),
                 interval.last_step,
-                1,
+                max(each.length for each in streaks),
                 new[0].value,
                 *_TEXT[rule],
-                [] if is_event else layers,
+                layers,
             )
         )
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -115,7 +116,18 @@ class FP8Monitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.precision_plugin
         self._stop()
+        self.record, self.saved_to = None, None
+        folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective
         self._alarms, self.seconds = None, 0.0
+        self._start = self._run_start = trainer.global_step
+        self._samples = 0
+        self._sample_at = _sampled_row(0, self.every_n_steps)
+        self._has_sampled = False  # in this interval
+        self._in_sample = False
+        self._sampled_step = -1
+        self._loss: Tensor | None = None
+        self._losses = 0
+        self._written = time.monotonic()
         self._recipe = recipe = plugin.recipe if isinstance(plugin, FP8Precision) else None
         self._casts = casts = Casts([], [], [], []) if recipe is None else Casts.of(pl_module)
         self.record = Record(
@@ -132,26 +144,17 @@ class FP8Monitor(Callback):
             self._sampler = Sampler(casts.slots)
             if isinstance(recipe, DelayedScaling):
                 self._trace = StepTrace(casts.slots, self.every_n_steps)
-        folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         path = self.path or (None if is_trial else Path(folder) / "fp8_monitor.npz")
         self.saved_to = _unused(path) if path is not None and trainer.is_global_zero else None
-        self._start = self._run_start = trainer.global_step
-        self._samples = 0
-        self._has_sampled = False  # in this interval
-        self._sampled_step: int | None = None
-        self._loss: Tensor | None = None
-        self._losses = 0
-        self._written = time.monotonic()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._trace is not None:
             self._trace.row = trainer.global_step - self._start
-        # Sample the second step of an interval, so that short runs have a sample, with the scales of a first step.
-        due = trainer.global_step - self._start >= min(1, self.every_n_steps - 1)
+        due = trainer.global_step - self._start >= self._sample_at
         if self._sampler is not None and due and not self._has_sampled:
-            self._has_sampled = True
+            self._has_sampled = self._in_sample = True
             self._sampled_step = trainer.global_step
             self._sampler.begin(what_if=self._samples % WHAT_IF_EVERY == 0)
             self._samples += 1
@@ -220,26 +223,31 @@ class FP8Monitor(Callback):
         self._casts = Casts([], [], [], [])
 
     def _end_of_sample(self, trainer: Trainer, *, force: bool = False) -> None:
-        if self._sampled_step is not None and (force or trainer.global_step > self._sampled_step):
+        if self._in_sample and (force or trainer.global_step > self._sampled_step):
             assert self._sampler is not None
             self._sampler.end()
-            self._sampled_step = None
+            self._in_sample = False
 
     def _report(self, trainer: Trainer) -> None:
         assert self.record is not None
         steps = trainer.global_step - self._start
         values, bits = self._figures(steps)
-        loss = math.nan if self._loss is None else float(self._loss) / self._losses
-        values, loss = self._of_all_ranks(values, loss, trainer)
+        values, bits, ran, loss = self._of_all_ranks(values, bits, trainer)
         interval = Interval(self._start + 1, trainer.global_step, loss, values)
         self._start = trainer.global_step
         self._loss, self._losses = None, 0
         self._has_sampled = False
+        self._sample_at = _sampled_row(self._samples, self.every_n_steps)
         self.record.add(interval)
         if self._alarms is None:
             return
-        ran = self._casts.ran_unobserved()
-        for alarm in self._alarms.see(interval, bits, warm_up=self._run_start + WARM_UP, ran_unobserved=ran):
+        for alarm in self._alarms.see(
+            interval,
+            bits,
+            warm_up=self._run_start + WARM_UP,
+            ran_unobserved=ran,
+            sampled_step=self._sampled_step + 1,
+        ):
             rank_zero_warn(str(alarm))
         self._log(trainer, interval)
 
@@ -256,32 +264,47 @@ class FP8Monitor(Callback):
         bits = clipped_bits(rows, self._largest)
         values = step_figures(rows, bits, self._fp8_max, self._start + 1)
         if self._trace is not None and isinstance(self._recipe, DelayedScaling):
-            window = self._trace.followed_amax(self._recipe)
+            window = self._trace.followed_amax(self._recipe, rows)
             values[:, INDEX["window"]] = window
             values[:, INDEX["off_bits"]] = off_bits(rows, window, self._fp8_max, self._recipe)
         for name, column in zip(COUNTS, counts.T):
             values[:, INDEX[name]] = column
-        self.record.losses += losses
+        self.record.add_losses(losses)
         self.record.exponents += exponents
         return values, bits
 
-    def _of_all_ranks(self, values: Array, loss: float, trainer: Trainer) -> tuple[Array, float]:
-        """Combine the figures and losses of all ranks, with one collective."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return values, loss
-        own = torch.from_numpy(np.append(values.ravel(), loss)).to(trainer.strategy.root_device)
-        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, own)
-        arrays = [each.cpu().numpy() for each in everyones]
-        losses = [array[-1] for array in arrays if not math.isnan(array[-1])]
-        mean = sum(losses) / len(losses) if losses else math.nan
-        return of_ranks([array[:-1].reshape(values.shape) for array in arrays]), mean
+    def _of_all_ranks(
+        self, values: Array, bits: Array, trainer: Trainer
+    ) -> tuple[Array, Array, NDArray[np.bool_], float]:
+        """The figures, the clipped bits of each step, the casts that ran unobserved, and the mean loss of all ranks.
+
+        It runs one collective.
+        """
+        ran = self._casts.ran_unobserved()
+        losses = np.array([0.0 if self._loss is None else float(self._loss), float(self._losses)])
+        parts = [[values], [bits], [ran.astype(np.float64)], [losses]]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            own = torch.from_numpy(np.concatenate([each.ravel() for (each,) in parts])).to(trainer.strategy.root_device)
+            everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyones, own)
+            ends = np.cumsum([each.size for (each,) in parts])[:-1]
+            split = [np.split(each.cpu().numpy(), ends) for each in everyones]
+            parts = [[of_rank.reshape(part[0].shape) for of_rank in ranks] for part, ranks in zip(parts, zip(*split))]
+        of_all, all_bits, all_ran, all_losses = parts
+        loss, number = np.sum(all_losses, 0)  # NaN if it is NaN on any rank
+        return (
+            of_ranks(of_all),
+            np.maximum.reduce(all_bits),  # NaN if it is NaN on any rank
+            np.maximum.reduce(all_ran) > 0,
+            float(loss / number) if number else math.nan,
+        )
 
     def _log(self, trainer: Trainer, interval: Interval) -> None:
+        has_steps = bool(interval["updates"].any())  # otherwise clipping is unknown
         scalars = {
             "fp8/alarms": float(len(self.alarms)),
-            "fp8/clipped_bits_max": float(interval["clipped_bits"].max(initial=0)),
-            "fp8/clipped_casts": float((interval["clipped_steps"] > 0).sum()),
+            "fp8/clipped_bits_max": float(interval["clipped_bits"].max()) if has_steps else math.nan,
+            "fp8/clipped_casts": float((interval["clipped_steps"] > 0).sum()) if has_steps else math.nan,
             "fp8/flushed_max": _extreme(interval.flushed_share, np.fmax),
             "fp8/head_room_min": _extreme(interval["head_room"], np.fmin),
         }
@@ -293,7 +316,7 @@ class FP8Monitor(Callback):
                     f"fp8/{what}/{name}": float(value)
                     for what, value in zip(("amax", "scale", "clipped_bits", "flushed"), figures)
                 }
-        known = {name: value for name, value in scalars.items() if not math.isnan(value)}
+        known = {name: value for name, value in scalars.items() if math.isfinite(value)}
         for logger in trainer.loggers:
             logger.log_metrics(known, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -319,6 +342,18 @@ class FP8Monitor(Callback):
         except OSError as error:  # for example a full disk, which must not stop training
             rank_zero_warn(f"FP8Monitor could not write {self.saved_to}: {error}; the run goes on without its record")
             self.saved_to = None
+
+
+def _sampled_row(interval: int, every_n_steps: int) -> int:
+    """The step of an interval that is sampled, from 0.
+
+    It is the second step of the first interval, so that short runs have a sample, with the scales of a first step. In
+    later intervals its distance varies (a golden ratio sequence), so that layers that run in every second step, for
+    example, are sampled.
+    """
+    if every_n_steps == 1:
+        return 0
+    return 1 + int((every_n_steps - 1) * (interval * 0.6180339887498949 % 1))
 
 
 def _extreme(values: Array, reduce: Any) -> float:

@@ -118,8 +118,13 @@ class StepTrace:
                 values[: len(known), column] = known[:, slot.index]
         return found
 
-    def followed_amax(self, recipe: DelayedScaling) -> Array:
-        """The amaxes that the current scales are computed from, the largest or the newest of each history, ``[n]``."""
+    def followed_amax(self, recipe: DelayedScaling, rows: StepRows) -> Array:
+        """The amaxes that the current scales are computed from, the largest or the newest of each history, ``[n]``.
+
+        A history of one amax is cleared by the update, and its amax is that of the last of ``rows``.
+        """
+        if recipe.amax_history_len == 1 and len(rows.amax):
+            return rows.amax[-1]
         found = {}
         for history in self.histories:
             window = history.amax_history
@@ -211,8 +216,9 @@ def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -
     if not len(rows.amax):
         return values
     ran, finite = rows.amax != 0, np.nan_to_num(bits)
+    amax = np.where(ran & np.isfinite(rows.amax), rows.amax, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        room = np.where(ran & (rows.scale > 0), np.log2(fp8_max / (rows.amax * rows.scale)), np.nan)
+        room = np.where(rows.scale > 0, np.log2(fp8_max / (amax * rows.scale)), np.nan)
     values[:, INDEX["updates"]] = ran.sum(0)
     values[:, INDEX["clipped_steps"]] = (finite > 0).sum(0)
     values[:, INDEX["clipped_bits"]] = finite.max(0)
@@ -220,5 +226,5 @@ def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -
     values[:, INDEX["head_room"]] = np.fmin.reduce(room, 0)
     last = len(ran) - 1 - ran[::-1].argmax(0)  # the last row in which each cast ran
     values[:, INDEX["scale"]] = np.where(ran.any(0), rows.scale[last, np.arange(ran.shape[1])], np.nan)
-    values[:, INDEX["amax"]] = np.fmax.reduce(np.where(ran, rows.amax, np.nan), 0)
+    values[:, INDEX["amax"]] = np.fmax.reduce(amax, 0)
     return values

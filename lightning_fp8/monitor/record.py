@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fp8.names import layer_of_slot
-from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES
+from lightning_fp8.ops.sample import COUNTS, EXPONENTS, SAMPLED_RECIPES
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -31,8 +29,9 @@ FIELDS = (*_STEPS, *COUNTS)
 
 - ``updates``: the number of steps with an amax; ``clipped_steps``: the number of those in which the amax was clipped
 - ``clipped_bits``: the largest ``log2(amax * scale / largest_rounded)``, at least 0, and ``clipped_at``, its step
-- ``head_room``: the smallest ``log2(fp8_max / (amax * scale))``
-- ``amax``: the largest amax; ``scale``: the last scale; ``window``: the amax that the last scale is computed from
+- ``head_room``: the smallest ``log2(fp8_max / (amax * scale))`` of a finite amax
+- ``amax``: the largest finite amax; ``scale``: the last scale
+- ``window``: the amax that the last scale is computed from
 - ``off_bits``: the difference in bits between the last scale and the scale of its history
 
 All recipes have the counts of the sampled step, :data:`lightning_fp8.ops.sample.COUNTS`.
@@ -49,7 +48,7 @@ class Interval:
 
     Attributes:
         first_step, last_step: the first and last step, counted from 1.
-        loss: the mean training loss; NaN if it is unknown.
+        loss: the mean training loss; NaN if it is unknown, or NaN in any step.
         values: float64 ``[n, len(FIELDS)]``, one row for each cast.
     """
 
@@ -128,8 +127,8 @@ class Record:
         recipe: the recipe's name; ``recipe_fields``: the whole recipe as text.
         intervals: the intervals in order.
         recipes: the names of the recipes in ``losses``.
-        losses: float64 ``[n, 4, 4]``, the errors of other recipes in all what-if samples: casts by :attr:`recipes` by
-            :data:`lightning_fp8.ops.sample.LOSSES`.
+        losses: float64 ``[n, 4, 2]``, for each cast and each of :attr:`recipes` the largest share of nonzero values
+            that became 0 in a what-if sample, and the least ratio of signal to noise in decibels; NaN if unknown.
         exponents: float64 ``[n, 256]``, the histogram of the biased exponents of float32 in these samples.
         layers: the rows of the table of layers, as dictionaries.
         alarms: the alarms, as dictionaries.
@@ -153,7 +152,7 @@ class Record:
     def __post_init__(self) -> None:
         n = len(self.names)
         if not self.losses.size:
-            self.losses = np.zeros((n, len(_RECIPES), len(LOSSES)))
+            self.losses = np.full((n, len(_RECIPES), 2), np.nan)
         if not self.exponents.size:
             self.exponents = np.zeros((n, EXPONENTS))
 
@@ -187,6 +186,15 @@ class Record:
         if len(self.intervals) > MOST_INTERVALS:
             pairs = (self.intervals[index : index + 2] for index in range(0, len(self.intervals), 2))
             self.intervals = [merged(pair) for pair in pairs]
+
+    def add_losses(self, counts: Array) -> None:
+        """Add the errors of other recipes in one interval, ``[n, 4, 4]`` by :data:`lightning_fp8.ops.sample.LOSSES`."""
+        nonzero, flushed, signal, noise = np.moveaxis(counts, -1, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(nonzero > 0, flushed / nonzero, np.nan)
+            decibels = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
+        self.losses[..., 0] = np.fmax(self.losses[..., 0], share)
+        self.losses[..., 1] = np.fmin(self.losses[..., 1], decibels)
 
     def save(self, path: Path) -> None:
         """Write the record as an ``.npz`` file. An existing file is replaced atomically."""
@@ -231,7 +239,9 @@ class Record:
                 raise ValueError(f"it lacks {sorted(missing)}")
             if version <= VERSION:
                 return cls._from_arrays(described, arrays)
-        except (BadZipFile, zlib.error, EOFError, KeyError, IndexError, TypeError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file fails in many ways
             raise ValueError(f"{path} is no record of FP8Monitor: {error}") from None
         raise ValueError(
             f"{path} is a record of version {version}, but this lightning_fp8 reads versions up to {VERSION}. It was "
@@ -250,6 +260,10 @@ class Record:
         ]
         fields = {name: described[name] for name in _DESCRIBED}
         fields["recipes"] = tuple(fields["recipes"])
+        n = len(described["names"])
+        for name, of_record in (("losses", (n, len(fields["recipes"]), 2)), ("exponents", (n, EXPONENTS))):
+            if arrays[name].shape != of_record:
+                raise ValueError(f"{name} has the shape {arrays[name].shape}, not {of_record}")
         return cls(**fields, intervals=intervals, losses=arrays["losses"], exponents=arrays["exponents"])
 
 
@@ -259,8 +273,8 @@ _DESCRIBED = (
 
 
 def merged(intervals: Iterable[Interval]) -> Interval:
-    """Merge consecutive intervals. The loss is the mean over their steps."""
+    """Merge consecutive intervals. The loss is the mean over their steps; NaN if one of them is NaN."""
     parts = list(intervals)
-    known = [(each.loss, each.last_step - each.first_step + 1) for each in parts if not np.isnan(each.loss)]
-    loss = sum(loss * steps for loss, steps in known) / sum(steps for _, steps in known) if known else np.nan
+    steps = [each.last_step - each.first_step + 1 for each in parts]
+    loss = sum(each.loss * number for each, number in zip(parts, steps)) / sum(steps)
     return Interval(parts[0].first_step, parts[-1].last_step, loss, combined([each.values for each in parts]))

@@ -130,8 +130,8 @@ def _count_cast(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transpo
             (~finite).sum(),
             (finite & (magnitude > largest_rounded(float8_of(data.dtype)) * scales)).sum(),
             (nonzero & finite & (codes.view(torch.uint8) & 0x7F == 0)).sum(),
-            signal.square().sum(dtype=torch.float64),
-            error.square().sum(dtype=torch.float64),
+            signal.double().square().sum(),
+            error.double().square().sum(),
             counts.new_ones(()),
         ]
     )
@@ -141,21 +141,31 @@ def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> Non
     if not x.numel():
         return
     values = _rows_of(x, _stride(x), 0).float()
+    whole = torch.where(torch.isfinite(x), x, 0)
+    of_columns = absolute_max(whole, 0).float()[:, None]
     biased = values.contiguous().view(torch.int32) >> 23 & 0xFF
     exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would synchronize with a GPU
     values = torch.where(torch.isfinite(values), values, 0.0)
-    signal, nonzero = values.square().sum(dtype=torch.float64), (values != 0).sum()
+    signal, nonzero = values.double().square().sum(), (values != 0).sum()
     for recipe, sums in zip(SAMPLED_RECIPES, losses):
         cast = recipe.cast(Role(role))
-        tries = [_try(values, cast)] if cast.layout.transposes else [_try(values, cast), _try(values.t(), cast)]
+        # The scale of a tensor, or of a column, depends on rows that are not sampled.
+        of_tensor = of_columns.amax(0, keepdim=True) if cast.layout.has_one_scale else None
+        tries = [_try(values, cast, of_tensor)]
+        if not cast.layout.transposes:
+            tries.append(_try(values.t(), cast, of_columns if cast.layout == Layout.ROW else None))
         flushed, noise = torch.stack([torch.stack(each) for each in tries]).amax(0)
         sums += torch.stack([nonzero, flushed, signal, noise])
 
 
-def _try(values: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """The number of values that a cast flushes to zero, and the sum of its squared errors."""
+def _try(values: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The number of values that a cast flushes to zero, and the sum of its squared errors.
+
+    ``amax`` are those of its blocks; ``None`` computes them from ``values``.
+    """
     blocks = _blocks(values, cast.layout)
-    amax = absolute_max(absolute_max(blocks, 3), 1)
+    if amax is None:
+        amax = absolute_max(absolute_max(blocks, 3), 1)
     if cast.layout.scale_dtype == E8M0_DTYPE:
         scale = scaling.e8m0_scale(scaling.e8m0_from_amax(amax, cast.float8.max))
     else:
@@ -163,7 +173,7 @@ def _try(values: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     scale = scale[:, None, :, None]
     cast_values = saturating_cast(blocks.clone(), scale, cast.float8).float() / scale
     flushed = ((blocks != 0) & (cast_values == 0)).sum(dtype=torch.float64)
-    return flushed, (cast_values - blocks).square().sum(dtype=torch.float64)
+    return flushed, (cast_values - blocks).double().square().sum()
 
 
 def _blocks(values: Tensor, layout: Layout) -> Tensor:

@@ -35,7 +35,7 @@ def record(layers: int = 3, intervals: int = 6, delayed: bool = True, alarm: boo
                 values[0, INDEX[name]] = value
         found.add(Interval(50 * number + 1, 50 * number + 50, 5.0 - number / 2, values))
     for index in range(4):
-        found.losses[:, index] = 4000.0, 100.0 / 4**index, 1000.0, 1.0
+        found.losses[:, index] = 0.025 / 4**index, 30.0
     if alarm:
         layer = names[0].rpartition(".")[0]
         found.alarms = [

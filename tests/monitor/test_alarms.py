@@ -71,7 +71,7 @@ def test_what_lasts_is_an_alarm_of_a_layer(rule: str, changed: dict[str, Any]) -
     assert seen(ill[0], interval(2), ill[2]) == []  # it has passed between
     (alarm,) = seen(*ill)
     assert (alarm.kind, alarm.rule, alarm.layers, alarm.casts) == ("layer", rule, ["b"], ["b.weight"])
-    assert (alarm.first_step, alarm.last_step, alarm.times) == (101, 200, 2)
+    assert (alarm.first_step, alarm.last_step, alarm.times) == (51, 200, 3)
     assert alarm.skip == ["b"]
     assert skip_of([alarm]) == ("b",)
     for text in (alarm.cause, alarm.consequence, alarm.advice):
@@ -109,6 +109,30 @@ def test_what_is_not_finite_is_an_event_at_once() -> None:
     assert (alarm.kind, alarm.rule, alarm.first_step, alarm.casts) == ("event", "non-finite", 8, ["a.input"])
     (alarm,) = seen(interval(0, nonfinite={5: 2}), recipe=Float8CurrentScaling())
     assert (alarm.kind, alarm.rule, alarm.casts) == ("event", "non-finite", ["b.grad_output"])
+    # the sample finds the inf or NaN that an amax has shown
+    (alarm,) = seen(interval(0, nonfinite={0: 2}), of=bits(s7=math.nan))
+    assert (alarm.first_step, alarm.last_step, alarm.times) == (8, 8, 1)
+
+
+def test_a_sampled_nan_has_the_step_of_its_sample() -> None:
+    alarms = Alarms(NAMES, ROLES, Float8CurrentScaling())
+    (alarm,) = alarms.see(interval(1, nonfinite={5: 2}), np.zeros((0, len(NAMES))), sampled_step=73)
+    assert (alarm.first_step, alarm.last_step, alarm.times) == (73, 73, 1)
+    assert alarm.value == "2 values of inf or NaN in the sampled step"
+
+
+def test_an_event_has_the_value_of_its_worst_step() -> None:
+    of = bits(s7=3.5, s8=12.0)
+    of[7, 1] = 3.2
+    (alarm,) = seen(interval(1), of=of)
+    assert "1 of 6 casts clipped, by up to 12.0 bits" in alarm.value
+
+
+def test_intervals_without_a_sample_do_not_end_a_streak() -> None:
+    """As of a layer that runs in every second step."""
+    nothing = {name: {4: 0.0} for name in ("casts", "elements", "signal", "noise", "zeros")}
+    (alarm,) = seen(interval(1, flushed={4: 900}), interval(2, **nothing), interval(3, flushed={4: 900}))
+    assert (alarm.rule, alarm.first_step, alarm.casts) == ("flushes", 51, ["b.weight"])
 
 
 def test_a_layer_that_casts_nothing_never_ran() -> None:
@@ -117,15 +141,17 @@ def test_a_layer_that_casts_nothing_never_ran() -> None:
     assert seen(*idle[:2]) == []
     (alarm,) = seen(*idle)
     assert (alarm.kind, alarm.rule, alarm.layers) == ("layer", "never ran", ["b"])
-    assert alarm.times == 2
+    assert (alarm.first_step, alarm.last_step, alarm.times) == (1, 200, 4)
     # one that stops running is not meant
     assert "never ran" not in [each.rule for each in seen(interval(0), *idle[1:], recipe=Float8CurrentScaling())]
 
 
 def test_an_alarm_is_raised_once_and_followed() -> None:
     alarms = Alarms(NAMES, ROLES, DelayedScaling())
-    new = [len(alarms.see(interval(number, flushed={4: 40, 1: 35}), bits())) for number in range(5)]
+    new = [len(alarms.see(interval(number, flushed={4: 40 + number, 1: 35}), bits())) for number in range(5)]
     assert new == [0, 1, 0, 0, 0]
     (alarm,) = alarms.found
     assert alarm.casts == ["b.weight", "a.weight"]  # the worst first
-    assert (alarm.times, alarm.last_step) == (4, 250)
+    assert (alarm.times, alarm.last_step) == (5, 250)
+    assert alarm.value.startswith("4.4%")  # the worst
+

@@ -93,7 +93,7 @@ def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scal
         "darkIsLow": scale.dark_is_low,
         "cells": scale.encoded(values[casts]),
         "worst": [
-            [record.layer(casts[row]), float(worst[row])] for row in order[:8].tolist() if not np.isnan(worst[row])
+            [record.layer(casts[row]), float(worst[row])] for row in order[:8].tolist() if np.isfinite(worst[row])
         ],
     }
 
