@@ -154,4 +154,3 @@ def test_an_alarm_is_raised_once_and_followed() -> None:
     assert alarm.casts == ["b.weight", "a.weight"]  # the worst first
     assert (alarm.times, alarm.last_step) == (5, 250)
     assert alarm.value.startswith("4.4%")  # the worst
-

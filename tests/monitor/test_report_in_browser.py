@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lightning_fp8.monitor.record import INDEX
 from lightning_fp8.monitor.report import page
 from tests.monitor.browser import Browser, browser, executable
 from tests.monitor.recorded import baseline, record
@@ -42,6 +44,17 @@ def test_it_fits_and_complains_of_nothing(shown: Browser, path: Path, width: int
     assert shown.value(f"{pictures}.every((each) => each.getBoundingClientRect().right <= innerWidth)")
     background = shown.value("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+
+
+def test_figures_that_are_not_finite_do_not_stop_it(shown: Browser, tmp_path: Path) -> None:
+    run = record(layers=20, intervals=40)
+    for name, value in (("head_room", -np.inf), ("amax", np.inf), ("noise", np.nan)):
+        run.intervals[5].values[:, INDEX[name]] = value
+    run.intervals[7].loss = np.nan
+    (tmp_path / "page.html").write_text(page(run, baseline(40)))
+    shown.open(tmp_path / "page.html", 1440)
+    assert shown.problems == []
+    assert shown.value("document.querySelectorAll('svg, canvas').length") == 12
 
 
 def test_cells_are_read_by_keyboard(shown: Browser, path: Path) -> None:

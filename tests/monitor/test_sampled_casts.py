@@ -148,6 +148,21 @@ def test_recipes_lose_what_their_casts_lose(role: Role) -> None:
     assert (exponents / 2).tolist() == np.bincount(biased.ravel(), minlength=256).tolist()
 
 
+def test_recipes_have_the_scales_of_the_whole_tensor() -> None:
+    """An outlier outside the sampled rows flushes the others under one scale, and its column under one per row."""
+    x = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[200, 5] = 1e6  # of every eighth block of 128 rows, the first is sampled
+    losses, exponents = torch.zeros(len(SAMPLED_RECIPES), len(LOSSES)).double(), torch.zeros(256).double()
+    ops.sample_recipes(x, Role.INPUT, losses, exponents)
+    shares = dict(zip((each.name for each in SAMPLED_RECIPES), (losses[:, 1] / losses[:, 0]).tolist()))
+    taken = torch.arange(4096).view(-1, 128)[::8].flatten()
+    whole = (x[taken].double().abs() * 448 / 1e6 <= 2.0**-10).double()
+    assert shares["tensorwise"] == pytest.approx(float(whole.mean()), rel=1e-2)
+    assert shares["tensorwise"] > 0.9
+    assert shares["rowwise"] == pytest.approx(float(whole[:, 5].mean()) / 512, rel=0.1)
+    assert shares["blockwise"] < 1e-4
+
+
 def test_the_ops_fit_torchs_contract() -> None:
     x = values(20, 40)
     q = ops.quantize(x, Cast(E4M3, Layout.BLOCK_1X128)).rowwise

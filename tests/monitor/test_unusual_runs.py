@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import FP8Monitor, FP8Precision
-from lightning_fp8.monitor.record import Record
-from tests.monitor.test_monitor import Model, fit, monitor_of
+from lightning_fp8 import DelayedScaling, FP8Monitor, FP8Precision
+from lightning_fp8.monitor.record import FIELDS, Record
+from tests.monitor.test_monitor import Detached, Fault, Model, fit, monitor_of
 
 
 class Convolution(Model):
@@ -162,3 +163,77 @@ def test_a_record_that_is_damaged_inside_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "lacking.npz", **arrays)
     with pytest.raises(ValueError, match="no record of FP8Monitor"):
         Record.load(tmp_path / "lacking.npz")
+
+
+def test_an_inf_in_one_step_leaves_figures_finite(tmp_path: Path) -> None:
+    def infinite(x: Tensor, step: int) -> Tensor:
+        return torch.cat([x[:-1], torch.full_like(x[-1:], torch.inf)])
+
+    monitor = monitor_of(tmp_path, 10)
+    fit(monitor, Fault("net.4", infinite, lambda step: step == 25), steps=30, model=Detached())
+    record = Record.load(tmp_path / "run.npz")
+    for interval in record.intervals:
+        assert np.isfinite(interval["head_room"]).all()
+        assert np.isfinite(interval["amax"]).all()
+    assert [(each.rule, each.first_step) for each in monitor.alarms] == [("non-finite", 26)]
+
+
+class Alternating(Model):
+    """One layer runs in even steps only, and its input has a value that flushes the others."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for index, layer in enumerate(self.net):
+            if index != 4:
+                x = layer(x)
+            elif self.global_step % 2 == 0:
+                spread = torch.cat([x[:, :1].detach() * 0 + 1e6, x[:, 1:] * 1e-3], 1)
+                x = x + 1e-9 * layer(spread)
+        return (x - batch[1]).square().mean()
+
+
+def test_a_layer_of_every_second_step_is_sampled(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, 10)
+    fit(monitor, model=Alternating(), recipe="tensorwise", steps=80)
+    assert monitor.record is not None
+    cast = monitor.record.names.index("net.4.input")
+    casts = [each["casts"][cast] for each in monitor.record.intervals]
+    assert 0 < sum(casts) < len(casts)
+    assert ("flushes", "net.4.input") in [(each.rule, each.casts[0]) for each in monitor.alarms]
+
+
+def test_a_history_of_one_amax_has_a_window(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, 5)
+    fit(monitor, recipe=DelayedScaling(amax_history_len=1), steps=10)
+    assert monitor.record is not None
+    for interval in monitor.record.intervals:
+        assert (interval["window"] > 0).all()
+        assert (interval["window"] <= interval["amax"]).all()
+        assert interval["off_bits"].max() < 0.5
+
+
+def test_what_happens_on_another_rank_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank has the figures of the first, but 9 bits clipped by one cast in one step, and a loss of NaN."""
+    monitor = monitor_of(tmp_path, 150)
+    clipping, n, steps = 9.0, 9, 150
+
+    def gather(everyones: list[Tensor], own: Tensor) -> None:
+        everyones[0].copy_(own)
+        everyones[1].copy_(own)
+        bits = everyones[1][n * len(FIELDS) :][: steps * n].view(steps, n)
+        bits[120, 3] = clipping
+        everyones[1][-2] = math.nan
+
+    def begins(trainer: Trainer) -> None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "all_gather", gather)
+
+    report = monitor._report
+    with monkeypatch.context() as patched:
+        patched.setattr(monitor, "_report", lambda trainer: (begins(trainer), report(trainer), monkeypatch.undo()))
+        fit(monitor, steps=steps)
+    (alarm,) = monitor.alarms
+    assert monitor.record is not None
+    assert (alarm.rule, alarm.first_step, alarm.casts) == ("outlier step", 121, [monitor.record.names[3]])
+    assert math.isnan(monitor.record.intervals[0].loss)
