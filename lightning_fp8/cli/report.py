@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = _read(args.run)
     other = None if args.other is None else _read(args.other)
     out = args.out or record_in(args.run).with_suffix(".html")
+    records = [record_in(each) for each in (args.run, args.other) if each is not None]
+    if any(out.exists() and out.samefile(each) for each in records):
+        raise SystemExit(f"{out} is a record, which the page would replace; pass another file with -o")
     text = page(record, other)
     try:
         part = out.with_name(f".{out.name}.{os.getpid()}")

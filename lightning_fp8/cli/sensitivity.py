@@ -3,15 +3,19 @@
     lightning-fp8 sensitivity --config my.yaml --ckpt_path last.ckpt --batches 4 --recipe tensorwise
     lightning-fp8 sensitivity --config my.yaml --budget 1 --out sensitivity.json --plot sensitivity.png
 
-The YAML is that of ``lightning-fp8 fit``. Use trained weights, from a checkpoint or loaded by the model.
+The YAML is that of ``lightning-fp8 fit``. Its model and data are prepared as by ``fit``. All layers that can run in FP8
+are measured, also those that the plugin of the YAML keeps in BF16. Use trained weights, from a checkpoint or loaded by
+the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,18 +33,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--batches", type=_positive, default=4, help="number of batches of the training data; default: 4"
     )
-    parser.add_argument("--recipe", default="delayed", help="default: delayed")
+    parser.add_argument("--recipe", help="default: the recipe of the YAML's FP8Precision, or delayed")
     parser.add_argument(
         "--group", choices=("layer", "block"), default="layer", help="measure layers one by one, or in groups"
     )
-    parser.add_argument("--budget", type=float, metavar="PERCENT", help="choose layers for this error of the gradient")
+    parser.add_argument("--budget", type=_percent, metavar="PERCENT", help="choose layers for this gradient error")
     parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of the order of data; default: 0")
     parser.add_argument("-o", "--out", type=Path, help="write the result as JSON")
     parser.add_argument("--plot", type=Path, help="plot the ranking to this file")
     args = parser.parse_args(argv)
     if not args.config.is_file():
         raise SystemExit(f"{args.config} does not exist; lightning-fp8 config delayed prints YAML to start from")
-    model, batches = _model_and_batches(args.config, args.batches, args.seed)
+    for path in (args.out, args.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise SystemExit(f"the folder of {path} does not exist")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib; install it: pip install matplotlib")
+    model, batches, recipe_of_yaml = _prepared(args.config, args.batches, args.seed)
     if args.ckpt_path is not None:
         _load_weights(model, args.ckpt_path)
 
@@ -48,14 +57,38 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     budget = None if args.budget is None else args.budget / 100
     try:
-        found = measure_sensitivity(model, batches, recipe=args.recipe, group=args.group, budget=budget, seed=args.seed)
+        found = measure_sensitivity(
+            model,
+            batches,
+            recipe=args.recipe or recipe_of_yaml or "delayed",
+            group=args.group,
+            budget=budget,
+            seed=args.seed,
+        )
     except (TypeError, ValueError) as error:
         raise SystemExit(f"lightning-fp8 sensitivity: {error}") from None
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
+        raise SystemExit(
+            f"lightning-fp8 sensitivity: {error} training_step must not use self.trainer here, or call "
+            "lightning_fp8.sensitivity.measure_sensitivity(model, batches, loss) with a loss function"
+        ) from None
     print(found)
-    if args.out is not None:
-        found.save(args.out)
-    if args.plot is not None:
-        found.plot(args.plot)
+    try:
+        if args.out is not None:
+            found.save(args.out)
+        if args.plot is not None:
+            found.plot(args.plot)
+    except (OSError, ValueError) as error:  # for example a file format that matplotlib does not have
+        raise SystemExit(f"lightning-fp8 sensitivity: {error}") from None
+
+
+def _percent(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be positive, in percent")
+    return number
 
 
 def _positive(text: str) -> int:
@@ -65,28 +98,51 @@ def _positive(text: str) -> int:
     return number
 
 
-def _model_and_batches(config: Path, number: int, seed: int) -> tuple[Any, list[Any]]:
-    """The model of a YAML file and batches of its training data, on a GPU if there is one."""
-    import lightning as L
-    import torch
-    from lightning.fabric.utilities import move_data_to_device
+def _prepared(config: Path, number: int, seed: int) -> tuple[Any, list[Any], Any]:
+    """The model of a YAML file, batches of its training data, and the recipe of its plugin, if any.
 
+    A Trainer prepares model and data as ``fit`` does, on a GPU if there is one, and stops before the first step.
+    """
+    import lightning as L
+    from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_fp8 import FP8Precision
     from lightning_fp8.cli.main import lightning_cli
+
+    class Collected(Exception):
+        """Ends the fit."""
+
+    class Collect(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            loader = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+            for batch, _, _ in itertools.islice(loader, number):
+                batch = pl_module._on_before_batch_transfer(batch)
+                batches.append(trainer.strategy.batch_to_device(batch, pl_module.device))
+            raise Collected
 
     L.seed_everything(seed, verbose=False)
     with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns about missing arguments
         cli = lightning_cli(["--config", str(config)], run=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = cli.model.to(device)
-    model.configure_model()
-    data = cli.datamodule
-    if data is None:
-        loader = model.train_dataloader()
-    else:
-        data.prepare_data()
-        data.setup("fit")
-        loader = data.train_dataloader()
-    return model, [move_data_to_device(batch, device) for batch in itertools.islice(loader, number)]
+    model, batches = cli.model, list[Any]()
+    if not model.automatic_optimization:
+        raise SystemExit(
+            "lightning-fp8 sensitivity: manual optimization is not supported; call "
+            "lightning_fp8.sensitivity.measure_sensitivity(model, batches, loss) with a loss function"
+        )
+    plugin = cli.trainer.precision_plugin
+    trainer = L.Trainer(
+        max_steps=1, devices=1, callbacks=[Collect()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, datamodule=cli.datamodule)
+    except Collected:
+        pass
+    except MisconfigurationException as error:
+        raise SystemExit(f"lightning-fp8 sensitivity: {error}") from None
+    model.to(trainer.strategy.root_device)  # the end of a fit moves it to the CPU
+    return model, batches, plugin.recipe if isinstance(plugin, FP8Precision) else None
 
 
 def _load_weights(model: Any, path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,6 +28,9 @@ from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.sensitivity.result import Check, Row, Sensitivity, require_budget
 
 Loss = Callable[[Any, Any], Tensor]
+
+NOISE = 0.1
+"""The largest difference between two passes in high precision, as a share of the error with all layers in FP8."""
 
 
 def measure_sensitivity(
@@ -41,11 +48,12 @@ def measure_sensitivity(
 
     The error of a layer is ``|g - g0| / |g0|`` over all parameters, where g is the gradient with only this layer in FP8
     and g0 the gradient in high precision. It takes one forward and backward pass per batch for each layer or block, and
-    3 to 5 more. Their number is printed beforehand. ``model`` is copied and not changed. The copy, its gradient and g0
+    4 to 6 more. Their number is printed beforehand. ``model`` is copied and not changed. The copy, its gradient and g0
     take the memory of three models, as much as Adam's state and gradients.
 
     Scales of delayed scaling are computed from the same batches. For scales that are stale, as in training, use
-    :class:`lightning_fp8.FP8Monitor`. If weights are BF16, gradients are rounded to BF16, with an error of about 0.2 %,
+    :class:`lightning_fp8.FP8Monitor`. Modules stay in train or eval mode; a model in eval mode is switched to train
+    mode as a whole. If weights are BF16, gradients are rounded to BF16, with an error of about 0.2 %,
     and smaller errors cannot be measured. Pass float32 weights if they fit in memory.
 
     Args:
@@ -56,13 +64,16 @@ def measure_sensitivity(
         recipe: see :class:`lightning_fp8.FP8Precision`.
         group: measure each layer, or all layers of a block together.
         budget: an error, 0.01 for 1 %. Layers to keep in BF16 are chosen for it, and the resulting error is measured.
-        seed: the seed of all passes, so that dropout has the same masks.
+        seed: the seed of torch, NumPy and ``random`` in all passes, so that dropout, for example, has the same masks.
         progress: whether to print the number of passes and a progress bar.
 
     Raises:
         TypeError: If ``model`` is not a module, or its loss is unknown.
         ValueError: If there are no batches, if no layer can run in FP8 or is called, if ``group`` is unknown, or if the
             gradient is not finite.
+
+    Warns:
+        UserWarning: If the loss is not deterministic: passes in high precision differ.
     """
     require_module("measure_sensitivity", model)
     batches = list(batches)
@@ -82,7 +93,7 @@ def measure_sensitivity(
     layers = {name: each for name, each in fp8_modules(copied) if isinstance(each, LinearLayer) and each.fp8}
     default_skip = tuple(name for name in layers if not _among(name, by_default))
     groups = _groups(list(layers), group)
-    repeats = len(groups) + 3 + isinstance(of_recipe, DelayedScaling) + (budget is not None)
+    repeats = len(groups) + 4 + isinstance(of_recipe, DelayedScaling) + (budget is not None)
     passes = repeats * len(batches)
     if progress:
         print(f"{passes} forward and backward passes: {repeats} of {len(batches)} batches", file=sys.stderr)
@@ -105,12 +116,19 @@ def measure_sensitivity(
             default_skip,
             passes,
         )
-        if budget is None:
-            return found
-        skip = found.skip(budget)
-        measured = gradients.error([name for name in layers if name not in skip])
-    check = Check(budget, skip, found.predicted(skip), measured)
-    return Sensitivity(**{**vars(found), "check": check})
+        if budget is not None:
+            skip = found.skip(budget)
+            measured = gradients.error([name for name in layers if name not in skip])
+            found = replace(found, check=Check(budget, skip, found.predicted(skip), measured))
+        difference = gradients.error(())
+    if difference > NOISE * found.all_error:
+        warnings.warn(
+            f"the loss is not deterministic, and the ranking is not reliable: the gradient in high precision changes "
+            f"by {difference:.3%} from the first pass to the last one, and by {found.all_error:.3%} with all layers in "
+            "FP8. Draw random numbers from torch, NumPy or random, and remove state that changes in each pass",
+            stacklevel=2,
+        )
+    return found
 
 
 class _Gradients:
@@ -126,7 +144,7 @@ class _Gradients:
         seed: int,
         bar: Any,
     ) -> None:
-        self._model = model.train()
+        self._model = model if model.training else model.train()
         self._layers = layers
         self._batches = batches
         self._loss = loss
@@ -177,8 +195,9 @@ class _Gradients:
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
-        devices = sorted({each.device.index for each in self._parameters() if each.is_cuda})
-        with torch.random.fork_rng(devices):
+        with isolate_rng():
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
             torch.manual_seed(self._seed)
             for batch in self._batches:
                 with fp8_autocast(enabled=bool(in_fp8), fp8_recipe=self._recipe):

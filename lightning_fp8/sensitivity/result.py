@@ -99,7 +99,7 @@ class Sensitivity:
 
     def table(self, most: int = 30) -> str:
         """The ranking in lines of at most 80 columns."""
-        lines = [f"{'in FP8 alone':<50}{'error of the gradient':>21}{'FLOPs':>9}"]
+        lines = [f"{f'in FP8 alone, recipe {self.recipe}':<50}{'error of the gradient':>21}{'FLOPs':>9}"]
         lines += [f"{_short(row.name, 50):<50}{row.error:>21.3%}  {row.flops:>7.1%}" for row in self.rows[:most]]
         if len(self.rows) > most:
             lines.append(f"{len(self.rows) - most} more, of smaller errors")
@@ -122,9 +122,10 @@ class Sensitivity:
         return self.table()
 
     def save(self, path: Path) -> None:
-        """Write the result as JSON. An existing file is replaced atomically."""
+        """Write the result as JSON, infinite errors as null. An existing file is replaced atomically."""
         part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(_without_inf({"version": VERSION, **asdict(self)}), indent=1, allow_nan=False)
+        part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
 
     @classmethod
@@ -135,7 +136,8 @@ class Sensitivity:
             ValueError: If it is not such a file, or has a newer version.
         """
         try:
-            found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            found: dict[str, Any] = json.loads(text, object_hook=_with_inf)
             if found.pop("version") > VERSION:
                 raise ValueError("a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8")
             rows = tuple(Row(**{**each, "layers": tuple(each["layers"])}) for each in found.pop("rows"))
@@ -169,6 +171,21 @@ class Sensitivity:
         axes.set_xlabel(f"error of the gradient with this in FP8 alone, %, recipe {self.recipe}")
         axes.legend(loc="lower right")
         figure.savefig(path, dpi=110)
+
+
+_ERRORS = ("error", "all_error", "default_error", "predicted", "measured")
+
+
+def _without_inf(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_inf(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_inf(each) for each in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _with_inf(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.inf if each is None and name in _ERRORS else each for name, each in found.items()}
 
 
 def require_budget(budget: float) -> None:

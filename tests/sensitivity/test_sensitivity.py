@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import math
+import random
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from lightning_fp8 import Linear
 from lightning_fp8.recipes import RECIPES
 from lightning_fp8.sensitivity import Row, Sensitivity, measure_sensitivity
+from lightning_fp8.sensitivity.result import Check
 from tests.tiers import covering
 
 WIDTH, DEPTH = 64, 12
@@ -127,9 +132,9 @@ class Busy(Chain):
 def test_the_model_stays_as_it_was(recipe: str) -> None:
     model = Busy().eval()
     model.layers[1].weight.grad = torch.ones(WIDTH, WIDTH)
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = measure_sensitivity(model, batches(), loss, recipe=recipe, progress=False)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.layers[1].weight.grad.eq(1).all()
     assert model.layers[0].weight.grad is None
@@ -139,6 +144,41 @@ def test_the_model_stays_as_it_was(recipe: str) -> None:
     assert 0 < found.rows[-1].error <= found.rows[0].error < 0.3
     again = measure_sensitivity(model, batches(), loss, recipe=recipe, progress=False)
     assert again == found
+
+
+def test_random_numbers_of_numpy_and_python_are_the_same_in_all_passes() -> None:
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        mask = torch.from_numpy(np.random.rand(*batch.shape) > 0.1).to(batch.dtype)
+        return loss(model, batch * mask * random.uniform(0.5, 2.0))
+
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    first, again = (measure_sensitivity(Chain(), batches(), masked, progress=False) for _ in range(2))
+    assert first == again
+    assert first.all_error < 0.3
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_a_loss_that_changes_in_each_pass_warns() -> None:
+    counter = itertools.count(1)
+    with pytest.warns(UserWarning, match=r"the loss is not deterministic.* changes by [\d.]+%"):
+        measure_sensitivity(Chain(), batches(), lambda model, batch: loss(model, batch * next(counter)), progress=False)
+
+
+def test_modules_in_eval_mode_stay_in_it() -> None:
+    model, modes = Busy().train(), set[bool]()
+    model.norm.eval()
+    model.norm.register_forward_hook(lambda module, *_: modes.add(module.training))
+    measure_sensitivity(model, batches(), loss, progress=False)
+    assert modes == {False}
+
+
+def test_an_infinite_error_is_saved_as_json(tmp_path: Path) -> None:
+    found = Sensitivity(
+        "delayed", (Row("a", ("a",), math.inf, 1.0),), math.inf, 0.5, (), 3, Check(0.1, (), 0.1, math.inf)
+    )
+    found.save(tmp_path / "found.json")
+    json.loads((tmp_path / "found.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert Sensitivity.load(tmp_path / "found.json") == found
 
 
 def test_delayed_scales_are_those_of_the_batches() -> None:
@@ -199,7 +239,7 @@ def test_blocks_are_measured_together() -> None:
     found = measure_sensitivity(model, batches(), loss, group="block", progress=False)
     assert sorted(row.name for row in found.rows) == ["0", "1", "2", "3"]
     assert next(row for row in found.rows if row.name == "2").layers == ("2.up", "2.down")
-    assert found.passes == 2 * (4 + 4)
+    assert found.passes == 2 * (4 + 5)
 
 
 def test_the_number_of_passes_is_said_beforehand_and_made(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,8 +252,8 @@ def test_the_number_of_passes_is_said_beforehand_and_made(capsys: pytest.Capture
         return loss(model, batch)
 
     found = measure_sensitivity(Chain(4), batches(), counted, recipe="delayed", budget=0.01)
-    assert "18 forward and backward passes: 9 of 2 batches" in calls[0]
-    assert len(calls) - 1 == found.passes == 18
+    assert "20 forward and backward passes: 10 of 2 batches" in calls[0]
+    assert len(calls) - 1 == found.passes == 20
 
 
 def test_losses_are_found() -> None:
