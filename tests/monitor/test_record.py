@@ -18,6 +18,7 @@ from lightning_fp8.monitor.record import (
     merged,
     of_ranks,
 )
+from tests.monitor.recorded import record as recorded
 
 
 def figures(**values: float) -> np.ndarray:
@@ -114,7 +115,15 @@ def test_files_that_are_no_records_are_refused(tmp_path: Path) -> None:
     np.savez(other, x=np.zeros(3))
     text = tmp_path / "text.npz"
     text.write_text("loss,step")
-    for path in (evil, pickled, other, text):
+    short, torn = tmp_path / "short.npz", tmp_path / "torn.npz"
+    sound = recorded()
+    sound.losses = sound.losses[:2]
+    sound.save(short)
+    recorded().save(torn)
+    data = bytearray(torn.read_bytes())
+    data[data.index(b"PK\x01\x02") + 10] = 99  # the method of compression
+    torn.write_bytes(data)
+    for path in (evil, pickled, other, text, short, torn):
         with pytest.raises(ValueError, match="no record of FP8Monitor"):
             Record.load(path)
     with pytest.raises(FileNotFoundError):

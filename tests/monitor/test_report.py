@@ -174,6 +174,10 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     for name in ("fp8_monitor.npz", "fp8_monitor-v1.npz"):
         record().save(tmp_path / name)
     refused(tmp_path, message="several records: fp8_monitor-v1.npz, fp8_monitor.npz")
+    whole = tmp_path / "fp8_monitor.npz"
+    before = whole.read_bytes()
+    refused(whole, "-o", whole, message="fp8_monitor.npz is a record, which the page would replace")
+    assert whole.read_bytes() == before
     (tmp_path / "text.npz").write_text("text")
     refused(tmp_path / "text.npz", message="no record of FP8Monitor")
     refused(tmp_path / "fp8_monitor.npz", "-o", tmp_path / "none" / "page.html", message="cannot write .* with -o")
