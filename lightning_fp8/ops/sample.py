@@ -141,7 +141,7 @@ def _try_recipes(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> Non
     if not x.numel():
         return
     values = _rows_of(x, _stride(x), 0).float()
-    whole = torch.where(torch.isfinite(x), x, 0)
+    whole = x.nan_to_num(0.0, 0.0, 0.0)
     of_columns = absolute_max(whole, 0).float()[:, None]
     biased = values.contiguous().view(torch.int32) >> 23 & 0xFF
     exponents += torch.histc(biased.float(), EXPONENTS, 0, EXPONENTS)  # bincount would synchronize with a GPU
