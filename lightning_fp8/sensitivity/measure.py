@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -195,15 +194,28 @@ class _Gradients:
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
-        with isolate_rng():
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            torch.manual_seed(self._seed)
+        devices = sorted({each.device.index for each in self._parameters() if each.is_cuda})
+        with _seeded(self._seed, devices):
             for batch in self._batches:
                 with fp8_autocast(enabled=bool(in_fp8), fp8_recipe=self._recipe):
                     value = self._loss(self._model, batch)
                     (value / len(self._batches)).backward()
                 self._bar.update()
+
+
+@contextmanager
+def _seeded(seed: int, devices: Sequence[int]) -> Iterator[None]:
+    """Seed torch, NumPy and ``random`` inside this context, and restore their states."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _square(x: Tensor) -> float:
