@@ -106,6 +106,7 @@ def _prepared(config: Path, number: int, seed: int) -> tuple[Any, list[Any], Any
     import lightning as L
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_fp8 import FP8Precision
     from lightning_fp8.cli.main import lightning_cli
@@ -129,6 +130,10 @@ def _prepared(config: Path, number: int, seed: int) -> tuple[Any, list[Any], Any
         raise SystemExit(
             "lightning-fp8 sensitivity: manual optimization is not supported; call "
             "lightning_fp8.sensitivity.measure_sensitivity(model, batches, loss) with a loss function"
+        )
+    if cli.datamodule is None and not is_overridden("train_dataloader", model):
+        raise SystemExit(
+            f"lightning-fp8 sensitivity: {config} has no data:, and {type(model).__name__} has no train_dataloader"
         )
     plugin = cli.trainer.precision_plugin
     trainer = L.Trainer(

@@ -148,7 +148,7 @@ def test_the_recipe_is_that_of_the_yaml(yaml_of: Callable[..., Path], capsys: py
     [
         ("Manual", [], "manual optimization is not supported; call"),
         ("Attached", [], "training_step must not use self.trainer here"),
-        ("NoData", [], "train_dataloader"),
+        ("NoData", [], "model.yaml has no data:, and NoData has no train_dataloader"),
         ("Plain", ["--out", "no/folder.json"], "the folder of no/folder.json does not exist"),
         ("Plain", ["--plot", "picture.unknown"], "picture.unknown|unknown"),
     ],
