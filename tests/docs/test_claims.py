@@ -61,7 +61,7 @@ def test_the_table_of_sensitivities_is_made_from_its_results() -> None:
 
 def test_the_cost_of_a_monitor_is_its_results() -> None:
     page = (ROOT / "docs/monitor.md").read_text()
-    entries = json.loads((ROOT / "benchmarks/results/2026-11-26-cpu-monitor.json").read_text())["suites"]["monitor"]
+    entries = json.loads((ROOT / "benchmarks/results/2026-11-27-cpu-monitor.json").read_text())["suites"]["monitor"]
     ratios = [
         sorted(1 / ratio for each in entries if each["by"].endswith(kind) for ratio in each["over"].values())
         for kind in (", sampled", ", what if", ", a run")
