@@ -38,7 +38,7 @@ def record_in(path: Path) -> Path:
 
 def _read(path: Path) -> Record:
     try:
-        return Record.load(record_in(path))
+        return Record.load(path)
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
@@ -58,13 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "-o", "--out", type=Path, help="file of the page; default: fp8_monitor.html in the folder of the record"
     )
     args = parser.parse_args(argv)
-    record = _read(args.run)
-    other = None if args.other is None else _read(args.other)
-    out = args.out or record_in(args.run).with_suffix(".html")
-    records = [record_in(each) for each in (args.run, args.other) if each is not None]
-    if any(out.exists() and out.samefile(each) for each in records):
+    paths = [record_in(each) for each in (args.run, args.other) if each is not None]
+    out = args.out or paths[0].with_suffix(".html")
+    if any(out.exists() and out.samefile(each) for each in paths):
         raise SystemExit(f"{out} is a record, which the page would replace; pass another file with -o")
-    text = page(record, other)
+    text = page(*map(_read, paths))
     try:
         part = out.with_name(f".{out.name}.{os.getpid()}")
         part.write_text(text, encoding="utf-8")

@@ -164,7 +164,7 @@ class Alarms:
     """Finds alarms, interval by interval.
 
     Attributes:
-        found: all alarms in the order of their first step. An alarm that is found again is updated in place.
+        found: all alarms, in the order in which they were found. An alarm that is found again is updated in place.
     """
 
     def __init__(self, names: Sequence[str], roles: Sequence[Role], recipe: Recipe) -> None:
@@ -251,7 +251,7 @@ class Alarms:
         """Add an event, or combine it with the last one of the rule, which then has the casts of the worse step."""
         index = next((index for index in reversed(range(len(self.found))) if self.found[index].rule == rule), None)
         names = [self._names[cast] for cast in casts]
-        if index is not None and step - self.found[index].last_step <= NEIGHBOURS:
+        if index is not None and abs(step - self.found[index].last_step) <= NEIGHBOURS:
             last = self.found[index]
             if step > last.last_step:
                 last.last_step, last.times = step, last.times + 1

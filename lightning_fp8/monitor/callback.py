@@ -44,7 +44,7 @@ class FP8Monitor(Callback):
 
     With delayed scaling, it records in every step how much each cast clips, without a pass over data. With all recipes,
     it counts the values that casts of linear layers flush to zero, clip and round, in one step of each interval and on
-    about 2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and five
+    about 2**18 values of each tensor. Each interval ends with a report: a warning for each new alarm, and up to five
     scalars for the Trainer's loggers (``fp8/alarms``, ``fp8/clipped_bits_max``, ``fp8/clipped_casts``,
     ``fp8/flushed_max``, ``fp8/head_room_min``). The record of the run is written to the folder of its logs, and
     ``lightning-fp8 report`` makes a page of it. Ranks run one collective per report. Attention is not included, because
@@ -91,7 +91,7 @@ class FP8Monitor(Callback):
 
     @property
     def alarms(self) -> list[Alarm]:
-        """The alarms that were found, in order."""
+        """The alarms, in the order in which they were found."""
         return [] if self._alarms is None else self._alarms.found
 
     def skip(self) -> tuple[str, ...]:
@@ -282,18 +282,21 @@ class FP8Monitor(Callback):
         """
         ran = self._casts.ran_unobserved()
         losses = np.array([0.0 if self._loss is None else float(self._loss), float(self._losses)])
-        parts = [[values], [bits], [ran.astype(np.float64)], [losses]]
+        own: list[Array] = [values, bits, ran.astype(np.float64), losses]
+        ranks = [own]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            own = torch.from_numpy(np.concatenate([each.ravel() for (each,) in parts])).to(trainer.strategy.root_device)
-            everyones = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyones, own)
-            ends = np.cumsum([each.size for (each,) in parts])[:-1]
-            split = [np.split(each.cpu().numpy(), ends) for each in everyones]
-            parts = [[of_rank.reshape(part[0].shape) for of_rank in ranks] for part, ranks in zip(parts, zip(*split))]
-        of_all, all_bits, all_ran, all_losses = parts
+            flat = torch.from_numpy(np.concatenate([each.ravel() for each in own])).to(trainer.strategy.root_device)
+            gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, flat)
+            ends = np.cumsum([each.size for each in own])[:-1]
+            ranks = [
+                [part.reshape(each.shape) for part, each in zip(np.split(of_rank.cpu().numpy(), ends), own)]
+                for of_rank in gathered
+            ]
+        all_values, all_bits, all_ran, all_losses = zip(*ranks)
         loss, number = np.sum(all_losses, 0)  # NaN if it is NaN on any rank
         return (
-            of_ranks(of_all),
+            of_ranks(all_values),
             np.maximum.reduce(all_bits),  # NaN if it is NaN on any rank
             np.maximum.reduce(all_ran) > 0,
             float(loss / number) if number else math.nan,

@@ -121,6 +121,12 @@ def test_a_sampled_nan_has_the_step_of_its_sample() -> None:
     assert alarm.value == "2 values of inf or NaN in the sampled step"
 
 
+def test_a_sampled_nan_long_before_an_event_is_another_one() -> None:
+    alarms = Alarms(NAMES, ROLES, DelayedScaling())
+    alarms.see(interval(0, nonfinite={5: 1}), bits(s40=math.nan), sampled_step=12)
+    assert [(each.first_step, each.casts) for each in alarms.found] == [(41, ["a.input"]), (12, ["b.grad_output"])]
+
+
 def test_an_event_has_the_value_of_its_worst_step() -> None:
     of = bits(s7=3.5, s8=12.0)
     of[7, 1] = 3.2

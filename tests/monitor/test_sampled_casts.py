@@ -100,6 +100,15 @@ def test_the_largest_magnitude_that_rounds(float8: Float8) -> None:
     assert largest_rounded(float8) == float(codes[-1]) + step / 2 == LARGEST_ROUNDED[float8]
 
 
+@pytest.mark.parametrize("magnitude", [1e-22, 1e20])
+def test_squares_do_not_leave_the_range_of_float32(magnitude: float) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * magnitude
+    operand = ops.quantize(x, Cast(E4M3, Layout.TENSOR)).rowwise
+    assert operand is not None
+    inverse = expanded(operand.scale_inv, Layout.TENSOR, *x.shape)
+    assert_counts(sampled(x, operand), expected(x, operand.data, inverse, E4M3))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda each: each.code)
 def test_of_a_large_tensor_blocks_of_rows_are_counted(layout: Layout, transposed: bool) -> None:
