@@ -161,7 +161,7 @@ class fp8_autocast(ContextDecorator):
         calibrating: with ``enabled=False``, collect the amaxes of inputs, weights and gradients; leaving the
             outermost calibrating region turns them into scales.
         fp8_recipe: a recipe or anything :func:`make_recipe` takes; ``None`` is ``DelayedScaling()``.
-        fp8_group: process group whose ranks share their scales; ``None`` is all ranks.
+        fp8_group: the process group whose ranks share their scales; ``None`` is all ranks.
 
     Raises:
         ValueError, TypeError: ``fp8_recipe`` is not a recipe; see :func:`make_recipe`.
@@ -240,9 +240,9 @@ class autocast(fp8_autocast):
     """:class:`fp8_autocast` with the names that its arguments have in Transformer Engine since 2.8.
 
     Args:
-        enabled, calibrating: those of :class:`fp8_autocast`.
-        recipe: its ``fp8_recipe``.
-        amax_reduction_group: its ``fp8_group``.
+        enabled, calibrating: see :class:`fp8_autocast`.
+        recipe: the argument ``fp8_recipe`` of :class:`fp8_autocast`.
+        amax_reduction_group: the argument ``fp8_group`` of :class:`fp8_autocast`.
     """
 
     _of_recipe, _of_group = "recipe", "amax_reduction_group"

@@ -41,7 +41,7 @@ class FP8Tensor(Tensor):
             blocks.
         observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
         takers: the slots of the layers that have used the operands; shared by views.
-        high_precision_init_val: of a primary weight, its values before the first cast, on the CPU.
+        high_precision_init_val: for a primary weight, its values before the first cast, on the CPU.
     """
 
     ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")

@@ -150,7 +150,7 @@ def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, S
     FP8 weights of layers that run in high precision are turned back into high-precision weights.
 
     Args:
-        layers: for each layer its name, the module, the names of its weights, and whether it runs in FP8.
+        layers: a tuple for each layer: its name, the module, the names of its weights, and whether it runs in FP8.
     """
     uses = Counter(id(each) for module in model.modules() for each in module._parameters.values() if each is not None)
     shared: list[str] = []

@@ -105,12 +105,17 @@ def without_defaults(megatron_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translated(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the class called ``recipe`` for its arguments, of which some may be Transformer Engine's.
+    """Translate arguments of a recipe class, some of which may be Transformer Engine's, to fields of the class.
+
+    Args:
+        recipe: the name of the class.
+        given: the arguments.
 
     Raises:
-        NotImplementedError: an argument that is not supported, and not at Transformer Engine's default.
-        TypeError: a flag that is no bool.
-        ValueError: one field by two names.
+        NotImplementedError: If an argument of Transformer Engine is not supported, and its value is not Transformer
+            Engine's default.
+        TypeError: If a flag is not a bool.
+        ValueError: If one field is given under two names.
     """
     known = TE_ARGUMENTS.get(recipe, {})
     fields = {name: value for name, value in given.items() if name not in known}

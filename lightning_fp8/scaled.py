@@ -117,11 +117,11 @@ class Cast:
     Attributes:
         float8: the format of the codes.
         layout: which elements share a scale.
-        power_2_scale: scales from the tensor's own amaxes are rounded down to powers of two.
-        amax_epsilon: those amaxes count as at least this.
-        rowwise: the operand of x is asked for.
-        columnwise: the operand of xᵀ is asked for.
-        scale_is_nonzero: the given scale is known not to be 0.
+        power_2_scale: whether scales from the tensor's own amaxes are rounded down to powers of two.
+        amax_epsilon: a lower bound on these amaxes.
+        rowwise: whether the operand of x is requested.
+        columnwise: whether the operand of xᵀ is requested.
+        scale_is_nonzero: whether the given scale is known not to be 0.
         key: :attr:`flat`, computed once.
     """
 

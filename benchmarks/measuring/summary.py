@@ -38,7 +38,7 @@ def summary(documents: Sequence[dict[str, Any]]) -> str:
     ]
     versions = documents[0]["machine"]["versions"]
     title = f"FP8 on an {cards.pop()}, {documents[0]['date'][:10]}, torch {versions['torch']}"
-    return markdown((title, "size", "times as fast as BF16"), rows)
+    return markdown((title, "size", "speedup over BF16, unless noted"), rows)
 
 
 Row = tuple[str, str, str]
@@ -60,18 +60,18 @@ def _products(entries: list[Entry]) -> Iterator[Row]:
             if (ratios := [_ratio(entry, BF16) or 0.0 for entry in named if entry["by"].startswith(by)])
         ]
         if fastest:
-            yield f"product, {name}", _size(named[0]), ", ".join(f"{by} {ratio:.2f}" for by, ratio in fastest)
+            yield f"GEMM, {name}", _size(named[0]), ", ".join(f"{by} {ratio:.2f}" for by, ratio in fastest)
 
 
 def _attention(entries: list[Entry]) -> Iterator[Row]:
-    """The whole ops, with their casts, at 128 channels, beside cuDNN."""
+    """The whole ops, with their casts, at 128 channels, relative to cuDNN."""
     rows: dict[str, list[str]] = {}
     for entry in entries:
         ratio = _ratio(entry, CUDNN)
         if entry["by"] == OURS and ratio and entry["name"] in (FORWARD, BACKWARD) and entry["shape"] in SHAPES:
             rows.setdefault(_size(entry), []).append(f"{entry['name']} {ratio:.2f}")
     for size, ratios in rows.items():
-        yield "attention with its casts, beside cuDNN", size, ", ".join(ratios)
+        yield "attention including casts, relative to cuDNN in BF16", size, ", ".join(ratios)
 
 
 def _casts(entries: list[Entry]) -> Iterator[Row]:
@@ -79,7 +79,7 @@ def _casts(entries: list[Entry]) -> Iterator[Row]:
     first = {entry["name"]: entry for entry in reversed(entries) if entry["by"] == OURS and entry["fraction_of_copy"]}
     shares = [f"{name} {first[name]['fraction_of_copy']:.2f}" for name in CASTS if name in first]
     if shares:
-        yield "casts, share of a copy's bandwidth", _size(first[CASTS[0]]), ", ".join(shares)
+        yield "casts, as a fraction of a memory copy's bandwidth", _size(first[CASTS[0]]), ", ".join(shares)
 
 
 def _side_by_side(entries: Iterable[Entry]) -> Iterator[Row]:

@@ -17,8 +17,8 @@ def _apart_loader(name: str, dtype: DtypeName, aligned: bool, tensors: int, comp
     Arguments: the address and the stride of each tensor. ``aligned``: these and F are multiples of four elements.
 
     Args:
-        name: of the function.
-        dtype: of the tensors.
+        name: the name of the function.
+        dtype: the dtype of the tensors.
         aligned: see above.
         tensors: 2 or 3.
         compute_one: device function ``(first, second, third) -> value``; with two tensors, third equals second.

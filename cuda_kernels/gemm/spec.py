@@ -197,8 +197,8 @@ class StageBytes(NamedTuple):
     """Bytes of the buffers of a pipeline stage, for both kernels; the ``mma.sync`` kernel stores them in this order.
 
     Attributes:
-        a, b: of the operands, :data:`TILE_K` per row.
-        scale_inv_a, scale_inv_b: of their scales along K, in float32; 0 if none are copied.
+        a, b: the operands, :data:`TILE_K` bytes per row.
+        scale_inv_a, scale_inv_b: their scales along K, in float32; 0 if none are copied.
     """
 
     a: int

@@ -48,7 +48,7 @@ class GemmProblem:
 
     Attributes:
         m, n, k: ``[m, k]`` times ``[n, k]`` transposed; at least 1.
-        spec: what is computed: formats, scales, the dtype of the result.
+        spec: the formats, the scales and the dtype of the result.
         architecture: ``"90a"``, ``"89"``, ...
         multiprocessors: number of multiprocessors of the GPU.
         out_aligned: whether TMA can store the result in place; operands are always aligned.

@@ -58,10 +58,10 @@ class Launch:
         kernel: the kernel to launch.
         blocks: blocks of the grid.
         scalars: the kernel's last parameters; those before are tensor maps and int64.
-        device: where to launch it; must be the current device then.
+        device: the device to launch on. It must be the current device during a launch.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded, or is not proven on this GPU
+        KernelError: If the kernel cannot be compiled or loaded, or is not proven on this GPU
             (:func:`cuda_kernels.host.proofs.require`).
     """
 
@@ -147,7 +147,7 @@ def bind(
     Args:
         kernel: the kernel.
         blocks: blocks of the grid.
-        device: where to launch it.
+        device: the device to launch on.
         addresses: names of the parameters of each launch, in the order of its arguments.
         scalars: the parameters that are bound.
 

@@ -38,8 +38,8 @@ class Card(NamedTuple):
 
     Attributes:
         name: the GPU's name.
-        capability: its compute capability, major and minor.
-        driver: versions of the driver.
+        capability: the GPU's compute capability, major and minor.
+        driver: the versions of the driver.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Verdict:
     """The result of a proof.
 
     Attributes:
-        kernel: its name.
-        card, driver: where it ran.
+        kernel: the name of the kernel.
+        card, driver: the GPU and the driver on which it ran.
         proven: whether the results were right.
         reason: why the proof failed.
     """

@@ -32,7 +32,7 @@ class Box(NamedTuple):
     """The box of a matrix that one copy transfers.
 
     Attributes:
-        rows, columns: of the box.
+        rows, columns: the size of the box.
         swizzle: whether rows of 128 bytes are swizzled in shared memory, as by
             :func:`~cuda_kernels.device.swizzle.swizzle_128b`.
         transposed: whether the matrix is the transposed tensor.

@@ -96,7 +96,7 @@ class ContextParallel:
         """Compare the arguments of ranks once. If they differed, later collectives would not match and would hang.
 
         Raises:
-            RuntimeError: on all ranks, if they differ; the message contains both.
+            RuntimeError: If they differ, on all ranks. The message contains both.
         """
         if self._agreed:
             return
@@ -124,17 +124,24 @@ class ContextParallel:
 def context_parallel(
     cp_group: Any, cp_global_ranks: Sequence[int] | None = None, cp_comm_type: str = "p2p"
 ) -> ContextParallel | None:
-    """The :class:`ContextParallel` of Transformer Engine's arguments; None for one rank.
+    """Create a :class:`ContextParallel` from Transformer Engine's arguments.
 
     Args:
         cp_group: a process group, or None.
-        cp_global_ranks: its global ranks; must equal the group's.
-        cp_comm_type: one of :data:`COMM_TYPES`. It has no effect: codes are always gathered, with the same results.
+        cp_global_ranks: the global ranks of ``cp_group``, or None. Ranks that are given must equal the group's, in
+            order.
+        cp_comm_type: one of :data:`COMM_TYPES`. It has no effect: the FP8 codes of keys and values are always gathered,
+            and every type gives the same results.
+
+    Returns:
+        None if ``cp_group`` is None or has one rank.
 
     Raises:
-        TypeError: ``cp_group`` is not a process group.
-        ValueError: ranks that differ from the group's, or an unknown type.
-        NotImplementedError: ``"a2a+p2p"``, which uses two groups.
+        TypeError: If ``cp_group`` is not a process group.
+        ValueError: If ``cp_global_ranks`` differs from the group's ranks or is passed without ``cp_group``, or if
+            ``cp_comm_type`` is unknown.
+        NotImplementedError: If ``cp_comm_type`` is ``"a2a+p2p"``, which uses two groups, or if ``cp_group`` is a list
+            of groups.
     """
     types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
     if "a2a+p2p" in types or isinstance(cp_group, (list, tuple)):

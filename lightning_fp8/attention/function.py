@@ -47,10 +47,11 @@ def why_not_fp8(
     gradients is asked for both: activation checkpointing runs it again, with gradients.
 
     Args:
-        q, k, v: in any format.
-        dtype: in which they are cast; None is theirs.
-        center_keys: as :func:`fp8_attention` takes it.
-        of_codes: keys and values are gathered as codes; see :mod:`lightning_fp8.attention.context_parallel`.
+        q, k, v: tensors in any QKV format.
+        dtype: the dtype that they are converted to before they are cast to FP8; None is their own.
+        center_keys: see :func:`fp8_attention`.
+        of_codes: whether keys and values are gathered as FP8 codes; see
+            :mod:`lightning_fp8.attention.context_parallel`.
     """
     if q.dtype not in ops.HIGH_PRECISION:
         return f"queries are {q.dtype}, not one of {', '.join(map(str, ops.HIGH_PRECISION))}"
@@ -92,17 +93,18 @@ def fp8_attention(
     Args:
         q: bfloat16, float16 or float32, any strides: ``bshd [B, L, H, D]``, ``sbhd [L, B, H, D]`` or ``thd [T, H, D]``,
             sequences one after the other. D is at most 256.
-        k, v: the same of ``H / G`` heads; query head ``h`` uses head ``h // G``.
-        qkv_format: which of these.
-        band: which keys a query sees; None is all of its sequence.
+        k, v: the same with ``H / G`` heads; query head ``h`` uses head ``h // G``.
+        qkv_format: the name of the format.
+        band: the keys that each query attends to; None is all keys of its sequence.
         softmax_scale: None is ``1 / sqrt(D)``.
         cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: of ``thd`` where each sequence starts; else their differences
             are the sequences' lengths. Rows after them are padding, which gives 0 and takes no gradient.
         max_seqlen_q: of ``thd``, rows that no sequence of queries has more of; memory is saved by it on a card, where a
             longer one is a device assertion. None is T.
-        center_keys: cast keys without a mean over their sequence, which changes nothing but digits.
-        slots: those of an amax history, of q, k and v together, the output, and their gradients.
-        observe: whether to collect amaxes there.
+        center_keys: subtract a mean over the sequence from keys before they are cast. Softmax does not change;
+            roundings do.
+        slots: entries of an amax history for q, k and v together, for the output, and for their gradients.
+        observe: whether to collect amaxes in ``slots``.
 
     Returns:
         q's shape and dtype, contiguous. A query that sees no key gets 0.

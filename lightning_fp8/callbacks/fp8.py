@@ -24,10 +24,10 @@ class FP8Callback(TrainerHooks):
     our own checkpoints do not need this callback.
 
     Attributes:
-        te_report: what became of each FP8 state of the last such checkpoint.
+        te_report: a report on each FP8 state of the last such checkpoint: loaded or not, and why.
 
     Raises:
-        MisconfigurationException: the Trainer has no ``FP8Precision``; raised before training.
+        MisconfigurationException: If the Trainer has no ``FP8Precision``; raised before training.
     """
 
     te_report: LoadReport | None = None

@@ -76,15 +76,19 @@ def _count(text: str) -> int:
 
 
 def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
-    """A table of the FP8 state of all modules in the file, in Transformer Engine's format or this package's.
+    """Return a table of the FP8 state of all modules in the file.
+
+    The state may be in Transformer Engine's format or in this package's.
 
     Args:
-        only: a glob that names of tensors must match.
-        worst: the number of tensors to print, ordered by the ratio of the history's largest amax to the newest. A large
-            ratio means that the scale is too small. None prints all, in the file's order.
+        path: the checkpoint file.
+        only: a glob pattern; only tensors whose names match it are listed.
+        worst: the number of tensors to list, those with the largest ratio of the history's largest amax to its newest
+            first. A large ratio means that the scale is too small for the newest values. None lists all tensors in the
+            file's order.
 
     Raises:
-        CheckpointError: If the file or a state in it is damaged. The message has the module.
+        CheckpointError: If the file or a state in it is damaged. The message names the module.
         OSError: If the file cannot be opened.
     """
     with open_checkpoint(path) as file:

@@ -129,7 +129,7 @@ class FirstStep:
 
     Args:
         model: the converted model.
-        summary: its table, before the first step.
+        summary: the summary of its conversion, as it is before the first step.
     """
 
     def __init__(self, model: nn.Module, summary: ConversionSummary) -> None:

@@ -123,7 +123,7 @@ def reason_small(name: str, shape: Sequence[int], linears: Set[str]) -> str:
 
     Args:
         name: the name of the layer.
-        shape: its features, ``(out_features, in_features)``.
+        shape: ``(out_features, in_features)``.
         linears: the names of all linear layers. Siblings of a ``base_layer`` are its adapters, by peft's names. They
             have few FLOPs at any rank, and are the only layers that are trained.
     """

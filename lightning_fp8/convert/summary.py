@@ -56,8 +56,9 @@ class ConversionSummary:
         flops: the floating-point operations of all products in the first training step, forward and backward, as
             counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
         flops_in_fp8: the part of ``flops`` that ran in FP8.
-        norms: with ``fuse=True``, whether each norm casts for the layers that read it; of ``kind`` "norm".
-        mlps: with ``fuse=True``, whether each MLP casts its activation for its last layer; of ``kind`` "mlp".
+        norms: decisions of ``kind`` "norm": with ``fuse=True``, whether each norm casts its output for the layers that
+            read it.
+        mlps: decisions of ``kind`` "mlp": with ``fuse=True``, whether each MLP casts its activation for its last layer.
         fallbacks: after the first training step, a message with the reason for each cast or product of this process
             that ran without its kernel. Attention without its kernel is noted in its layer's row.
     """

@@ -158,12 +158,13 @@ class NonzeroScales:
 
 
 class Sample(NamedTuple):
-    """The counters of one tensor's casts while a monitor samples them; see :mod:`lightning_fp8.ops.sample`.
+    """What a monitor adds up over the sampled casts of one tensor; see :mod:`lightning_fp8.ops.sample`.
 
     Attributes:
-        counts: float64 ``[8]``, filled by ``sample_cast``.
-        losses: float64 ``[4, 4]``, filled by ``sample_recipes``; None if it is not requested.
-        exponents: float64 ``[256]``, filled by ``sample_recipes``; None if it is not requested.
+        counts: float64 ``[8]``, the errors of the casts, added by ``sample_cast``.
+        losses: float64 ``[4, 4]``, the errors of other recipes' casts, one row per recipe, added by ``sample_recipes``;
+            None if not requested.
+        exponents: float64 ``[256]``, a histogram of exponents, added by ``sample_recipes``; None if not requested.
     """
 
     counts: Tensor

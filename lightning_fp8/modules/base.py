@@ -83,10 +83,11 @@ class FP8Module(nn.Module):
         history.add_module(self, [slot.index for slots in self.slots_of_gemms for slot in slots.values()])
 
     def ensure_slots(self, device: torch.device | None = None) -> tuple[Slots, ...]:
-        """Return :attr:`slots_of_gemms`, and first allocate a history for this module if it has none.
+        """Allocate an amax history for this module if it has none, and return :attr:`slots_of_gemms`.
 
         Args:
-            device: the device of a new history. ``None`` uses the parameters' device, or the CPU if they are on meta.
+            device: the device of a new history. The default is the device of the first parameter that is not on the
+                meta device, or the CPU if there is none.
         """
         if self._slots is None:
             device = device or next((p.device for p in self.parameters() if not p.is_meta), torch.device("cpu"))

@@ -60,7 +60,7 @@ class TensorKey(NamedTuple):
     """The key of a tensor of one or two dimensions. All tensors with equal keys have the same plan.
 
     Attributes:
-        dtype, shape, device: those of the tensor.
+        dtype, shape, device: the attributes of the tensor.
         strides: the strides in elements.
         misalignment: the address of the first element modulo 16.
     """
@@ -108,7 +108,7 @@ class Allocation(NamedTuple):
     """The memory of a tensor that an op allocates.
 
     Attributes:
-        shape, strides: in elements, including padding.
+        shape, strides: the shape, including padding, and the strides in elements.
         columns: the number of columns without padding; None if the tensor is not padded.
     """
 

@@ -112,11 +112,14 @@ def norm_quantize(
         x: a bfloat16, float16 or float32 tensor.
         weight: ``[K]`` in bfloat16, float16 or float32.
         bias: ``[K]`` in the dtype of weight; None for RMSNorm.
-        cast: the format and layout.
-        eps: added to the variance.
+        cast: the FP8 format of y and the layout of its scales.
+        eps: added to the variance, or for RMSNorm to the mean of squares.
         rms: True for RMSNorm, False for LayerNorm.
-        zero_centered: whether ``weight`` stores gamma - 1.
+        zero_centered: whether ``weight`` stores gamma - 1. The formulas then use ``weight + 1``.
         cast_args: ``scale``, ``amax``, ``rowwise`` and so on for y; see :func:`lightning_fp8.ops.quantize`.
+
+    Returns:
+        y as FP8 operands of GEMMs, and the statistics that the gradient needs.
 
     Raises:
         TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the shape,

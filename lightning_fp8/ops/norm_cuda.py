@@ -79,10 +79,11 @@ class NormLaunches:
 
 
 class OneReadNorm(NormLaunches):
-    """Computes statistics and casts with one scale in one pass over x, whose rows are held in registers.
+    """Computes the statistics, normalizes and casts with one scale, in one pass over x. Rows are held in registers.
 
-    If the scale is not given or may be 0, a second kernel follows, which returns at once if the scale is nonzero.
-    Another kernel transposes the codes for the transposed operand.
+    If no scale is given, or if the host does not know that it is nonzero, a second kernel is launched. It returns at
+    once if the scale is nonzero; otherwise it reads x again and casts with a scale from the amaxes that the first
+    kernel stored. If the transposed operand is requested, a further kernel transposes the FP8 codes.
     """
 
     def __init__(

@@ -87,9 +87,10 @@ class Op:
     """An operation, called with all arguments of its signature, in their order.
 
     Attributes:
-        name: its name in ``torch.ops.lightning_fp8``.
+        name: the op's name in ``torch.ops.lightning_fp8``.
         overload: the op with that name.
-        implementations: its implementations by device type. All calls look them up here, including the dispatcher's.
+        implementations: the op's implementations by device type. All calls look them up here, including the
+            dispatcher's.
         plans: the plan caches of the implementations that have one, by device type.
         writes: the positions of the arguments that it writes to.
         call: the op as a function of all arguments.

@@ -21,7 +21,7 @@ def require_same(what: str, here: str, group: dist.ProcessGroup) -> None:
     """Compare ``here`` over the ranks of ``group``; collective.
 
     Raises:
-        RuntimeError: on all ranks, if values differ; ``what``, and each value with its ranks.
+        RuntimeError: If values differ, on all ranks. The message contains ``what``, and each value with its ranks.
     """
     found = _of_all(here, group)
     if len(set(found)) > 1:
@@ -39,7 +39,8 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
         in_fp8: names of the weights that run in FP8, without parts added by wrappers.
 
     Raises:
-        RuntimeError: on all ranks of a group whose ranks differ; the first difference, with ranks.
+        RuntimeError: If ranks of a group differ, on all its ranks. The message contains the first difference, with
+            ranks.
     """
     tensors = sys.modules.get("torch.distributed.tensor")  # imported if there are DTensors
     if tensors is None or not dist.is_initialized():

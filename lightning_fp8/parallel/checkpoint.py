@@ -42,7 +42,7 @@ def checkpoint(
 
     Args:
         function: a module, or any function.
-        args: its arguments; gradients flow to the tensors among them.
+        args: the arguments of ``function``; gradients flow to the tensors among them.
         distribute_saved_activations: save 1/n of the first argument on each of the n ranks of ``tp_group``, and gather
             it in the backward pass. The first argument must be equal on these ranks, as between tensor-parallel layers.
             Under sequence parallelism it is not, and is split already.

@@ -412,11 +412,12 @@ def _key_elements(setup: Setup) -> float:
 
 
 def amax_all_reduces(setup: Setup) -> Traffic:
-    """All-reduces for scales.
+    """The all-reduces of amaxes in one optimizer step.
 
-    delayed: one all-reduce over all ranks, of 4 B for each of a layer's three tensors. tensorwise and rowwise: one over
-    FSDP2's ranks for all weights, of 4 B per weight or per column of each weight. tensorwise with sequence parallelism:
-    4 B before each gather of new data.
+    delayed: one all-reduce over all ranks, with 4 B for each of the three tensors of each layer. tensorwise and
+    rowwise: one all-reduce over FSDP2's ranks, with 4 B per weight (tensorwise) or per column of each weight (rowwise).
+    tensorwise with sequence parallelism: in addition, one all-reduce of 4 B over the tensor-parallel ranks before each
+    gather of a tensor that has been cast.
     """
     count = size = 0.0
     linears, blocks = setup.shape.linears, setup.fp8_blocks

@@ -174,7 +174,7 @@ class _Weights:
         At the first forward of all, also compare how ranks shard and convert the model.
 
         Raises:
-            RuntimeError: on all ranks, if they differ.
+            RuntimeError: If ranks differ, on all ranks.
         """
         recipe = context.recipe if context.enabled else None
         if recipe in self.begun:

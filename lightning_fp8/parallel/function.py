@@ -41,7 +41,7 @@ class Parallel:
     """How a linear layer is divided over ranks.
 
     Attributes:
-        mode: ``"column"`` divides the weight's rows, the features of y; ``"row"`` its columns, the features of x.
+        mode: ``"column"`` shards the weight's rows, the features of y; ``"row"`` shards its columns, the features of x.
         group: the ranks.
         sequence: with sequence parallelism, the dimension along which activations are divided outside the layer; else
             None.
@@ -82,17 +82,17 @@ def parallel_linear(
 
     Args:
         x: this rank's ``[..., K]``. An FP8Tensor has been gathered before; ``parallel`` then has no sequence.
-        weight: this rank's piece ``[N, K]``.
-        bias: ``[N]``; this rank's piece in column mode, the whole bias in row mode.
+        weight: this rank's shard ``[N, K]``.
+        bias: ``[N]``; this rank's shard in column mode, the whole bias in row mode.
         product: casts the tensors.
-        dtype: of the result.
-        parallel: how the layer is divided.
+        dtype: the dtype of the result.
+        parallel: how the layer is sharded.
 
     Returns:
         ``[..., N]`` in ``dtype``, as in the table above.
 
     Raises:
-        RuntimeError: on all ranks, if their recipes or the layer's division differ.
+        RuntimeError: If recipes or the layer's sharding differ between ranks, on all ranks.
     """
     require_agreement(product.recipe, parallel, weight)
     y: Tensor = ParallelLinearFunction.apply(x, weight, bias, product, dtype, parallel)
@@ -108,10 +108,10 @@ def require_agreement(recipe: Recipe, parallel: Parallel, weight: Tensor | None 
 
     Args:
         recipe, parallel: compared.
-        weight: this rank's piece ``[N, K]``, whose shape is compared; None if only x is gathered.
+        weight: this rank's shard ``[N, K]``, whose shape is compared; None if only x is gathered.
 
     Raises:
-        RuntimeError: on all ranks, if they differ; their collectives would hang.
+        RuntimeError: If ranks differ, on all ranks; their collectives would hang.
     """
     agreed = _agreed.setdefault(parallel.group, set())
     shape = None if weight is None else tuple(weight.shape)
@@ -203,14 +203,14 @@ class ParallelLinearFunction(torch.autograd.Function):
 def gathered_forward(
     x: Tensor, product: Product, parallel: Parallel, amax: Tensor | None = None
 ) -> tuple[Quantized, ScaledTensor | None]:
-    """The operand of the whole input, gathered from the ranks' pieces ``x [..., K]``.
+    """Cast this rank's shard ``x [..., K]``, and gather the shards of all ranks to the operand of the whole input.
 
     Args:
-        x, product, parallel: as for :func:`parallel_linear`.
-        amax: float32 ``[]``, updated with this rank's amax under delayed scaling; None is the product's slot.
+        x, product, parallel: see :func:`parallel_linear`.
+        amax: float32 ``[]``, updated with this rank's amax under delayed scaling; None updates the product's slot.
 
     Returns:
-        The operand, and the codes ``[..., K]`` of this rank's piece if the layout has one scale, else None.
+        The operand; and, if the layout has one scale, the codes ``[..., K]`` of this rank's shard, otherwise None.
     """
     assert parallel.sequence is not None
     layout = product.cast(Role.INPUT).layout

@@ -36,12 +36,13 @@ def sharded_linear(
         weight: DTensor ``[N, K]`` on a one-dimensional mesh.
         bias: DTensor ``[N]``, or None.
         product: casts the tensors.
-        dtype: of the result.
-        output_layout: in row mode, the placement of y; if None, y is ``Partial()``.
+        dtype: the dtype of the result.
+        output_layout: the placement of y in row mode; if None, y is ``Partial()``.
 
     Raises:
-        TypeError: the weight's placement is not supported.
-        ValueError: x is on another mesh, its features are divided differently than the weight's, or its sequence is not
+        TypeError: If the weight's placement is not supported.
+        ValueError: If x is on another mesh, if its features are sharded differently than the weight's, or if its
+            sequence is not
             divisible by the number of ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -171,9 +171,9 @@ class FP8FabricPrecision(FabricPrecision):
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history
         if layers := pieces_of(module):
             rank_zero_warn(
-                f"{layers}: Lightning's checkpoints hold the pieces of rank 0 alone, of weights and of optimizer "
-                "states, and training cannot resume from them. Save gather_tensor_parallel(model), of "
-                "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or cut the model by "
+                f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
+                "cannot resume from its checkpoints. Save gather_tensor_parallel(model), of "
+                "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or shard the model with "
                 "parallelize_module under ModelParallelStrategy"
             )
         history = apply_conversion(module, self.plan)

@@ -35,10 +35,10 @@ _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; give Fabric FP8FabricPrecisi
 class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
 
-    Arguments and errors are :class:`FP8FabricPrecision`'s. The scales are updated by every step of a
-    ``torch.optim.Optimizer`` that holds parameters of the model, through Lightning or not, in one collective; see
-    ``FP8FabricPrecision.update_scales``. To resume a checkpoint of Transformer Engine add
-    :class:`lightning_fp8.FP8Callback` to the Trainer.
+    Takes the same arguments and raises the same errors as :class:`FP8FabricPrecision`. Every step of a
+    ``torch.optim.Optimizer`` that holds parameters of the model updates the scales with one collective, whether or not
+    Lightning calls the step; see ``FP8FabricPrecision.update_scales``. To resume from a checkpoint of Transformer
+    Engine, add :class:`lightning_fp8.FP8Callback` to the Trainer.
     """
 
     watched: FirstStep | None = None
@@ -51,7 +51,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             trainer.callbacks.insert(0, TrainerHooks())  # ModelCheckpoint stays the last
         if trainer is not None and isinstance(trainer.strategy, DDPStrategy) and (layers := pieces_of(module)):
             raise MisconfigurationException(
-                f"{layers}: DDP would give all ranks the pieces of rank 0. Use ModelParallelStrategy with "
+                f"{layers}: DDP would copy the shards of rank 0 to all ranks. Use ModelParallelStrategy with "
                 "parallelize_module, or a loop of your own with a data-parallel group"
             )
         return super().convert_module(module)

@@ -44,15 +44,15 @@ class Problem:
     """One call of the ops.
 
     Attributes:
-        lengths: of queries and keys of each sequence.
-        heads: number of heads of queries, and of keys.
+        lengths: the numbers of queries and of keys in each sequence.
+        heads: the number of query heads, and of key heads.
         tail: padding rows of a padded batch, or after the last sequence of ``thd``.
         uniform: without ``cu_seqlens``.
         shared: tables are computed before both ops, as when layers share them.
         centered: subtract a mean from keys before the cast.
-        dtype: of q, k, v and the gradient.
-        shifted: for each of them, see :func:`drawn`.
-        scale: factor of the scores; None is ``1 / sqrt(channels)``.
+        dtype: the dtype of q, k, v and the gradient.
+        shifted: an argument of :func:`drawn` for each of q, k, v and the gradient.
+        scale: the factor of the scores; None is ``1 / sqrt(channels)``.
         longest_query: upper bound of the query sequences' lengths, if given.
     """
 

@@ -43,11 +43,11 @@ def check_cast(
         op: the op.
         inputs: the op's arguments before the cast, on the CPU.
         cast: how to cast.
-        device: where kernels run.
+        device: the device on which kernels run.
         scale: the given scale; 0 is not set yet, None computes the tensor's own.
         amax: the amax before the call; None collects none.
-        count: count saturated and flushed values.
-        exact: results must be bitwise equal.
+        count: whether to count saturated and flushed values.
+        exact: whether results must be bitwise equal.
     """
     results, collected = [], []
     for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):

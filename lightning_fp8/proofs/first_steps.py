@@ -52,11 +52,11 @@ class Look(NamedTuple):
     """A call that was checked.
 
     Attributes:
-        op: its name.
-        shapes: of the operands, or of the tensor that was cast.
+        op: the name of the op.
+        shapes: the shapes of the operands, or of the tensor that was cast.
         kernels: names of the kernels it was the first to use; empty if a library or plain torch computed it.
-        device: where it ran.
-        right: whether its results are right, a bool tensor.
+        device: the device on which it ran.
+        right: a bool tensor, whether its results are correct.
     """
 
     op: str
@@ -162,7 +162,7 @@ def begin(models: Iterable[nn.Module]) -> None:
     """Called before a training forward: start the checks if this process has a GPU and has not run them yet.
 
     Raises:
-        WrongNumbers: from optimizer steps in a backward pass.
+        WrongNumbers: If numbers of an optimizer step inside a backward pass were wrong.
     """
     global _first_steps, _begun
     if _first_steps is not None and _first_steps.stepped_in_backward:

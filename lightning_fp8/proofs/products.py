@@ -54,13 +54,13 @@ def check_product(
     """Check ``a @ bᵀ + bias``, or its sum with a result, including its amax.
 
     Args:
-        layouts: of a and b.
-        shape: m, n and k.
-        device: where kernels run.
+        layouts: the layouts of the scales of a and b.
+        shape: ``(m, n, k)``.
+        device: the device on which kernels run.
         multiply: ``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``.
         formats: FP8 dtypes of a and b.
-        out: the result's dtype.
-        bias: dtype of the bias; None for no bias.
+        out: the dtype of the result.
+        bias: the dtype of the bias; None for no bias.
         accumulate: add the product to a result.
         fast: use the fast accumulator.
         amax: collect the result's amax.

@@ -18,9 +18,9 @@ class Line(NamedTuple):
     """The result for one kind.
 
     Attributes:
-        kind: its name.
+        kind: the name of the kind.
         problem: why its proof failed; empty if it did not.
-        text: its kernels, and how long the proof took.
+        text: the kernels of the kind, and how long the proof took.
         keys: the keys of the kernels' verdicts; empty if the proof failed.
     """
 

@@ -195,14 +195,15 @@ def _check(module: str, name: str, value: Any) -> None:
 
 
 def checked_arguments(init: Init) -> Init:
-    """Decorator of an ``__init__`` that first checks its arguments by the tables of this file.
+    """Decorate an ``__init__`` so that its arguments are first checked against the tables of this file.
 
-    A module has the attribute ``constructed`` after its ``__init__``.
+    When the ``__init__`` returns, the module's attribute ``constructed`` is set to True.
 
-    Raises (the ``__init__``):
-        ValueError, TypeError: If a value is invalid, or if Transformer Engine does not have the argument or has removed
-            it.
-        NotImplementedError: If an argument that is not supported differs from its default.
+    Raises:
+        ValueError, TypeError: When the ``__init__`` is called, if a value is invalid, if an argument is unknown, or if
+            Transformer Engine has removed it.
+        NotImplementedError: When the ``__init__`` is called, if an argument that is not supported differs from its
+            default.
     """
     module = init.__qualname__.partition(".")[0]
     parameters = [*inspect.signature(init).parameters.values()][1:]

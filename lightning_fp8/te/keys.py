@@ -168,8 +168,8 @@ class ProjectionRows:
     """The order of a projection's rows in its weight, its bias and its output.
 
     Attributes:
-        names: the results of the projection: ``("query", "key", "value")``, or a part of them.
-        heads_per_group: for each name, the number of heads in a group.
+        names: the outputs of the projection: ``("query", "key", "value")``, or some of them.
+        heads_per_group: the number of heads in a group, for each name.
         groups: the number of groups, which is the number of key and value heads.
         channels: the number of channels of a head.
         interleaved: True orders rows by group: its query heads, its key head, its value head. False puts all queries
@@ -244,9 +244,10 @@ def rows_of_projections(
 
 
 def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
-    """Whether the names of the projection's parameters contain those of its results, as in ``query_weight``.
+    """Whether the projection has one parameter for each of its outputs, named after the output, as ``query_weight``.
 
-    This is never the case for ``query_layer``, which only projects to queries, but may be for ``layernorm_query``.
+    It never does if it is ``query_layer``. Any other projection, including ``layernorm_query``, does unless
+    ``fuse_qkv_params`` is set.
     """
     return not fuse_qkv_params and projection != "query_layer"
 
@@ -312,12 +313,13 @@ def _split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split
 
 
 def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str]) -> Callable[[str], str | None]:
-    """A function that maps names in the file to names in the model, by replacing one prefix with another.
+    """Return a function that maps names in the file to names in the model, by replacing one prefix with another.
 
-    It uses the pair of prefixes for which most names match. If no pair is better than none, names are not changed.
-    Names without the prefix, such as those of a metric or a loss, are not changed either. If such a name equals the
-    result of another name, it is mapped to None: a LightningModule's own ``head.weight`` if there is
-    ``model.head.weight``.
+    It uses the pair of prefixes with which the largest number of names match names in the model. If no pair matches
+    more names than the unchanged names do, names are not changed. Names that do not start with the replaced prefix,
+    such as those of a metric or a loss, are not changed either. If such a name equals the new name of another, it is
+    mapped to None. For example, if ``model.`` is removed, ``model.head.weight`` becomes ``head.weight``, and a
+    ``head.weight`` of the LightningModule itself is mapped to None.
     """
     strips = ["", *_leading_paths(file_names)]
     prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]

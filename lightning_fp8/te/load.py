@@ -21,23 +21,23 @@ from lightning_fp8.te.torch_file import CheckpointError
 
 
 def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadReport:
-    """Load parameters and FP8 state of any version of Transformer Engine into ``model``.
+    """Load parameters and FP8 state that any version of Transformer Engine has saved into ``model``.
 
-    No code in the file is executed. If one of the errors below is raised, nothing was loaded. The exception are errors
-    in a module's own ``set_extra_state`` or in hooks, which may occur after other modules are loaded.
+    No code in the checkpoint is executed. If one of the errors below is raised, nothing was loaded. Errors of a
+    module's own ``set_extra_state`` or of hooks are different: they may occur after other modules have been loaded.
 
     Args:
-        model: a model of ``lightning_fp8`` modules, or a model converted by ``convert_module``. Only the parameters are
-            loaded into other models.
+        model: a model of ``lightning_fp8`` modules, or a model converted by ``convert_module``. For any other model,
+            only the parameters are loaded.
         state_dict: the state dict of a model of Transformer Engine modules, or a whole Lightning checkpoint.
-        strict: require that the model and the file have the same parameters.
+        strict: require that the model and ``state_dict`` have the same parameters.
 
     Returns:
-        A report on each FP8 state, and on parameters that are missing in the file or in the model.
+        A report on each FP8 state, and on parameters that are missing from ``state_dict`` or from the model.
 
     Raises:
         CheckpointError: If a state is damaged or not Transformer Engine's, or if keys, shapes or values do not match.
-            The message has the keys.
+            The message lists the keys.
         TypeError: If ``model`` is not a module, ``state_dict`` not a mapping, or ``strict`` not a bool.
     """
     require_module("load_te_state_dict", model)

@@ -121,7 +121,8 @@ class Float8LinearConfig:
     """How the layers of a model are cast.
 
     Attributes:
-        cast_config_input, cast_config_weight, cast_config_grad_output: of each tensor; granularities are the same.
+        cast_config_input, cast_config_weight, cast_config_grad_output: how each tensor is cast; all must have the same
+            granularity.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
             of its other product; None, or equal to the former.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight, emulate: taken at their defaults.

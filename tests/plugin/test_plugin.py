@@ -346,10 +346,10 @@ def test_ddp_of_tensor_parallel_pieces_is_refused() -> None:
     model = Regression()
     layer = model.net[0] = lightning_fp8.Linear(16, 8)
     layer.cuts = {"weight": Cut(0)}
-    with pytest.warns(UserWarning, match="hold the pieces of rank 0 alone"):
+    with pytest.warns(UserWarning, match="saves only the shards of rank 0"):
         FP8Precision().convert_module(model)
     try:
-        with pytest.raises(MisconfigurationException, match="DDP would give all ranks the pieces of rank 0"):
+        with pytest.raises(MisconfigurationException, match="DDP would copy the shards of rank 0 to all ranks"):
             fp8_trainer(strategy="ddp", devices=1).fit(model, regression_data())
     finally:
         dist.destroy_process_group()  # the Trainer leaves it until the process ends

@@ -130,9 +130,9 @@ class DkvTiles(NamedTuple):
     """The parts of the kernels for dK and dV that depend on the number of channels.
 
     Attributes:
-        offsets: of the block's buffers in shared memory, including ``out``.
+        offsets: the offsets of the block's buffers in shared memory, including ``out``.
         init_rings: a device function of shared memory's address that initializes the rings' barriers.
-        produce: a device function ``(smem, maps, tile, kv_head, shape)`` of the thread that copies.
+        produce: a device function ``(smem, maps, tile, kv_head, shape)`` for the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch) ->
             sums`` of this thread, without the softmax scale. ``key_factor``: K's ``scale_inv`` times c.
         store: a device function ``(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides)``.
@@ -152,7 +152,7 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
         spec: compile-time options.
         function_name: name of the kernel's function, shown by profilers.
         variant: the kernel's name.
-        tiles: its parts.
+        tiles: the parts that depend on the number of channels.
     """
     offsets, init_rings, produce, consume, store = tiles
     out_offset, full_kv = offsets["out"], offsets["full_kv"]

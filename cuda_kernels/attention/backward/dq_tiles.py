@@ -32,15 +32,16 @@ class DqTiles(NamedTuple):
     """The parts of the kernel for dQ that depend on the number of channels.
 
     Attributes:
-        offsets: of the block's buffers in shared memory, including ``out``.
-        stages: of the ring.
+        offsets: the offsets of the block's buffers in shared memory, including ``out``.
+        stages: the number of stages of the ring.
         init_ring: a device function of shared memory's address that initializes the ring's barriers.
-        load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` of the thread that copies.
+        load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` for the thread that copies.
         consume: a device function ``(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right)
             -> dq, rest, rest_below``: this thread's dQ, without the softmax scale, and the sums of dS of both rows in
             its columns. ``row_terms``: Q's ``scale_inv`` times c, dO's, and for both rows the total and D;
             ``key_block``: the sequence's first block of scales.
-        store: as of :func:`cuda_kernels.attention.stores.make_gradient_store`, for the result of ``consume``.
+        store: a device function as :func:`cuda_kernels.attention.stores.make_gradient_store` makes it, for the result
+            of ``consume``.
     """
 
     offsets: dict[str, int]

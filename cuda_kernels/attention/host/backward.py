@@ -49,10 +49,10 @@ class BackwardLaunch:
     """The backward pass for a batch's layout.
 
     Args:
-        problem: what both passes have in common.
+        problem: the parameters that both passes share.
         query_strides: strides of o and dq; multiples of 8, with addresses that are multiples of 16 bytes.
-        key_strides: the same for dk and dv.
-        device: where to launch.
+        key_strides: strides of dk and dv, with the same requirements.
+        device: the device to launch on.
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
 
     Raises:

@@ -17,8 +17,8 @@ class BatchTables(NamedTuple):
     """The tables that attention's kernels read about a batch's lengths.
 
     Attributes:
-        queries, keys: for their casts.
-        tiles: for the kernels that multiply.
+        queries, keys: the tables for the casts of queries, and of keys and values.
+        tiles: the tables for the kernels that multiply.
     """
 
     queries: CastTables

@@ -265,8 +265,8 @@ class ForwardLaunch:
     """The forward pass for a batch's layout.
 
     Args:
-        problem: what both passes have in common.
-        strides: of the result; multiples of 16 bytes, as is the result's address.
+        problem: the parameters that both passes share.
+        strides: the strides of the result; they and its address are multiples of 16 bytes.
         device: where to launch.
 
     Raises:

@@ -234,7 +234,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             not used. When it is called, copies of K, and after it V, to ``smem`` have been started. ``addresses``: of
             Q, dO, both transposed, from the block's first channel on, and the statistics. ``key_factor``: K's
             ``scale_inv`` times c.
-        shared_bytes: of a block.
+        shared_bytes: the shared memory of a block, in bytes.
     """
     with_dv, with_dk, head_dim, v_offset = result != "dk", result != "dv", spec.head_dim, spec.panels * TILE
     copy_keys, part_of, store = make_row_copy(ROWS, head_dim), make_part_of(head_dim), make_gradient_store(spec)

@@ -127,7 +127,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             from the block's first channel on, and the last one's stride. ``row_terms``: Q's ``scale_inv`` times c,
             dO's, and for both rows the total and D. ``scale_invs``: addresses of those of K and V, from the sequence's
             first on.
-        shared_bytes: of a block.
+        shared_bytes: the shared memory of a block, in bytes.
     """
     head_dim, part_of, store = spec.head_dim, make_part_of(spec.head_dim), make_gradient_store(spec)
 

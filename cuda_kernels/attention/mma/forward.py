@@ -123,7 +123,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             acc_o, softmax_state``: the sums of this thread's channels, in units of the softmax's state, and that state.
             ``q``, ``k``, ``v_t``: addresses of the tile's first codes, and of the sequence's. ``query_factor``: Q's
             ``scale_inv`` times c. ``key_block``: the sequence's first block of the ``scale_invs`` of K and V.
-        shared_bytes: of a block.
+        shared_bytes: the shared memory of a block, in bytes.
         first_channel: see :func:`mma_attention_forward_kernel`.
     """
     head_dim, channels, item = spec.head_dim, min(spec.head_dim, CHANNELS), 4 if spec.out_dtype == "float32" else 2

@@ -29,7 +29,7 @@ def make_wide_attend(spec: AttentionSpec, first_channel: int) -> tuple[Any, int]
 
     Args:
         spec: compile-time options.
-        first_channel: of the half of V.
+        first_channel: the first channel of the half of V.
     """
     head_dim, panels = spec.head_dim, spec.panels
     k_offset, v_offset = panels * TILE, 2 * panels * TILE

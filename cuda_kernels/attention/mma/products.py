@@ -42,7 +42,7 @@ def make_product(
     first rows. ``K``: 32 ``k_steps`` channels of each of ``panels`` consecutive panels.
 
     Args:
-        columns: of the product.
+        columns: the number of columns of the product.
         k_steps: see above.
         start: the row of B for the first column; a multiple of 8.
         panels: see above.

@@ -15,13 +15,13 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class Sizes(NamedTuple):
-    """Of a layer.
+    """The sizes of an attention layer.
 
     Attributes:
-        heads: of queries.
-        groups: of keys and values.
-        channels: of a head of queries and keys.
-        value_channels: of a head of values.
+        heads: the number of query heads.
+        groups: the number of key and value heads.
+        channels: the number of channels of a query or key head.
+        value_channels: the number of channels of a value head.
     """
 
     heads: int

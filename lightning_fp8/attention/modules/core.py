@@ -43,10 +43,10 @@ class CoreAttention(FP8Module):
     """A module that runs a :class:`CoreCall` in FP8, in high precision or calibrating, as the current context says.
 
     Attributes:
-        softmax_scale: of the scores.
-        center_keys: cast keys without a mean over their sequence.
-        context_parallel: the ranks that share sequences; None is this one alone.
-        reason: why the last forward inside ``fp8_autocast`` ran in high precision; empty where it did not.
+        softmax_scale: the factor of the scores.
+        center_keys: whether a mean over the sequence is subtracted from keys before they are cast.
+        context_parallel: the ranks that share sequences; None is only this rank.
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision; empty if it ran in FP8.
     """
 
     roles = ATTENTION_ROLES

@@ -34,27 +34,29 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
     ``qkv``, ``o``, ``do`` and ``dqkv`` record amaxes, ``s`` and ``dp`` are for checkpoints only.
 
     Args:
-        num_attention_heads: of queries.
-        kv_channels: of each head; ``(keys', values')`` where they differ.
-        num_gqa_groups: heads of keys and values; None is as many as of queries.
-        attention_dropout: probability.
+        num_attention_heads: the number of query heads.
+        kv_channels: the number of channels of each head; a pair for keys and values if they differ.
+        num_gqa_groups: the number of key and value heads; None is the number of query heads.
+        attention_dropout: the dropout probability.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, sequences one after the other.
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, the two with
             ``_bottom_right``, or ``"arbitrary"``.
         window_size: keys before and after the diagonal that a query attends to; -1 is all.
-        bottom_right_diagonal: where a window without a causal mask, and ALiBi, have their diagonal; None is True.
+        bottom_right_diagonal: whether the diagonal of ALiBi, and of a window without a causal mask, ends in the bottom
+            right corner; None is True.
         tp_group, tp_size: the ranks over which heads are divided, and their number. ``num_attention_heads`` and
             ``num_gqa_groups`` are those of all ranks together, inputs and ``softmax_offset`` this rank's.
         get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
             does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
         softmax_scale: None is ``1 / sqrt(kv_channels)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
-        layer_number, attention_type, name: taken, and without effect.
+        layer_number, attention_type, name: accepted; they have no effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see :meth:`set_context_parallel_group`.
         return_max_logit: return the largest score of each head, float32 ``[heads]``, beside the output; it takes a
             product of queries and keys more. Not with context parallelism.
         num_splits: refused if it asks for more than 1.
-        center_keys: cast keys without a mean over their sequence; not Transformer Engine's. See docs/attention.md.
+        center_keys: subtract a mean over the sequence from keys before they are cast; not an argument of Transformer
+            Engine. See docs/attention.md.
 
     Attributes:
         reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before the first one, why this
@@ -62,8 +64,8 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             change it.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit; the message says what would.
-        NotImplementedError: one that is not supported, and not at its default.
+        ValueError, TypeError: If an argument is invalid. The message lists valid values.
+        NotImplementedError: If an argument that is not supported differs from its default.
     """
 
     @checked_arguments
@@ -132,8 +134,8 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
 
         Args:
             cp_group: a ``torch.distributed.ProcessGroup`` that this rank is in.
-            cp_global_ranks: its ranks in the world; compared with the group's.
-            cp_stream: taken, and not needed.
+            cp_global_ranks: the global ranks of ``cp_group``; they must equal the group's.
+            cp_stream: accepted; it has no effect.
             cp_comm_type: ``"p2p"``, ``"all_gather"`` or ``"a2a"``; keys and values are gathered whatever it is, and
                 results are the same.
 
@@ -207,16 +209,16 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
                 backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
             max_seqlen_kv: the same of keys, for compiled code: in high precision it has room for so many rows in each
                 sequence, or without the two for as many as the tensor has. The other formats use neither.
-            fast_zero_fill, pad_between_seqs: taken, and not needed.
-            inference_params, fp8_output, bf16_backward, num_splits, score_mod: refused where they ask for anything.
+            fast_zero_fill, pad_between_seqs: accepted; they have no effect.
+            inference_params, fp8_output, bf16_backward, num_splits, score_mod: not supported, except at their defaults.
 
         Returns:
             ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype (or torch.autocast's). A query that
             sees no key, and padding, give 0. With ``return_max_logit`` a pair with the largest score of each head.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit; the message says what would.
-            NotImplementedError: one that is not supported, and not at its default.
+            ValueError, TypeError: If an argument is invalid. The message lists valid values.
+            NotImplementedError: If an argument that is not supported differs from its default.
         """
         refuse_in_forward(
             inference_params=inference_params,
@@ -300,8 +302,9 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor
     ) -> None:
         """Raises:
-        NotImplementedError: what context parallelism does not have.
-        ValueError: rows that are no two chunks, or other numbers of queries than of keys under a causal mask.
+        NotImplementedError: If context parallelism does not support an argument.
+        ValueError: If rows cannot be split into two chunks, or under a causal mask if there are more queries than keys
+            or fewer.
         """
         if qkv_format == "thd":
             raise NotImplementedError(

@@ -79,13 +79,16 @@ def extras_of(
 
 
 def fitted(extras: Extras, scores: Sequence[int], most: tuple[int | None, int | None] = (None, None)) -> Extras:
-    """``extras`` for ``scores [b, h, sq, skv]``, of sequences that are as long as the longest.
+    """Fit ``extras`` to attention scores.
 
     Args:
-        most: what a mask or a bias may have in place of sq and skv; their first rows and keys count.
+        extras: the mask, the bias and the slopes of the call.
+        scores: the shape of the scores, ``[b, h, sq, skv]``; sq and skv are the lengths of the longest sequences.
+        most: upper bounds of sq and skv. A mask or a bias may have these sizes, and is then cut to sq rows and skv
+            keys. None allows no other size than sq or skv.
 
     Raises:
-        ValueError: a mask, a bias or slopes of another shape.
+        ValueError: If a mask, a bias or slopes cannot be broadcast to the scores.
     """
     mask = _fitted("attention_mask", extras.mask, scores, most)
     bias = _fitted("core_attention_bias", extras.bias, scores, most)

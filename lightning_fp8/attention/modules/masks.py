@@ -28,11 +28,11 @@ def mask_type(name: str, argument: str = "attn_mask_type") -> str:
     """One of :data:`MASK_TYPES`; ``"causal,padding"``, ``"padding,causal"`` and ``"causal_padding"`` are the same.
 
     Args:
-        name: as Transformer Engine has it.
-        argument: whose value it is, for the message.
+        name: the name in Transformer Engine.
+        argument: the name of the argument, for the message.
 
     Raises:
-        ValueError: another name.
+        ValueError: If the name is unknown.
     """
     known = name.replace(",", "_") if isinstance(name, str) else ""
     known = "padding_causal" if known == "causal_padding" else known
@@ -45,7 +45,7 @@ def checked_window(window_size: Sequence[int] | None) -> Window | None:
     """``(left, right)``.
 
     Raises:
-        ValueError: not two integers of at least -1.
+        ValueError: If it is not a pair of integers of at least -1.
     """
     if window_size is None:
         return None

@@ -47,7 +47,7 @@ def rows_between_gaps(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
 
     Args:
         cu_seqlens: integers ``[B + 1]``, the lengths added up; rows behind the last sequence repeat its last one.
-        padded: where each sequence starts if there are gaps.
+        padded: the index of the first row of each sequence, with gaps.
     """
     row = torch.arange(rows, device=cu_seqlens.device).minimum((cu_seqlens[-1] - 1).clamp(min=0))
     if len(cu_seqlens) == 1:

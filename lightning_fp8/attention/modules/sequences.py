@@ -23,10 +23,12 @@ class Sequences(NamedTuple):
 
     Attributes:
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``; None where all rows of a tensor are a sequence.
-        rows_of_sequences_q, rows_of_sequences_kv: the rows of ``thd`` that belong to one; None is all.
-        rows: of queries in ``thd``, with what lies between sequences.
-        max_seqlen_q, max_seqlen_kv: no sequence in ``thd`` has more rows; None is not known.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``, the cumulative lengths of the sequences; None if sequences
+            have no padding. ``thd`` always has them.
+        rows_of_sequences_q, rows_of_sequences_kv: for ``thd``, the indices of the rows that belong to a sequence rather
+            than to the padding between sequences; None means all rows.
+        rows: for ``thd``, the number of rows of the query tensor, including padding; 0 for other formats.
+        max_seqlen_q, max_seqlen_kv: for ``thd``, an upper bound of the length of a sequence; None if it is not known.
     """
 
     qkv_format: str

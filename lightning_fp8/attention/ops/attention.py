@@ -125,12 +125,14 @@ class AttentionCall(NamedTuple):
 
 @spec("Tensor m, Tensor l, Tensor q8, Tensor q_scale_inv, Tensor k8, Tensor k_scale_inv, Tensor v8, Tensor v_scale_inv")
 class Kept(NamedTuple):
-    """What the backward pass needs besides the output, in packed rows.
+    """The tensors that the backward pass needs in addition to the output, as packed rows; see the module's docstring.
 
     Attributes:
-        m, l: float32 ``[H, R]`` of queries; see :func:`lightning_fp8.attention.ops.reference.forward`.
-        q8, k8, v8: E4M3 ``[H, R, D]``; 0 in unused rows.
-        q_scale_inv, k_scale_inv, v_scale_inv: float32 ``[H, R / 128]``; 1 in unused blocks.
+        m, l: float32 ``[H, R]``, the softmax statistics of each row of queries: its largest score times log2(e), and
+            its sum of exponentials; see :func:`lightning_fp8.attention.ops.reference.forward`.
+        q8, k8, v8: the codes of q, k and v, E4M3 ``[H, R, D]``; 0 in unused rows.
+        q_scale_inv, k_scale_inv, v_scale_inv: float32 ``[H, R / 128]``, one for each block of 128 rows; 1 in unused
+            blocks.
     """
 
     m: Tensor
@@ -177,7 +179,7 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
     Args:
         do: the gradient of ``o``.
         o: the output of the forward op, or its BF16 copy: it is rounded to BF16.
-        kept, call: as returned by, and passed to, the forward op.
+        kept: the second result of the forward op.
         key_rows: L of keys and values; T in ``thd``.
 
     Raises:

@@ -103,14 +103,14 @@ def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast each row with its own scale, ``448 / amax``. Overwrites ``x``.
+    """Round each row to E4M3 with its own scale, ``448 / amax``. Overwrites ``x``.
 
     Args:
         x: float32 ``[..., N]``.
 
     Returns:
-        Codes as float32 ``[..., N]``, and ``scale_inv [..., 1]``. ``scale_inv`` is NaN for a row with a non-finite
-        value, since the cast alone would saturate an inf.
+        The scaled E4M3 values, as float32 ``[..., N]``, and ``scale_inv [..., 1]``. ``scale_inv`` is NaN for a row with
+        a non-finite value; otherwise an inf would go unnoticed, because the cast saturates it.
     """
     amax = x.abs().amax(-1, keepdim=True)
     return _round(x, scaling.current_scale(amax, E4M3.max), amax)

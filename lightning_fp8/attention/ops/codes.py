@@ -46,7 +46,7 @@ def attention_forward_of_codes(
         q: bfloat16, float16 or float32 ``[B, L, H, D]``.
         k8, v8: results of :func:`attention_cast`.
         key_rows: L of keys and values.
-        call: in ``bshd``, without ``cu_seqlens``; ``centered`` is ignored.
+        call: the call's options. Its format must be ``bshd``, without ``cu_seqlens``; ``centered`` is ignored.
 
     Returns:
         ``o`` in q's dtype, and what the backward op needs of queries.

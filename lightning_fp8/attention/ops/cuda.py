@@ -77,14 +77,14 @@ Tables = TypeVar("Tables")
 
 
 class Heads(NamedTuple):
-    """Metadata of a tensor of heads in one of the formats, with contiguous channels.
+    """Metadata of an attention tensor in one of Transformer Engine's QKV formats, with contiguous channels.
 
     Attributes:
-        dtype: its name.
-        heads, head_dim: of the tensor.
-        space: its packed rows.
-        strides: in elements, of sequences, rows and heads.
-        aligned: whether its address is a multiple of four elements.
+        dtype: the name of the tensor's dtype.
+        heads, head_dim: the number of heads, and the number of channels of each head.
+        space: the layout of the packed rows.
+        strides: the strides of the sequence, the row and the head dimension, in elements.
+        aligned: whether the tensor's address is a multiple of the size of four elements.
     """
 
     dtype: DtypeName
@@ -130,7 +130,7 @@ class LaunchedProblem(NamedTuple):
     """The computation of both passes for tensors of one key.
 
     Attributes:
-        qkv_format: of all tensors.
+        qkv_format: the format of all tensors.
         centered: whether a mean of keys is subtracted before they are cast.
         mean_rows: the number of first rows in that mean; None is all.
         kernels: the problem of the launches.
@@ -353,7 +353,7 @@ def failing_kernel(
     on the GPU.
 
     Args:
-        dtype: of queries, keys and values.
+        dtype: the dtype of queries, keys and values.
         center_keys: whether a mean of keys is subtracted before they are cast.
         of_codes: whether keys and values are gathered as FP8 codes.
     """

@@ -66,8 +66,8 @@ def forward(
         k, v: ``[B, H / G, Lk, D]``; query head ``h`` uses head ``h // G``.
         softmax_scale: ``c``.
         band: the mask.
-        lengths: of the sequences in a padded batch.
-        dtype: of the output.
+        lengths: the lengths of the sequences in a padded batch.
+        dtype: the dtype of the output.
 
     Returns:
         ``o [B, H, Lq, D]`` in ``dtype``; float32 ``m [B, H, Lq]``, a row's largest score times log2(e), and
@@ -115,9 +115,9 @@ def backward(
     """The gradients of :func:`forward`, from the same operands and its results.
 
     Args:
-        do: the gradient of ``o``, cast as the others.
+        do: the gradient of ``o``, cast like q, k and v.
         o: the output; rounded to BF16, in which it is saved.
-        m, l: as returned by :func:`forward`.
+        m, l: the statistics that :func:`forward` returns.
 
     Returns:
         ``dq [B, H, Lq, D]``, ``dk`` and ``dv [B, H / G, Lk, D]`` in ``dtype``. A row that attends to no key has

@@ -43,7 +43,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     Attributes:
         norm: the formula of the norm, whose parameters are ``layer_norm_weight`` and ``layer_norm_bias``.
         return_layernorm_output: also return the norm's output.
-        return_layernorm_output_gathered: with sequence parallelism, gather that output over the ranks.
+        return_layernorm_output_gathered: with sequence parallelism, also gather the norm's output over the ranks.
     """
 
     norm: Norm

@@ -42,7 +42,7 @@ class CachedKeys(NamedTuple):
     """The keys and values of all rows of the sequences of a batch.
 
     Attributes:
-        k, v: in the batch's format, padded to the number of rows of the longest sequence.
+        k, v: keys and values in the batch's format, padded to the number of rows of the longest sequence.
         cu_seqlens_q, cu_seqlens_kv: cumulative lengths, int32 ``[b + 1]``; None if all lengths are equal.
     """
 

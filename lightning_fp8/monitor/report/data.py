@@ -18,12 +18,17 @@ ROLES = {"input": "Inputs", "weight": "Weights", "grad_output": "Gradients"}
 
 @dataclass(frozen=True)
 class Scale:
-    """How a grid's bytes stand for values: 1 to 255 from ``low`` to ``high``, 0 for nothing to show.
+    """The encoding of a heat map's values as bytes.
+
+    Bytes 1 to 255 map linearly to the values from ``low`` to ``high``; values outside are clamped. 0 marks a cell
+    without a value.
 
     Attributes:
-        unit: of the values.
-        log: whether the bytes are of ``log10`` of a share.
-        dark_is_low: whether small values are the ones to look at.
+        low, high: the values of the bytes 1 and 255.
+        unit: the unit of the values.
+        log: whether the values are shares, and the bytes encode their ``log10``. ``low`` and ``high`` are then
+            logarithms, too.
+        dark_is_low: whether low values are the critical ones, which are highlighted; otherwise high values are.
     """
 
     low: float
