@@ -50,7 +50,7 @@ class Kernel:
         architectures: the architectures it can be compiled for.
 
     Raises:
-        TypeError: ``parameters`` do not match those of ``function``.
+        TypeError: If ``parameters`` do not match those of ``function``.
     """
 
     name: str

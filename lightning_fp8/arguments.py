@@ -38,7 +38,7 @@ def require_bool(name: str, value: Any) -> None:
     """Check that ``value`` is True or False; a string such as ``"false"`` would count as true.
 
     Raises:
-        TypeError: ``value`` is not a bool.
+        TypeError: If ``value`` is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, without quotes")
@@ -55,8 +55,8 @@ def require_number(name: str, value: Any, largest: float) -> None:
     """Check that ``value`` is a number between 0 and ``largest``, inclusive. NaN is not allowed.
 
     Raises:
-        TypeError: ``value`` is not an int or float.
-        ValueError: ``value`` is outside this range.
+        TypeError: If ``value`` is not an int or float.
+        ValueError: If ``value`` is outside this range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} must be a number of at least 0, for example 1e-5")
@@ -68,7 +68,7 @@ def require_positive(name: str, value: Any) -> None:
     """Check that ``value`` is a positive integer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: If it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer")
@@ -78,7 +78,7 @@ def one_of(name: str, value: Any, known: Collection[str]) -> str:
     """Return ``value`` if it is one of ``known``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: If it is not.
     """
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
@@ -91,8 +91,8 @@ def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_featur
     Trailing underscores are removed from the names; the weight of a part is named ``<name>_weight``.
 
     Raises:
-        TypeError: neither a sequence of names nor a mapping of names to rows.
-        ValueError: no parts, duplicate names, or rows that do not add up to ``out_features``.
+        TypeError: If it is neither a sequence of names nor a mapping of names to rows.
+        ValueError: If there are no parts, if names are duplicate, or if rows do not add up to ``out_features``.
     """
     split: Any = parameters_split
     if isinstance(split, str) or not isinstance(split, (Sequence, Mapping)) or not all(map(_is_name, split)):
@@ -120,7 +120,7 @@ def require_module(function: str, model: Any) -> None:
     """Check that ``model`` is a module; ``function`` is named in the error.
 
     Raises:
-        TypeError: ``model`` is not a ``torch.nn.Module``.
+        TypeError: If ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function} takes a torch.nn.Module, not {_what(model)}{_instead_of(model)}")
@@ -130,7 +130,7 @@ def require_mapping(function: str, state: Any) -> None:
     """Check that ``state`` is a mapping whose keys are strings; ``function`` is named in the error.
 
     Raises:
-        TypeError: it is not.
+        TypeError: If it is not.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{function} takes a state dict, not {_what(state)}{_instead_of(state)}")
@@ -145,8 +145,8 @@ def one_dtype(
     """The dtype of an argument that has two names; None if neither is passed.
 
     Raises:
-        TypeError: a dtype that is not ``allowed``.
-        ValueError: both are passed, and differ.
+        TypeError: If a dtype is not ``allowed``.
+        ValueError: If both are passed, and differ.
     """
     for name, value in (("params_dtype", params_dtype), ("dtype", dtype)):
         if value is not None and not (isinstance(value, torch.dtype) and value in allowed):
@@ -164,7 +164,7 @@ def refuse_transforms(layer_name: str, *tensors: Tensor | None) -> None:
         tensors: the layer's inputs and parameters.
 
     Raises:
-        RuntimeError: a transform is active, or one of ``tensors`` carries a tangent.
+        RuntimeError: If a transform is active, or one of ``tensors`` carries a tangent.
     """
     if torch.compiler.is_compiling():
         return
@@ -181,7 +181,7 @@ def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
     """Check that a layer computes with local tensors. Under FSDP2 it does, since weights are gathered before a forward.
 
     Raises:
-        TypeError: one of ``tensors`` is a DTensor, as under tensor parallelism.
+        TypeError: If one of ``tensors`` is a DTensor, as under tensor parallelism.
     """
     if torch.compiler.is_compiling():
         return

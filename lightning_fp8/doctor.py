@@ -433,7 +433,7 @@ def cast() -> str:
     """Test a cast and its transposed copy against torch's cast on the CPU.
 
     Raises:
-        ArithmeticError: a value differs.
+        ArithmeticError: If a value differs.
     """
     from lightning_fp8.formats import E4M3
 
@@ -453,7 +453,7 @@ def product() -> str:
     Hopper's tensor cores accumulate with about 14 bits (DeepSeek-V3, arXiv:2412.19437); a wrong tile has larger errors.
 
     Raises:
-        ArithmeticError: an error exceeds that of rounding to bfloat16 and of an accumulator of 11 bits.
+        ArithmeticError: If an error exceeds that of rounding to bfloat16 and of an accumulator of 11 bits.
     """
     return _product_of(*(quantized(values(*shape).to(device()))[0] for shape in OPERANDS[1:]))
 
@@ -474,7 +474,7 @@ def block_product() -> str:
     """Test a blockwise product, 1 × 128 blocks by 128 × 128 blocks, against float64.
 
     Raises:
-        ArithmeticError: an error exceeds the bound of :func:`product`.
+        ArithmeticError: If an error exceeds the bound of :func:`product`.
     """
     from lightning_fp8 import ops
     from lightning_fp8.formats import E4M3
@@ -493,7 +493,7 @@ def scales() -> str:
     """Test the update of delayed scales against its formula.
 
     Raises:
-        ArithmeticError: a scale, or an amax in the history, differs.
+        ArithmeticError: If a scale, or an amax in the history, differs.
     """
     import torch
 
@@ -519,7 +519,7 @@ def norm() -> str:
     """Test LayerNorm's cast and its gradients against torch's layer_norm in float64.
 
     Raises:
-        ArithmeticError: a row or a gradient has a larger error than FP8 (output) or bfloat16 (gradients) explains.
+        ArithmeticError: If a row or a gradient has a larger error than FP8 (output) or bfloat16 (gradients) explains.
     """
     import torch
     import torch.nn.functional as F
@@ -550,7 +550,7 @@ def attention() -> str:
     """Test causal attention and its gradients against float64.
 
     Raises:
-        ArithmeticError: a result has a larger error than FP8 explains.
+        ArithmeticError: If a result has a larger error than FP8 explains.
     """
     import torch
 
@@ -581,7 +581,7 @@ def _require_close(what: str, found: Tensor, wanted: Tensor, allowed: float, row
     """Compare relative errors of groups of ``rows`` rows.
 
     Raises:
-        ArithmeticError: a group's error exceeds ``allowed``, or a value is NaN.
+        ArithmeticError: If a group's error exceeds ``allowed``, or a value is NaN.
     """
     found, wanted = (x.cpu().double().reshape(-1, x.shape[-1]) for x in (found, wanted))
     pairs = zip(found.split(rows), wanted.split(rows))

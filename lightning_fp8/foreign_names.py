@@ -18,8 +18,9 @@ def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str
         answer: the sentence for a name of the other project; None for a name that it does not have either.
 
     Raises (the function):
-        ImportError: in ``from module import name``, where Python drops the text of an AttributeError.
-        AttributeError: elsewhere, so that ``hasattr`` is False.
+        ImportError: If the name is read by ``from module import name``, where Python drops the text of an
+            AttributeError.
+        AttributeError: If it is read otherwise, so that ``hasattr`` is False.
     """
 
     def __getattr__(name: str) -> Any:

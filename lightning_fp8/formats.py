@@ -50,7 +50,7 @@ def float8_of(dtype: torch.dtype) -> Float8:
     """The format that ``dtype`` holds.
 
     Raises:
-        ValueError: ``dtype`` is not an FP8 data type.
+        ValueError: If ``dtype`` is not an FP8 data type.
     """
     if dtype not in _BY_DTYPE:
         raise ValueError(f"dtype={dtype} is not an FP8 format; use one of {', '.join(map(str, _BY_DTYPE))}")

@@ -164,8 +164,8 @@ class fp8_autocast(ContextDecorator):
         fp8_group: the process group whose ranks share their scales; ``None`` is all ranks.
 
     Raises:
-        ValueError, TypeError: ``fp8_recipe`` is not a recipe; see :func:`make_recipe`.
-        TypeError: ``enabled`` or ``calibrating`` is not a bool, or ``fp8_group`` not a process group.
+        ValueError, TypeError: If ``fp8_recipe`` is not a recipe; see :func:`make_recipe`.
+        TypeError: If ``enabled`` or ``calibrating`` is not a bool, or ``fp8_group`` not a process group.
     """
 
     _of_recipe, _of_group = "fp8_recipe", "fp8_group"

@@ -110,7 +110,7 @@ class FP8Tensor(Tensor):
         """As ``torch.Tensor.data``; assigned values are cast to FP8, as by ``copy_``.
 
         Raises:
-            ValueError: the assigned values have another shape or device.
+            ValueError: If the assigned values have another shape or device.
         """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -176,7 +176,7 @@ class FP8Tensor(Tensor):
         """Not supported.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: Always.
         """
         raise NotImplementedError(
             "share_memory_() of a weight that fp8_model_init keeps in FP8 is not supported; send model.state_dict(), "
@@ -309,7 +309,7 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
     """:meth:`FP8Tensor.quantized` as a function, in which compiled code has the operands as inputs.
 
     Raises:
-        RuntimeError: FSDP2 would have to gather an operand that is not stored.
+        RuntimeError: If FSDP2 would have to gather an operand that is not stored.
     """
     if x.is_gathered and torch.compiler.is_compiling():
         _note_traced(*x.shape)

@@ -36,8 +36,8 @@ def with_master_weights(optimizer: Optimizer) -> Optimizer:
         ``optimizer`` itself.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        RuntimeError: it has stepped FP8 weights before, or is a copy of an optimizer with masters.
+        TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
+        RuntimeError: If it has stepped FP8 weights before, or is a copy of an optimizer with masters.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"with_master_weights takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -203,7 +203,7 @@ class _Masters:
         """Remove the masters from ``state_dict``; :meth:`after_load` copies them once torch has loaded the rest.
 
         Raises:
-            ValueError: a master has another shape than the weight; nothing has been changed.
+            ValueError: If the shapes of a master and its weight differ. Nothing is changed then.
         """
         saved = [group["params"] for group in state_dict["param_groups"]]
         held = [group["params"] for group in optimizer.param_groups]

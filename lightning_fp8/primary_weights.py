@@ -62,8 +62,8 @@ class fp8_model_init(ContextDecorator):
             ``load_state_dict`` replace them.
 
     Raises:
-        TypeError: ``enabled`` or ``preserve_high_precision_init_val`` is not a bool.
-        ValueError, TypeError: ``recipe`` is not a recipe; see :func:`make_recipe`.
+        TypeError: If ``enabled`` or ``preserve_high_precision_init_val`` is not a bool.
+        ValueError, TypeError: If ``recipe`` is not a recipe; see :func:`make_recipe`.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ def keep_weights_in_fp8(module: nn.Module, names: Iterable[str]) -> None:
     """Inside an enabled ``fp8_model_init``, turn the parameters ``names`` of ``module`` into FP8 weights, in place.
 
     Raises:
-        TypeError: a weight is sharded.
-        RuntimeError: other objects refer to a parameter that would be changed.
+        TypeError: If a weight is sharded.
+        RuntimeError: If other objects refer to a parameter that would be changed.
     """
     init = _thread.init
     if init.cast is None:

@@ -96,7 +96,7 @@ def without_defaults(megatron_config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's keys without those of :data:`MEGATRON_KEYS`, which are at their defaults.
 
     Raises:
-        NotImplementedError: one of them is not.
+        NotImplementedError: If one of them is not.
     """
     for key, (default, instead) in MEGATRON_KEYS.items():
         if key in megatron_config and not _is_default(plain(megatron_config[key]), default):

@@ -340,8 +340,8 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
             ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
 
     Raises:
-        ValueError: an unknown name, field or value; the message lists the valid ones.
-        TypeError: not a recipe, name or mapping.
+        ValueError: If a name, field or value is unknown. The message lists the valid ones.
+        TypeError: If it is not a recipe, name or mapping.
     """
     if isinstance(recipe, str):
         return _AS_NAMED[_known_name(recipe)]

@@ -173,7 +173,7 @@ class Cast:
         """The cast of :attr:`flat`.
 
         Raises:
-            ValueError: the dtype is no FP8 format, or there is no such layout.
+            ValueError: If the dtype is not an FP8 format, or if there is no such layout.
         """
         return _cast_of(flat)
 
@@ -202,7 +202,7 @@ class ScaledTensor:
         """The transposed operand as a view.
 
         Raises:
-            ValueError: the layout's blocks run along K and differ in the transposed tensor.
+            ValueError: If the layout's blocks run along K and differ in the transposed tensor.
         """
         if not self.layout.transposes:
             raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")

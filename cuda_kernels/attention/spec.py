@@ -61,7 +61,7 @@ class HeadSize:
         head_dim: one of :data:`HEAD_DIMS`.
 
     Raises:
-        ValueError: ``head_dim`` is not supported.
+        ValueError: If ``head_dim`` is not supported.
     """
 
     head_dim: int

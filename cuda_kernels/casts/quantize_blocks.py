@@ -125,7 +125,7 @@ def quantize_blocks_kernel(
     tiles are ``[block rows, block columns]``, and transposed in ``out_t_scale_inv``.
 
     Raises:
-        KernelError: the block, its scales, or the loader for it are not supported.
+        KernelError: If the block, its scales, or the loader for it are not supported.
     """
     block_rows, block_columns = block
     scales = f"{block_rows}x{block_columns}{' e8m0' * e8m0}"

@@ -85,7 +85,7 @@ def carry(folder: Path, key: str, code: bytes) -> None:
     """Write ``code`` to ``folder``, for :func:`carried`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
     _write(folder / key, code)
 
@@ -116,7 +116,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically; creates its folders, and uses default permissions.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

@@ -59,8 +59,8 @@ def cubin(kernel: Kernel, arch: str) -> bytes:
     """Machine code of ``kernel`` for ``arch``: prebuilt, or from :func:`built`.
 
     Raises:
-        KernelError: see :func:`built`.
-        ImportError: it must be compiled, and a compiler is missing.
+        KernelError: See :func:`built`.
+        ImportError: If it must be compiled, and a compiler is missing.
     """
     _check(kernel, arch)
     code = carried(source_key(kernel, "cubin", arch), f"{kernel.name} for sm_{arch}")
@@ -71,8 +71,8 @@ def built(kernel: Kernel, arch: str) -> bytes:
     """Machine code of ``kernel`` for ``arch``, from the cache or compiled here and cached.
 
     Raises:
-        KernelError: the kernel does not support ``arch``, or its machine code cannot be launched correctly.
-        ImportError: a compiler is missing.
+        KernelError: If the kernel does not support ``arch``, or its machine code cannot be launched correctly.
+        ImportError: If a compiler is missing.
     """
     _check(kernel, arch)
     return cached(cache_key(kernel, "cubin", arch), lambda: _compiled(kernel, arch))
@@ -145,7 +145,7 @@ def fingerprint(word: Any) -> str:
         word: a function of kernel code, or a value that one refers to.
 
     Raises:
-        TypeError: kernel code may not refer to such a value.
+        TypeError: If kernel code cannot refer to such a value.
     """
     return _text_of(word, _source_of)
 

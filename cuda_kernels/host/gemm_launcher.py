@@ -51,7 +51,7 @@ def bind_gemm_kernel(
     has none.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
     launcher = _wgmma_launcher if isinstance(config, GemmConfig) else _mma_launcher
     return launcher(device, problem, config, strides)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def from_json(entry: dict[str, Any]) -> Measurement:
     """Read an entry of a file.
 
     Raises:
-        KeyError, TypeError, ValueError: the entry is not valid.
+        KeyError, TypeError, ValueError: If the entry is not valid.
     """
     described = entry["choice"]
     choice: GemmChoice

@@ -51,7 +51,7 @@ def choose_gemm_on(card: str, problem: GemmProblem) -> GemmChoice:
     Both are read at each call; an op keeps the choice until its plans are cleared.
 
     Raises:
-        ValueError: the variable has another value.
+        ValueError: If the variable has another value.
     """
     return choose_gemm(problem, measured_on(card), os.environ.get(CHOICE_VARIABLE) or None)
 
@@ -65,7 +65,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
         backend: one of :data:`BACKENDS`, to use wherever it supports the problem; None selects the fastest.
 
     Raises:
-        ValueError: another backend.
+        ValueError: If the backend is unknown.
     """
     if backend not in (None, *BACKENDS):
         raise ValueError(

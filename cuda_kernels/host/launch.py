@@ -90,7 +90,7 @@ class Launch:
         """Launch on the current stream; ``addresses`` come from :func:`address_on` and ``tensor_maps.map_on``.
 
         Raises:
-            KernelError: the driver refuses the launch.
+            KernelError: If the driver refuses the launch.
         """
         if self._index is None:
             if self.device.type in PROVEN_CODE:
@@ -131,8 +131,8 @@ def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: i
     """A :class:`Launch` whose bound parameters, the kernel's last ones, are passed by name.
 
     Raises:
-        TypeError: these are not the last parameters in order.
-        KernelError: the kernel cannot be compiled or loaded.
+        TypeError: If these are not the last parameters in order.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
     if tuple(scalars) != kernel.parameter_names[len(kernel.parameter_names) - len(scalars) :]:
         raise _misnamed(kernel, scalars)
@@ -152,8 +152,8 @@ def bind(
         scalars: the parameters that are bound.
 
     Raises:
-        TypeError: these are not the kernel's parameters in order.
-        KernelError: the kernel cannot be compiled or loaded.
+        TypeError: If these are not the kernel's parameters in order.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
     named = *addresses, *scalars
     if named != kernel.parameter_names:

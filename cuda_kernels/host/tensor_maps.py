@@ -92,7 +92,7 @@ def _encoded(tensor: Tensor, box: Box) -> bytes:
     """A ``CUtensorMap`` as bytes; it does not keep the tensor alive.
 
     Raises:
-        KernelError: the driver refuses it.
+        KernelError: If the driver refuses it.
     """
     rows, columns = tensor.shape
     itemsize = tensor.element_size()

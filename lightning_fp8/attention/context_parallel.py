@@ -83,7 +83,7 @@ class ContextParallel:
         """Return the group.
 
         Raises:
-            RuntimeError: this object was unpickled, and has no group.
+            RuntimeError: If this object was unpickled, and has no group.
         """
         if self.group is None:
             raise RuntimeError(
@@ -111,7 +111,7 @@ class ContextParallel:
         """The part for this rank's ``rows`` of a tensor of a sequence's positions ``[L, ...]``.
 
         Raises:
-            ValueError: fewer positions than the sequence has.
+            ValueError: If there are fewer positions than the sequence has.
         """
         if len(x) < rows * self.size:
             raise ValueError(
@@ -177,8 +177,8 @@ def get_batch_on_this_cp_rank(batch: Batch, cp_group: dist.ProcessGroup, seq_dim
         seq_dim: the sequence dimension of all tensors.
 
     Raises:
-        TypeError: ``batch`` is neither a tensor nor a mapping.
-        ValueError: the sequence length is not a multiple of ``2 n``.
+        TypeError: If ``batch`` is neither a tensor nor a mapping.
+        ValueError: If the sequence length is not a multiple of ``2 n``.
     """
     if not isinstance(batch, (Tensor, Mapping)):
         raise TypeError(f"batch={batch!r} must be a tensor, or a mapping of names to tensors")
@@ -194,7 +194,7 @@ def chunks_of_rank(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
     """Chunks ``rank`` and ``2 size - 1 - rank`` of ``2 size`` chunks along ``dim``.
 
     Raises:
-        ValueError: the dimension is not a multiple of ``2 size``.
+        ValueError: If the dimension is not a multiple of ``2 size``.
     """
     length = x.shape[dim]
     if length % (2 * size):

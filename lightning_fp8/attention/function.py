@@ -110,11 +110,11 @@ def fp8_attention(
         q's shape and dtype, contiguous. A query that sees no key gets 0.
 
     Raises:
-        TypeError: dtypes that differ.
-        ValueError: a dtype that is none of the three; another format, or shapes, heads, devices or ``cu_seqlens`` that
-            do not fit; a ``max_seqlen_q`` that is too small; a GPU without kernels for D; a ``softmax_scale`` that is
-            not finite and above 0.
-        RuntimeError: a transform of torch.func is active.
+        TypeError: If dtypes differ.
+        ValueError: If the dtype is not one of the three, if the format is unknown, if shapes, heads, devices or
+            ``cu_seqlens`` do not match, if ``max_seqlen_q`` is too small, if the GPU has no kernels for D, or if
+            ``softmax_scale`` is not finite and above 0.
+        RuntimeError: If a transform of torch.func is active.
     """
     _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
     if softmax_scale is not None:
@@ -239,8 +239,8 @@ def _check(
 
 def require_softmax_scale(softmax_scale: Any) -> None:
     """Raises:
-    TypeError: not a number.
-    ValueError: not finite, or not above 0, for which torch's attention gives NaN.
+    TypeError: If it is not a number.
+    ValueError: If it is not finite, or not above 0, for which torch's attention returns NaN.
     """
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
@@ -255,7 +255,7 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
     """Check on the host alone that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
 
     Raises:
-        ValueError: one has.
+        ValueError: If one has.
     """
     if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
         return
@@ -275,11 +275,11 @@ def is_known(x: Tensor) -> bool:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
     """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
 
-    Values are looked at on the host alone: asking a card would wait for it.
+    Values are checked only on the host: reading them from a GPU would wait for it.
 
     Raises:
-        ValueError: it is missing, no integers ``[B + 1]``, of another batch, does not rise from 0, or says more rows
-            than there are.
+        ValueError: If it is missing, not integers ``[B + 1]``, or of another batch, if it does not rise from 0, or if
+            it exceeds the number of rows.
     """
     if cu_seqlens is None:
         if qkv_format == "thd":

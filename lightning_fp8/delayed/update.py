@@ -247,7 +247,7 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
     """Replace the amaxes of ``histories`` by their maximum over ``group``; ``None`` is all ranks.
 
     Raises:
-        RuntimeError: On all ranks, if the names of their slots differ.
+        RuntimeError: If the names of slots differ between ranks, on all ranks.
     """
     if not histories or not are_several_ranks(group):
         return

@@ -24,8 +24,8 @@ def onnx_export(enabled: bool = True) -> AbstractContextManager[None]:
         enabled: if False, nothing changes. Transformer Engine's default is False.
 
     Raises:
-        TypeError: ``enabled`` is not a bool.
-        RuntimeError: it is entered inside a calibrating region.
+        TypeError: If ``enabled`` is not a bool.
+        RuntimeError: If it is entered inside a calibrating region.
     """
     require_bool("enabled", enabled)  # when called, not when entered
     return _region(enabled)

@@ -22,7 +22,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     and blocks need opset 21.
 
     Raises:
-        ImportError: ``onnx`` or ``onnxscript`` is not installed.
+        ImportError: If ``onnx`` or ``onnxscript`` is not installed.
     """
     try:
         from lightning_fp8.export import translations

@@ -166,7 +166,7 @@ def attention_forward(
     """Not supported: attention casts tile by tile inside the softmax, for which ONNX has no nodes.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: Always.
     """
     raise NotImplementedError(
         "FP8 attention is not exported to ONNX: it casts tile by tile inside the softmax. Export under a recipe with "
@@ -190,7 +190,7 @@ def _quantize(x: Value, shape: tuple[Any, Any], cast: Cast, scale: Value | None)
     """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks.
 
     Raises:
-        ValueError: the opset does not support the cast.
+        ValueError: If the opset does not support the cast.
     """
     layout = cast.layout
     _check_opset(layout)

@@ -15,7 +15,7 @@ def fp8_weights(program: Any) -> None:
         program: the ``torch.onnx.ONNXProgram`` returned by ``torch.onnx.export``.
 
     Raises:
-        RuntimeError: the version of ``onnx``, which computes the codes, is too old.
+        RuntimeError: If the version of ``onnx``, which computes the codes, is too old.
     """
     from onnxscript import optimizer
 

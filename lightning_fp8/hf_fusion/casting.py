@@ -85,7 +85,7 @@ def class_named(name: str, known: Mapping[str, str], casting: type) -> type:
     """The class of a pickled module.
 
     Raises:
-        AttributeError: ``known`` has no ``name``.
+        AttributeError: If ``known`` has no ``name``.
     """
     if name not in known:
         raise AttributeError(f"module {casting.__module__!r} has no attribute {name!r}")

@@ -58,10 +58,10 @@ def checkpoint(
         The result of ``function``.
 
     Raises:
-        TypeError: ``function`` is not callable, the tracker has no states, or the first argument is to be distributed
-            and is not a local tensor.
-        ValueError: ``distribute_saved_activations`` without ``tp_group``, or the number of elements of the first
-            argument is not divisible by the group's size.
+        TypeError: If ``function`` is not callable, if the tracker has no states, or if the first argument is to be
+            distributed and is not a local tensor.
+        ValueError: If ``distribute_saved_activations`` is set without ``tp_group``, or if the number of elements of the
+            first argument is not divisible by the group's size.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r} cannot be called; pass a module or a function")
@@ -150,7 +150,7 @@ class SavedStates:
         context: entered within this one.
 
     Raises:
-        TypeError: the tracker has no ``get_states`` and ``set_states``.
+        TypeError: If the tracker has no ``get_states`` and ``set_states``.
     """
 
     def __init__(self, tracker: Any, context: AbstractContextManager[Any]) -> None:

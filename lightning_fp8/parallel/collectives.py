@@ -42,7 +42,7 @@ def start_scatter_of_sum(parts: Tensor, group: dist.ProcessGroup, dim: int) -> P
     """Reduce-scatter: this rank's piece, along ``dim``, of the sum of the ranks' ``parts``.
 
     Raises:
-        ValueError: ``dim`` is not divisible by the number of ranks.
+        ValueError: If ``dim`` is not divisible by the number of ranks.
     """
     ranks = dist.get_world_size(group)
     if parts.shape[dim] % ranks:
@@ -78,7 +78,7 @@ def require_shared_scales(fp8_group: dist.ProcessGroup | None, group: dist.Proce
         group: the ranks of a layer.
 
     Raises:
-        ValueError: a rank of ``group`` is not in ``fp8_group``.
+        ValueError: If a rank of ``group`` is not in ``fp8_group``.
     """
     if fp8_group is None or fp8_group is group:
         return

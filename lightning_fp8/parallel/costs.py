@@ -88,7 +88,7 @@ def shape_of_config(config: dict[str, Any]) -> Shape:
     """The shape described by a Hugging Face ``config.json``.
 
     Raises:
-        ValueError: a key is missing or not a positive integer, or the model is not Llama-like.
+        ValueError: If a key is missing or not a positive integer, or the model is not Llama-like.
     """
     for key in ("num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"):
         if config.get(key):
@@ -135,7 +135,7 @@ class Setup:
         bf16_blocks: blocks that an FP8 recipe leaves in BF16; the plugin's default is the first and the last one.
 
     Raises:
-        ValueError: a size is not divisible by the mesh, or not positive.
+        ValueError: If a size is not divisible by the mesh, or not positive.
     """
 
     shape: Shape

@@ -31,7 +31,7 @@ class Cut(NamedTuple):
         """The piece of ``rank``, as a copy.
 
         Raises:
-            ValueError: a section is not divisible by ``ranks``.
+            ValueError: If a section is not divisible by ``ranks``.
         """
         sizes = self._sizes(whole.shape[self.dim])
         if wrong := [size for size in sizes if size % ranks]:

@@ -42,8 +42,7 @@ def sharded_linear(
     Raises:
         TypeError: If the weight's placement is not supported.
         ValueError: If x is on another mesh, if its features are sharded differently than the weight's, or if its
-            sequence is not
-            divisible by the number of ranks.
+            sequence is not divisible by the number of ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

@@ -19,7 +19,7 @@ def weights_and_compute_dtypes(
     """The dtypes of parameters and of activations, given as such or by name; without ``compute_dtype`` the same.
 
     Raises:
-        ValueError: a dtype that is not supported, or two that do not go together.
+        ValueError: If a dtype is not supported, or if the two are not supported together.
     """
     weights: torch.dtype = dtype_named(weights_dtype)
     compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)

@@ -82,7 +82,7 @@ class FP8FabricPrecision(FabricPrecision):
             :func:`convert_module`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit; the message lists what would.
+        ValueError, TypeError: If an argument is invalid. The message lists valid values.
 
     ``summary`` is the table of the model that was converted, or whose first step ended, last. It shows what is planned,
     and from the first optimizer step (or ``update_scales()``) on what ran.
@@ -369,7 +369,7 @@ class FP8FabricPrecision(FabricPrecision):
         """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
 
         Raises:
-            ValueError: the state is malformed; nothing was changed.
+            ValueError: If the state is malformed. Nothing is changed then.
         """
         validated_state(state)
         if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
@@ -382,7 +382,7 @@ class FP8FabricPrecision(FabricPrecision):
         """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
 
         Raises:
-            ValueError: the state is malformed; nothing was changed.
+            ValueError: If the state is malformed. Nothing is changed then.
         """
         states = validated_states(state_dict)
         self._drop_unused()

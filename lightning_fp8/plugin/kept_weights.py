@@ -28,7 +28,7 @@ class KeptWeights:
             nothing on a single device.
 
     Raises:
-        TypeError: ``cache_fp8_weights`` is neither a bool nor None.
+        TypeError: If ``cache_fp8_weights`` is neither a bool nor None.
     """
 
     def __init__(self, cache_fp8_weights: bool | None) -> None:

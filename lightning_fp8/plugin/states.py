@@ -17,8 +17,8 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The models' states in the state of a plugin, by name.
 
     Raises:
-        TypeError: ``state_dict`` is no mapping of names.
-        ValueError: a state is malformed; the message names its key.
+        TypeError: If ``state_dict`` is not a mapping of names.
+        ValueError: If a state is malformed. The message names its key.
     """
     require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}

@@ -122,7 +122,7 @@ class FirstSteps:
         """Synchronize, and read the results of checks since the last call.
 
         Raises:
-            WrongNumbers: a check failed. The checks have ended, and the kernels have lost their proof.
+            WrongNumbers: If a check failed. The checks have ended, and the verdicts of the kernels are withdrawn.
         """
         looks, self._looks = self._looks, []
         if not looks:

@@ -133,8 +133,8 @@ class Float8LinearConfig:
         round_scales_to_power_of_2: round scales down to powers of two; rows need True.
 
     Raises:
-        NotImplementedError: a configuration that is not supported; the message says what to do instead.
-        TypeError: a value of another type.
+        NotImplementedError: If a configuration is not supported. The message says what to do instead.
+        TypeError: If a value has another type.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -205,8 +205,8 @@ class Float8LinearConfig:
         """The configuration of torchao's recipe of that name.
 
         Raises:
-            ValueError: an unknown name.
-            NotImplementedError: ``rowwise_with_gw_hp``.
+            ValueError: If the name is unknown.
+            NotImplementedError: If the name is ``rowwise_with_gw_hp``.
         """
         known = [name.value for name in Float8LinearRecipeName]
         name = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
@@ -255,7 +255,7 @@ def convert_to_float8_training(
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is no module, or ``config`` no :class:`Float8LinearConfig` of this file.
+        TypeError: If ``module`` is not a module, or ``config`` not a :class:`Float8LinearConfig` of this file.
     """
     require_module("convert_to_float8_training", module)
     config = Float8LinearConfig() if config is None else config

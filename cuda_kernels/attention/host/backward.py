@@ -56,8 +56,8 @@ class BackwardLaunch:
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
 
     Raises:
-        ValueError: an argument is not supported by the kernels.
-        KernelError: a kernel cannot be compiled or loaded.
+        ValueError: If an argument is not supported by the kernels.
+        KernelError: If a kernel cannot be compiled or loaded.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ class AttentionProblem:
         longest_query: upper bound of the query sequences' lengths; None is ``queries.length_or_total``.
 
     Raises:
-        ValueError: ``softmax_scale`` is not supported, or heads cannot be shared evenly.
+        ValueError: If ``softmax_scale`` is not supported, or heads cannot be shared evenly.
     """
 
     spec: AttentionSpec
@@ -147,7 +147,7 @@ class AttentionProblem:
         """Check alignment.
 
         Raises:
-            ValueError: rows of a tensor in the spec's dtype are not aligned to 16 bytes.
+            ValueError: If rows of a tensor in the spec's dtype are not aligned to 16 bytes.
         """
         item = 4 if self.spec.out_dtype == "float32" else 2
         for strides_of_tensor in strides:
@@ -176,7 +176,7 @@ class CastLaunch:
         device: where to launch.
 
     Raises:
-        KernelError: a kernel cannot be compiled or loaded.
+        KernelError: If a kernel cannot be compiled or loaded.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class TransposeLaunch:
     """The transposed copy of codes ``[H, R, D]``, from their row copy.
 
     Raises:
-        KernelError: the kernel cannot be compiled or loaded.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
 
     def __init__(self, head_dim: int, heads: int, space: RowSpace, device: torch.device) -> None:
@@ -270,8 +270,8 @@ class ForwardLaunch:
         device: where to launch.
 
     Raises:
-        ValueError: ``strides`` are not supported.
-        KernelError: the kernel cannot be compiled or loaded.
+        ValueError: If ``strides`` are not supported.
+        KernelError: If the kernel cannot be compiled or loaded.
     """
 
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any) -> Sizes:
     """Raises:
-    ValueError: a number that is not positive, or that another does not divide.
+    ValueError: If a number is not positive, or not divisible as required.
     """
     channels = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
     if len(channels) != 2:
@@ -51,7 +51,7 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     """``1 / sqrt(channels)`` where it is None.
 
     Raises:
-        ValueError, TypeError: not a finite number above 0.
+        ValueError, TypeError: If it is not a finite number above 0.
     """
     if softmax_scale is None:
         return float(channels**-0.5)
@@ -61,8 +61,8 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
 
 def checked_length(name: str, length: Any) -> int | None:
     """Raises:
-    TypeError: neither None nor an integer.
-    ValueError: less than 0.
+    TypeError: If it is neither None nor an integer.
+    ValueError: If it is less than 0.
     """
     if length is None:
         return None
@@ -93,8 +93,8 @@ def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, 
     """Queries, keys and values, which may come packed along ``dim`` of one tensor, as views.
 
     Raises:
-        TypeError: a packed tensor beside what it holds, or one that is missing.
-        ValueError: another ``dim``, or another number of tensors along it.
+        TypeError: If a packed tensor is passed together with one that it contains, or if a tensor is missing.
+        ValueError: If ``dim`` is not supported, or if the number of tensors along it is wrong.
     """
     if qkv is None and kv is None:
         if q is None or k is None or v is None:
@@ -114,7 +114,7 @@ def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
-    TypeError: dtypes differ, and torch.autocast makes them no one.
+    TypeError: If dtypes differ, and torch.autocast does not convert them to one.
     """
     if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
         raise TypeError(
@@ -125,7 +125,8 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_tensors(attention_mask: Any, **given: Any) -> None:
     """Raises:
-    TypeError: ``attention_mask`` is no tensor, pair of tensors or None, or one of ``given`` no tensor or None.
+    TypeError: If ``attention_mask`` is not a tensor, a pair of tensors or None, or if one of ``given`` is not a tensor
+        or None.
     """
     for name, value in given.items():
         if not (value is None or isinstance(value, Tensor)):
@@ -141,8 +142,8 @@ def check_tensors(attention_mask: Any, **given: Any) -> None:
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
-    TypeError: no dense tensors of floating point.
-    ValueError: other dimensions, heads or channels than the layer's.
+    TypeError: If a tensor is not dense, or not of a floating-point dtype.
+    ValueError: If dimensions, heads or channels are not the layer's.
     """
     letters = {"sbhd": "[s, b, h, d]", "bshd": "[b, s, h, d]", "thd": "[t, h, d]"}[qkv_format]
     own = (

@@ -140,9 +140,9 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
                 results are the same.
 
         Raises:
-            TypeError: no process group.
-            ValueError: other ranks than the group's, or an unknown ``cp_comm_type``.
-            NotImplementedError: ``"a2a+p2p"``, with its two groups.
+            TypeError: If ``cp_group`` is not a process group.
+            ValueError: If ``cp_global_ranks`` are not the group's ranks, or if ``cp_comm_type`` is unknown.
+            NotImplementedError: If ``cp_comm_type`` is ``"a2a+p2p"``, which uses two groups.
         """
         self.context_parallel = context_parallel(cp_group, cp_global_ranks, cp_comm_type)
 

@@ -52,8 +52,8 @@ def extras_of(
     """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
 
     Raises:
-        ValueError: an argument without the one that goes with it.
-        TypeError: a bias of no floating point.
+        ValueError: If an argument is passed without another that it requires.
+        TypeError: If a bias is not of a floating-point dtype.
     """
     one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
     mask = attention_mask if mask_type == "arbitrary" else None

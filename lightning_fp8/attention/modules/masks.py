@@ -114,7 +114,8 @@ def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
         rows: L.
 
     Raises:
-        ValueError: another shape or dtype; a row that is masked out before one that is not (on a card an assertion).
+        ValueError: If the shape or dtype is wrong, or if a row is masked out before one that is not (on a GPU, an
+            assertion).
     """
     if not _is_padding_mask(attention_mask, sequences, rows):
         raise ValueError(
@@ -153,7 +154,7 @@ def check_mask_beside(of: str, attention_mask: Tensor, cu_seqlens: Tensor, rows:
         rows: L; None is any.
 
     Raises:
-        ValueError: the mask hides other rows.
+        ValueError: If the mask hides other rows.
     """
     sequences, held = len(cu_seqlens) - 1, attention_mask.shape[-1] if rows is None and attention_mask.dim() else rows
     if held is None or not _is_padding_mask(attention_mask, sequences, held):

@@ -57,7 +57,7 @@ class Sequences(NamedTuple):
             padding: a mask of which True is masked out, or a pair; beside ``cu_seqlens`` it may say nothing else.
 
         Raises:
-            ValueError: they do not fit the tensors.
+            ValueError: If they do not fit the tensors.
         """
         of_q, of_kv = cu_seqlens
         if (of_q is None) != (of_kv is None):

@@ -83,7 +83,7 @@ class Attention(NamedTuple):
         """The inverse of :attr:`flat`.
 
         Raises:
-            ValueError: a limit of the band is negative.
+            ValueError: If a limit of the band is negative.
         """
         return cls(qkv_format, Band(left, right, bottom_right), centered, longest_query)
 
@@ -168,7 +168,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
         ``o`` in q's dtype and format, and what :func:`attention_backward` needs.
 
     Raises:
-        ValueError: an unknown format, or heads, lengths, devices or ``cu_seqlens`` that do not match.
+        ValueError: If the format is unknown, or if heads, lengths, devices or ``cu_seqlens`` do not match.
     """
     return _attention_forward(q, k, v, call)  # type: ignore[no-any-return]
 
@@ -183,7 +183,7 @@ def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: A
         key_rows: L of keys and values; T in ``thd``.
 
     Raises:
-        ValueError: ``do`` and ``o`` have different shapes.
+        ValueError: If ``do`` and ``o`` have different shapes.
     """
     return _attention_backward(do, o, kept, key_rows, call)  # type: ignore[no-any-return]
 

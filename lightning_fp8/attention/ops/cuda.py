@@ -210,7 +210,7 @@ class ForwardPlan:
     """The forward pass: casts, then one kernel. V is cast to rows and columns; the backward pass uses the rows.
 
     Raises:
-        KernelError: if a kernel cannot be compiled or loaded.
+        KernelError: If a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
@@ -246,7 +246,7 @@ class ForwardOfCodesPlan:
     """The forward pass for FP8 keys and values: a cast of queries, a transposed copy of V's codes, then one kernel.
 
     Raises:
-        KernelError: if a kernel cannot be compiled or loaded.
+        KernelError: If a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads) -> None:
@@ -277,7 +277,7 @@ class BackwardPlan:
     """The backward pass: a cast of dO, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
 
     Raises:
-        KernelError: if a kernel cannot be compiled or loaded.
+        KernelError: If a kernel cannot be compiled or loaded.
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
@@ -316,7 +316,7 @@ def chosen(which: str, device: torch.device, head_dim: int) -> Any:
     """The class that plans the ``"forward"`` or ``"backward"`` pass for ``head_dim`` on ``device``.
 
     Raises:
-        KernelError: if the architecture or ``head_dim`` is not supported.
+        KernelError: If the architecture or ``head_dim`` is not supported.
     """
     plan, head_dims = PLANS[which].get(architecture_of(device), (None, ()))
     if head_dim in head_dims:
@@ -390,7 +390,7 @@ def _no_kernel(which: str, device: torch.device, head_dim: int) -> str:
 
 def require_operands(q: Heads, k: Heads, v: Heads) -> None:
     """Raises:
-    ValueError: if shapes or dtypes do not match.
+    ValueError: If shapes or dtypes do not match.
     """
     if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
         raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")

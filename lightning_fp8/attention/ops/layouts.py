@@ -15,7 +15,8 @@ def to_heads(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None) -> tuple[Ten
     """``[B, H, L, D]`` of a tensor in ``qkv_format``, and the sequences' lengths ``[B]``; None if all are ``L``.
 
     Raises:
-        ValueError: ``thd`` without ``cu_seqlens``, or ``cu_seqlens`` does not rise from 0 to at most the tensor's rows.
+        ValueError: If ``cu_seqlens`` is missing for ``thd``, or does not rise from 0 to at most the number of the
+            tensor's rows.
     """
     if qkv_format == "thd":
         if cu_seqlens is None:
@@ -41,7 +42,7 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
             sequence. Later rows of ``x`` are padding and left out. Sequences may be empty.
 
     Raises:
-        ValueError: ``cu_seqlens`` does not rise from 0 to at most T.
+        ValueError: If ``cu_seqlens`` does not rise from 0 to at most T.
     """
     lengths = _lengths(cu_seqlens, len(x))
     longest = max(lengths.tolist(), default=0)

@@ -24,7 +24,7 @@ class Band:
             ``shift = keys - queries``; if False, it starts at the first ones, ``shift = 0``.
 
     Raises:
-        ValueError: a limit is negative.
+        ValueError: If a limit is negative.
     """
 
     left: int | None = None

@@ -29,7 +29,8 @@ class TiledCall:
         group: number of query heads that share a head of keys and values.
 
     Raises:
-        ValueError: the number of query heads is not divisible; lengths have another batch size, or exceed the rows.
+        ValueError: If the number of query heads is not divisible, or if lengths have another batch size or exceed the
+            rows.
     """
 
     def __init__(self, q: Codes, k: Codes, softmax_scale: float, band: Band, lengths: Lengths | None) -> None:

@@ -135,7 +135,7 @@ class LayerNormLinear(NormedLayer):
             y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, the bias and the norm's output.
 
         Raises:
-            TypeError, ValueError: see :meth:`lightning_fp8.Linear.forward`.
+            TypeError, ValueError: See :meth:`lightning_fp8.Linear.forward`.
             NotImplementedError: If an argument that is not supported differs from its default.
         """
         refuse_in_forward(fp8_output=fp8_output, fp8_grad=fp8_grad, weight=weight, bias=bias)

@@ -179,7 +179,7 @@ class LayerNormMLP(NormedLayer):
             y; with ``return_bias`` or ``return_layernorm_output`` a tuple of y, ``fc2_bias`` and the norm's output.
 
         Raises:
-            TypeError, ValueError: see :meth:`lightning_fp8.Linear.forward`.
+            TypeError, ValueError: See :meth:`lightning_fp8.Linear.forward`.
         """
         if self.parallel_mode is not None:
             return self._forward_of_piece(inp, is_first_microbatch)

@@ -34,8 +34,8 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: taken at their defaults: ``freqs`` are those of this rank's positions.
 
     Raises:
-        NotImplementedError: ``cp_size`` or ``cp_rank`` is not at its default.
-        TypeError, ValueError: an argument that does not fit.
+        NotImplementedError: If ``cp_size`` or ``cp_rank`` is not at its default.
+        TypeError, ValueError: If an argument is invalid.
     """
     one_of("tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
     require_bool("fused", fused)
