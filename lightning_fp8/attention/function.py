@@ -41,10 +41,10 @@ def why_not_fp8(
     center_keys: bool = True,
     of_codes: bool = False,
 ) -> str:
-    """Why attention of these tensors does not run in FP8, or an empty string where it does.
+    """Why attention of these tensors does not run in FP8; empty if it does.
 
-    On a card the kernels of both passes are made and loaded by the first question about them. A forward pass without
-    gradients is asked for both: activation checkpointing runs it again, with gradients.
+    On a GPU, the first call for a kind of tensors compiles and loads the kernels of both passes. Both are required even
+    without gradients, because activation checkpointing runs a forward pass again, with gradients.
 
     Args:
         q, k, v: tensors in any QKV format.
@@ -97,17 +97,17 @@ def fp8_attention(
         qkv_format: the name of the format.
         band: the keys that each query attends to; None is all keys of its sequence.
         softmax_scale: None is ``1 / sqrt(D)``.
-        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: of ``thd`` where each sequence starts; else their differences
-            are the sequences' lengths. Rows after them are padding, which gives 0 and takes no gradient.
-        max_seqlen_q: of ``thd``, rows that no sequence of queries has more of; memory is saved by it on a card, where a
-            longer one is a device assertion. None is T.
+        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: for ``thd``, the start of each sequence; for other formats,
+            the cumulative lengths. Later rows are padding: their results are 0, and they have no gradient.
+        max_seqlen_q: for ``thd``, an upper bound of the lengths of query sequences, which saves memory on a GPU. A
+            longer sequence is a device assertion there. None is T.
         center_keys: subtract a mean over the sequence from keys before they are cast. Softmax does not change;
             roundings do.
         slots: entries of an amax history for q, k and v together, for the output, and for their gradients.
         observe: whether to collect amaxes in ``slots``.
 
     Returns:
-        q's shape and dtype, contiguous. A query that sees no key gets 0.
+        A contiguous tensor with q's shape and dtype; 0 for a query that attends to no key.
 
     Raises:
         TypeError: If dtypes differ.
@@ -252,7 +252,7 @@ def require_softmax_scale(softmax_scale: Any) -> None:
 
 
 def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
-    """Check on the host alone that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
+    """Check, if the values are on the host, that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
 
     Raises:
         ValueError: If one has.
@@ -268,7 +268,7 @@ def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) ->
 
 
 def is_known(x: Tensor) -> bool:
-    """Whether the host can look at the values of ``x`` without waiting for a card."""
+    """Whether the host can read the values of ``x`` without waiting for a GPU."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""FP8Callback: foreign checkpoints in a Trainer."""
+"""FP8Callback: checkpoints of Transformer Engine in a Trainer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_fp8.te.torch_file import CheckpointError
 
 
 class FP8Callback(TrainerHooks):
-    """Lets a Trainer with :class:`lightning_fp8.FP8Precision` resume checkpoints of Transformer Engine.
+    """Lets a Trainer with :class:`lightning_fp8.FP8Precision` resume from checkpoints of Transformer Engine.
 
-    A checkpoint with Transformer Engine's FP8 state, of any version, resumes through ``ckpt_path``. Training in FP8 and
-    our own checkpoints do not need this callback.
+    ``ckpt_path`` may then be a checkpoint with the FP8 state of any version of Transformer Engine. FP8 training and
+    this package's own checkpoints do not need the callback.
 
     Attributes:
         te_report: a report on each FP8 state of the last such checkpoint: loaded or not, and why.
@@ -56,7 +56,7 @@ class FP8Callback(TrainerHooks):
             except CheckpointError as error:
                 raise CheckpointError(f"{trainer.ckpt_path}: {error}") from None
 
-        # Callback.on_load_checkpoint comes after the strict load; only a hook of the module itself comes before.
+        # Callback.on_load_checkpoint is called after the strict load, and only a hook of the module before it.
         self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
 
     @override

@@ -1,4 +1,4 @@
-"""FP8 as a precision plugin of Lightning: Fabric's, the Trainer's, and what both say of wrong arguments."""
+"""FP8 as a precision plugin of Lightning, for Fabric and for the Trainer, and errors of its arguments."""
 
 from lightning_fp8.plugin.hints import extend_parsers
 

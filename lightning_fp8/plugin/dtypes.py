@@ -1,4 +1,4 @@
-"""The dtypes of parameters and activations: which go together, Lightning's name, casts of a model and of a batch."""
+"""The dtypes of parameters and activations: supported pairs, Lightning's names, casts of a model and of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fp8.arguments import dtype_named
 def weights_and_compute_dtypes(
     weights_dtype: torch.dtype | str, compute_dtype: torch.dtype | str | None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of parameters and of activations, given as such or by name; without ``compute_dtype`` the same.
+    """The dtypes of parameters and of activations, from dtypes or names; equal without ``compute_dtype``.
 
     Raises:
         ValueError: If a dtype is not supported, or if the two are not supported together.
@@ -40,13 +40,13 @@ def weights_and_compute_dtypes(
 
 
 def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
-    """Lightning's name for what the rest of the model runs in; its summaries and monitors know these."""
+    """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
     short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
     return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
 
 
 def table_name(compute_dtype: torch.dtype) -> str:
-    """What the table of layers calls a dtype: ``"BF16"``, ``"FP16"`` or ``"FP32"``."""
+    """The name of a dtype in the table of layers: ``"BF16"``, ``"FP16"`` or ``"FP32"``."""
     return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}[compute_dtype]
 
 

@@ -1,4 +1,4 @@
-"""FP8 as a precision of Fabric; what the Trainer's plugin adds is in :mod:`lightning_fp8.plugin.precision`."""
+"""FP8 as a precision plugin of Fabric; :mod:`lightning_fp8.plugin.precision` adds the Trainer's hooks."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ class FP8FabricPrecision(FabricPrecision):
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
         weights_dtype: dtype of the parameters, or its name, ``"bfloat16"`` or ``"bf16"``.
-        first_last_layers_bf16: keep the first and last layers in BF16.
-        num_layers_at_start_in_bf16: how many first layers.
-        num_layers_at_end_in_bf16: how many last layers.
-        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only ``lightning_fp8.Linear`` in FP8.
+        first_last_layers_bf16: keep the first and last blocks in BF16.
+        num_layers_at_start_in_bf16: the number of first blocks.
+        num_layers_at_end_in_bf16: the number of last blocks.
+        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; with False only ``lightning_fp8.Linear`` runs in FP8.
         skip: globs of the names of modules that stay in BF16, or a function ``(module, name) -> bool``; see
             :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
-        attention: run attention in FP8, too, as a recipe with ``fp8_dpa=True`` does.
-        cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter;
-            ``None`` does so where the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
-            In-place changes of the weight itself under ``torch.no_grad()`` are detected. In-place changes of its
-            ``data``, as ``weight.data.mul_(...)``, are not: the old copies are used until an optimizer steps, in the
-            Trainer also until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
+        attention: also run attention in FP8, as a recipe with ``fp8_dpa=True`` does.
+        cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter.
+            ``None`` does so if the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
+            In-place changes of a weight under ``torch.no_grad()`` are detected. In-place changes of its ``data``, such
+            as ``weight.data.mul_(...)``, are not: stale copies are used until an optimizer steps, and in the Trainer
+            until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
         fuse: let norms and activations of known model families cast for the layers that read them; see
             :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. The message lists valid values.
 
-    ``summary`` is the table of the model that was converted, or whose first step ended, last. It shows what is planned,
-    and from the first optimizer step (or ``update_scales()``) on what ran.
+    ``summary`` is the table of the last model that was converted or whose first step ended. It shows what is planned
+    and, after the first optimizer step or ``update_scales()``, what ran.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class FP8FabricPrecision(FabricPrecision):
         return _call(self, {"recipe": _call(self.recipe, recipe), **_changed(arguments, defaults)})
 
     def __str__(self) -> str:
-        """What Lightning's Trainer prints of a plugin that it does not take."""
+        """The text in the Trainer's error about a plugin that it does not support."""
         return f"{self!r}, which is for Fabric (the Trainer takes FP8Precision)"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What strategies that start processes send to them: no weak references, no hooks that watch a first step."""
+        """The state that strategies send to the processes they start, without weak references and first-step hooks."""
         without: dict[str, Any] = {"_first_steps": {}, "_stepped_in_backward": set()}
         return {**self.__dict__, "_models": list(self._models), **without}
 
@@ -157,7 +157,8 @@ class FP8FabricPrecision(FabricPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
 
-        Again it changes nothing. Complex parameters and buffers stay, which Lightning's own true precision makes real.
+        A second call changes nothing. Complex parameters and buffers stay complex; Lightning's own true precision makes
+        them real.
         """
         require_module("convert_module", module)
         if any(
@@ -206,7 +207,7 @@ class FP8FabricPrecision(FabricPrecision):
         return FirstStep(module, summary)
 
     def report_first_step(self, summary: ConversionSummary) -> None:
-        """Keep the table that the first training step gave; warn of layers that should run in FP8 and did not."""
+        """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
         if summary == self.summary:
             return  # another callback has reported it
         before = self.summary
@@ -225,7 +226,7 @@ class FP8FabricPrecision(FabricPrecision):
                 rank_zero_info(fallback)
 
     def report_gathers(self, module: nn.Module, history: AmaxHistory) -> None:
-        """Say of a model that was sharded after its conversion which weights FSDP2 gathers in high precision."""
+        """For a model that was sharded after its conversion, report weights that FSDP2 gathers in high precision."""
         first_step = self._first_steps.get(history)
         before = self.summary if first_step is None else first_step.summary
         if before is None or (summary := with_gathers(before, module, self.recipe)) == before:
@@ -236,7 +237,7 @@ class FP8FabricPrecision(FabricPrecision):
         rank_zero_info(f"FSDP2 does not gather all weights of FP8 layers in FP8\n{summary}")
 
     def detach_attention(self) -> None:
-        """Take back what lets FP8 contexts reach the attention of the models: training is over."""
+        """Detach FP8 attention from the models when training ends."""
         for model in list(self._models):
             detach(model)
 
@@ -245,7 +246,7 @@ class FP8FabricPrecision(FabricPrecision):
         self.detach_attention()
 
     def _report_glob(self, wrong: str) -> None:
-        """Warn of a glob that matches no layer; of several models that share the plugin another may have the module."""
+        """Warn of a glob that matches no layer. If several models share the plugin, another one may have the module."""
         rank_zero_warn(wrong)
 
     def _register_history(self, history: AmaxHistory) -> bool:
@@ -257,7 +258,7 @@ class FP8FabricPrecision(FabricPrecision):
         return True
 
     def _drop_unused(self) -> None:
-        """Drop histories whose models are gone; never at an update, where all ranks must drop the same ones."""
+        """Drop histories of deleted models. Not called in updates, where all ranks must drop the same histories."""
         if dist.is_available() and dist.is_initialized():
             gc.collect()
         self.histories = of_living_models(self.histories)
@@ -314,7 +315,7 @@ class FP8FabricPrecision(FabricPrecision):
     def update_scales(self) -> None:
         """Reduce the amaxes of all models over all ranks in one collective and compute new scales.
 
-        Steps of a ``torch.optim.Optimizer`` that holds parameters of a model do it for this model.
+        A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
         update_slots(all_slots(self.histories.values()))
         self._report_first_steps(self.histories.values())
@@ -346,7 +347,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
-        """Do what the hook of torch's optimizers does, where ``optimizer`` is none and calls none of them."""
+        """Run the hook of torch's optimizers for an ``optimizer`` that is not one of torch's and does not call it."""
         before = optimizer_step_number()
         first_steps.read(self._models)
         yield
@@ -366,7 +367,7 @@ class FP8FabricPrecision(FabricPrecision):
         return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
     def set_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Give ``model`` the scales and histories of ``state``, now or, if it is not converted yet, then.
+        """Load the scales and histories of ``state`` into ``model``, or when it is converted if it is not yet.
 
         Raises:
             ValueError: If the state is malformed. Nothing is changed then.
@@ -379,7 +380,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the scales and histories of :meth:`state_dict`; those of models that are not converted yet wait for it.
+        """Load the result of :meth:`state_dict`. Models that are not converted yet are loaded when they are converted.
 
         Raises:
             ValueError: If the state is malformed. Nothing is changed then.
@@ -419,13 +420,13 @@ def _changed(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
 
 
 def pieces_of(model: nn.Module) -> str:
-    """A sentence's subject: the layers whose parameters are this rank's pieces as plain tensors; empty without any."""
+    """The layers whose parameters are this rank's shards as plain tensors, as the subject of a message; or empty."""
     names = [name for name, module in model.named_modules() if isinstance(module, CutLayer) and module.cuts]
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
 
 
 _watching: WeakSet[FP8FabricPrecision] = WeakSet()
-"""The plugins that have models whose first step is not reported."""
+"""The plugins with models whose first step has not been reported."""
 
 
 @torch.compiler.disable
@@ -445,4 +446,4 @@ def _look_before_step(*_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_report_step)  # behind the one that updates the scales
+register_optimizer_step_post_hook(_report_step)  # after the one that updates the scales

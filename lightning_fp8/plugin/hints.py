@@ -1,8 +1,8 @@
-"""Errors of the plugins' arguments in YAML, in a few lines, for every program that reads it with jsonargparse.
+"""Short error messages for wrong arguments of the plugins in YAML, in every program that uses jsonargparse.
 
-A parser tries each type that an argument may have, and reports them all: for a wrong name of a recipe, a LightningCLI
-prints a screen of usage and a screen of types. jsonargparse has no hook for the messages of a class, so two methods of
-its parsers are wrapped. Errors that concern none of the plugins pass unchanged.
+A parser tries each type of an argument, and reports all of them: for a wrong recipe name, a LightningCLI prints a
+screen of usage and a screen of types. jsonargparse has no hook for the messages of a class, so two methods of its
+parsers are wrapped. Errors that are not about a plugin do not change.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plugins_in(value: Any) -> Iterator[Spec]:
 
 
 def plugins_in_message(message: str) -> Iterator[Spec]:
-    """The plugins in the values that a parser's error ``message`` quotes, or whose arguments it does not know."""
+    """The plugins in the values that a parser's error ``message`` quotes, or whose arguments it calls unknown."""
     for path, name in re.findall(r"class_path '([\w.]+)':\s+\w+ '([\w.]+)' is not (?:accepted|expected)", message):
         yield from plugins_in({"class_path": path, "init_args": {name: None}})
     for text in re.findall(r"Given value: ([{\[].*[}\]])$", message, re.MULTILINE):
@@ -81,12 +81,12 @@ def plugins_in_message(message: str) -> Iterator[Spec]:
 
 
 def complaints(plugins: Iterable[Spec]) -> str:
-    """The errors that these plugins raise for their arguments, a line each; empty without any."""
+    """The errors that these plugins raise for their arguments, one per line; empty if there are none."""
     return "\n".join(dict.fromkeys(filter(None, (_complaint(*plugin) for plugin in plugins))))
 
 
 def _named(path: Any) -> Any:
-    """What ``path`` names in a module that the parser has imported; None if it names nothing."""
+    """The object called ``path`` in a module that the parser has imported, or None."""
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     return getattr(sys.modules.get(module or "lightning_fp8"), name, None)
 
@@ -110,7 +110,7 @@ def _complaint(cls: type[FP8FabricPrecision], arguments: Mapping[str, Any]) -> s
 
 
 def _read(name: str, value: Any) -> Any:
-    """``value`` as the parser understands it."""
+    """``value`` as parsed by the parser."""
     if name == "recipe" and isinstance(value, Mapping):
         fields = {field: _read(field, given) for field, given in value.get("init_args", value).items()}
         return _recipe_class(value["class_path"])(**fields) if "class_path" in value else fields

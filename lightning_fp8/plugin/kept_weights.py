@@ -1,4 +1,4 @@
-"""The decision how long layers keep the FP8 copies of their weights over micro-batches, for the Trainer and Fabric."""
+"""How long layers cache the FP8 copies of their weights over micro-batches, in the Trainer and in Fabric."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lightning_fp8.modules.weight_cache import WeightCachingModule
 
 
 class KeptWeights:
-    """Decides whether weights keep their FP8 copies between forwards, and until when.
+    """Decides whether weights cache their FP8 copies between forwards, and until when.
 
-    The plugin puts :attr:`period` into the context of every forward, as ``weight_period``. Copies of one period serve
-    all its forwards and backwards, and what happens to the weight ends them before: an optimizer's step, a change in
-    place, other data (:mod:`lightning_fp8.modules.weight_cache`). Only a change of ``weight.data`` in place leaves no
-    trace, and whoever evaluates averages of the weights may make one. Hence a Trainer's period ends where an epoch of
-    training begins, where an evaluation begins, and where a validation ends. In Fabric, whose loop is the user's,
-    nobody says where that is: there one period lasts for good.
+    The plugin sets :attr:`period` in the context of every forward, as ``weight_period``. The copies of one period are
+    used by all its forwards and backwards, unless the weight changes: by an optimizer's step, in place, or by an
+    assignment of ``data`` (:mod:`lightning_fp8.modules.weight_cache`). Only an in-place change of ``weight.data``
+    cannot be detected, and callbacks that evaluate averages of the weights may make one. Therefore a Trainer's period
+    ends when an epoch of training begins, when an evaluation begins, and when a validation ends. In Fabric the plugin
+    does not know these events, and a period never ends.
 
     Args:
-        cache_fp8_weights: True keeps copies, also in Fabric and of sharded weights; False keeps none; None keeps them
-            in a Trainer that accumulates gradients, unless weights are sharded (FSDP2): every rank would keep whole
-            ones. It keeps none in Fabric, where nobody says whether a loop accumulates: ``no_backward_sync`` does
-            nothing on a single device.
+        cache_fp8_weights: True caches copies, also in Fabric and for sharded weights. False caches none. None caches
+            them in a Trainer that accumulates gradients, unless weights are sharded (FSDP2), because every rank would
+            keep whole copies. It caches none in Fabric, where the plugin cannot detect accumulation:
+            ``no_backward_sync`` does nothing on a single device.
 
     Raises:
         TypeError: If ``cache_fp8_weights`` is neither a bool nor None.
@@ -41,15 +41,15 @@ class KeptWeights:
 
     @property
     def period(self) -> int | None:
-        """The number of the current period; None while no copies are kept."""
+        """The number of the current period; None if no copies are cached."""
         return self._periods if self.chosen or (self.chosen is None and self._accumulates) else None
 
     def epoch_begins(self) -> None:
-        """A Trainer's epoch of training begins: after what callbacks did at the end of the one before."""
+        """Called when a Trainer's training epoch begins, after the callbacks at the end of the previous one."""
         self._periods += 1
 
     def micro_batch_begins(self, model: nn.Module, accumulate_grad_batches: int) -> None:
-        """A micro-batch of a Trainer begins; a schedule may change ``accumulate_grad_batches`` between epochs."""
+        """Called when a Trainer's micro-batch begins. ``accumulate_grad_batches`` may change between epochs."""
         self._accumulates = accumulate_grad_batches > 1 and not _is_sharded(model)
         if self.chosen is None and self._accumulates and not self._told:
             self._told = True
@@ -60,15 +60,15 @@ class KeptWeights:
             )
 
     def evaluation_begins(self) -> None:
-        """A Trainer validates, tests or predicts: other weights may have been put in place for it."""
+        """Called when a Trainer validates, tests or predicts, for which callbacks may have swapped the weights."""
         self._periods += 1
 
     def validation_ends(self) -> None:
-        """A Trainer goes on with a step that a validation interrupted: the weights may have been put back."""
+        """Called when a Trainer continues after a validation; callbacks may have restored the weights."""
         self._periods += 1
 
     def training_ends(self, model: nn.Module) -> None:
-        """A Trainer is done with ``model``: its copies are freed."""
+        """Called when a Trainer has finished with ``model``: its copies are freed."""
         for module in model.modules():
             if isinstance(module, WeightCachingModule):
                 module.forget_weight()

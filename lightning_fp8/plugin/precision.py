@@ -1,4 +1,4 @@
-"""FP8 as a precision of the Trainer."""
+"""FP8 as a precision plugin of the Trainer."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         raise MisconfigurationException(wrong)
 
     def _register_history(self, history: AmaxHistory) -> bool:
-        # A Trainer trains one model at a time; its checkpoints must not carry the one before.
+        # A Trainer trains one model at a time; its checkpoints must not contain the previous model's state.
         is_new = self.histories.get("model") is not history
         self.histories = {"model": history}
         return is_new
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> None:
-        return None  # the Trainer's hooks know when a step begins
+        return None  # the Trainer's hooks are called when a step begins
 
     def release(self) -> None:
-        """Leave the models' scales to whoever trains them next; called when the Trainer is done."""
+        """Stop managing the models' scales, so that they can be trained elsewhere; called when the Trainer ends."""
         self.watched = None
         self.detach_attention()
         for history in self.histories.values():
@@ -85,9 +85,9 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Know all optimizers before the first step: one of them may have its parameters frozen meanwhile.
+        """Register all optimizers before the first step, when the parameters of one of them may be frozen.
 
-        Of a model with weights of ``fp8_model_init`` they keep float32 masters.
+        Optimizers of weights from ``fp8_model_init`` keep float32 master weights.
         """
         for optimizer in optimizers:
             owned_by(optimizer)
@@ -132,7 +132,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
     @override
     def convert_output(self, data: Any) -> NoReturn:
-        """Called by Fabric's wrappers of models, and never by the Trainer."""
+        """Called by Fabric's wrappers of models, not by the Trainer."""
         raise MisconfigurationException(_NOT_FOR_FABRIC)
 
     @override
@@ -143,8 +143,8 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
     @override
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        # A compiled block that activation checkpointing recomputes reads the current context, not its forward's, and a
-        # context is a thread's: autograd shall not recompute it in a thread of a device.
+        # A compiled block that activation checkpointing recomputes uses the current context, not its forward's.
+        # Contexts are thread-local, so autograd must not recompute it in a device thread.
         one_thread = (
             torch.autograd.set_multithreading_enabled(False)
             if any_traced() or any_attention_traced()

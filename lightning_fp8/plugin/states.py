@@ -1,4 +1,4 @@
-"""The FP8 states that a plugin keeps, one for each model, and the names that it saves them under."""
+"""The FP8 states of a plugin, one for each model, and their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, saved_with: Any = None) -> None:
-    """Give a history the scales and amaxes of ``state``, for ``recipe``; report how many, and which it does not hold.
+    """Load the scales and amaxes of ``state`` into a history, for ``recipe``; report how many, and which are missing.
 
     Args:
         saved_with: the fields of the recipe that ``state`` was saved with, if they are known.
@@ -52,11 +52,11 @@ def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
 
 
 def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
-    """The histories whose models are still in use, named anew: another's name would be taken for its own."""
+    """The histories whose models still exist, with new names, so that no name refers to another model's history."""
     return by_name([history for history in histories.values() if history.modules or not history.names])
 
 
 def with_equal_names(states: dict[str, Any]) -> list[str]:
-    """The names of states that hold tensors of the same names as another, for which one could be taken."""
+    """The names of states whose tensors have the same names as another state's, so that the two could be confused."""
     slot_names = {name: tuple(state["names"]) for name, state in states.items() if state["names"]}
     return [name for name, names in slot_names.items() if list(slot_names.values()).count(names) > 1]

@@ -1,4 +1,4 @@
-"""What a Trainer knows and the plugin needs: when steps, epochs and evaluation begin and end."""
+"""Callbacks that report the begin and end of a Trainer's steps, epochs and evaluations to the plugin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class TrainerHooks(Callback):
     """Calls the Trainer's :class:`lightning_fp8.FP8Precision`, which adds it to the callbacks of each run.
 
-    After the first training step the plugin's table says what really ran, and a warning names what did not; layers that
-    nothing called are only named at the end of the first epoch, or after 50 steps.
+    After the first training step, the plugin's table shows which layers ran in FP8, and a warning lists those that did
+    not. Layers that were not called are listed only at the end of the first epoch, or after 50 steps.
     """
 
     _first_step: FirstStep | None = None
@@ -56,23 +56,23 @@ class TrainerHooks(Callback):
             self._first_step = plugin.watched = FirstStep(pl_module, plugin.plan)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Behind the closure that ran the step, and before the parameters change."""
+        """Called after the closure of the step, before the parameters change."""
         first_steps.read([pl_module])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the table with what ran."""
+        """Compare the plan with the layers that ran."""
         if self._first_step is not None and (summary := self._first_step.after_step()) is not None:
             _plugin(trainer).report_first_step(summary)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An epoch has called whatever is called."""
+        """Report layers that were not called in a whole epoch."""
         if self._first_step is not None and (summary := self._first_step.settle()) is not None:
             _plugin(trainer).report_first_step(summary)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Layers that not every step calls may have run since."""
+        """Update the table with layers that have run after the first step."""
         plugin = _plugin(trainer)
         if self._first_step is not None and plugin.summary is not None:
             plugin.summary = self._first_step.later(plugin.summary)
@@ -106,7 +106,7 @@ class TrainerHooks(Callback):
 
 
 def _say_if_scales_are_missing(trainer: Trainer) -> None:
-    """Say that weights were loaded without the scales of delayed scaling."""
+    """Report that weights were loaded without the scales of delayed scaling."""
     plugin = _plugin(trainer)
     scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
     if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):

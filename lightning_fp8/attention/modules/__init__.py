@@ -1,4 +1,4 @@
-"""DotProductAttention: its arguments and masks in Transformer Engine's words, in FP8 and in high precision."""
+"""DotProductAttention with Transformer Engine's arguments and mask types, in FP8 and in high precision."""
 
 from lightning_fp8.attention.modules.dot_product import DotProductAttention
 

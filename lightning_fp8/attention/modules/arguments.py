@@ -1,4 +1,4 @@
-"""What DotProductAttention is called with, checked: sizes, lengths and tensors."""
+"""Checks of the arguments of DotProductAttention: sizes, lengths and tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sizes_of(num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any) ->
 
 
 def checked_scale(softmax_scale: Any, channels: int) -> float:
-    """``1 / sqrt(channels)`` where it is None.
+    """The scale, or ``1 / sqrt(channels)`` if it is None.
 
     Raises:
         ValueError, TypeError: If it is not a finite number above 0.
@@ -78,19 +78,19 @@ _told: set[str] = set()
 
 @torch.compiler.assume_constant_result
 def tell(text: str) -> None:
-    """Warn, also while torch.compile traces; of each ``text`` once, until :func:`forget_what_was_told`."""
+    """Warn once for each ``text`` until :func:`forget_what_was_told`; also while torch.compile traces."""
     if text not in _told:
         _told.add(text)
         warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def forget_what_was_told() -> None:
-    """Tell it all again, of another model."""
+    """Let warnings be issued again, for another model."""
     _told.clear()
 
 
 def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, Any, Any]:
-    """Queries, keys and values, which may come packed along ``dim`` of one tensor, as views.
+    """Queries, keys and values as views, if they are passed as one tensor that packs them along ``dim``.
 
     Raises:
         TypeError: If a packed tensor is passed together with one that it contains, or if a tensor is missing.

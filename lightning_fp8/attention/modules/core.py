@@ -1,4 +1,4 @@
-"""Attention of one call, in FP8 or in high precision: what the context, the recipe and the tensors say."""
+"""Attention of one call. The context, the recipe and the tensors decide whether it runs in FP8."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_fp8.scaled import ATTENTION_ROLES, Role
 
 
 class CoreCall(NamedTuple):
-    """What one forward computes, whichever way."""
+    """The arguments of one forward, independent of its precision."""
 
     sequences: Sequences
     band: Band
@@ -40,7 +40,8 @@ class CoreCall(NamedTuple):
 
 
 class CoreAttention(FP8Module):
-    """A module that runs a :class:`CoreCall` in FP8, in high precision or calibrating, as the current context says.
+    """A module that runs a :class:`CoreCall` in FP8, in high precision or calibrating, depending on the current
+    context.
 
     Attributes:
         softmax_scale: the factor of the scores.
@@ -126,7 +127,7 @@ class CoreAttention(FP8Module):
         return sequences.with_gaps(o)
 
     def _follow(self, recipe: Recipe, device: torch.device) -> None:
-        """Observe under ``recipe``, where the tensors are: there may be no parameter that brings the slots there."""
+        """Observe under ``recipe`` on the tensors' device: modules without parameters are not moved."""
         history = self.history
         if torch.compiler.is_compiling() or history is None:
             return
@@ -139,7 +140,7 @@ class CoreAttention(FP8Module):
     def _on_ranks(
         self, ranks: ContextParallel, call: CoreCall, observe: bool, in_fp8: bool, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Attention with context parallelism, over codes of keys and values, or over keys and values as they are."""
+        """Attention with context parallelism, which gathers keys and values in FP8 or in high precision."""
         refuse_transforms("DotProductAttention", q, k, v)
         sbhd, band = call.sequences.qkv_format == "sbhd", call.band
         rows = k.shape[0 if sbhd else 1]

@@ -1,4 +1,4 @@
-"""DotProductAttention: Transformer Engine's, in FP8 where the recipe says ``fp8_dpa``."""
+"""Transformer Engine's DotProductAttention. It runs in FP8 if the recipe has ``fp8_dpa``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from lightning_fp8.te.arguments import PassesContextParallelGroup, checked_argum
 class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention):  # type: ignore[misc]
     """``softmax(softmax_scale q kᵀ + bias) v`` with Transformer Engine's arguments, in its order.
 
-    Inside ``fp8_autocast``, where the recipe has ``fp8_dpa`` (``fp8_mha`` has the same effect), all products run in
-    FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax types and heads of
-    more than 256 channels do not: they run through ``torch.nn.functional.scaled_dot_product_attention`` in the
-    tensors' own precision, as everything does outside ``fp8_autocast``, with a warning and :attr:`reason`.
+    Inside ``fp8_autocast`` with a recipe that has ``fp8_dpa`` (``fp8_mha`` has the same effect), all matrix
+    multiplications run in FP8, forward and backward. Dropout in training, biases, ALiBi, arbitrary masks, other softmax
+    types and heads of more than 256 channels are not supported in FP8: such calls run
+    ``torch.nn.functional.scaled_dot_product_attention`` in the tensors' own precision, with a warning, and set
+    :attr:`reason`. Outside ``fp8_autocast`` every call does.
 
-    It casts by the tensors' own amaxes under every recipe. Delayed scaling also keeps Transformer Engine's slots:
-    ``qkv``, ``o``, ``do`` and ``dqkv`` record amaxes, ``s`` and ``dp`` are for checkpoints only.
+    Tensors are scaled by their current amaxes under every recipe. Delayed scaling also keeps Transformer Engine's
+    slots: ``qkv``, ``o``, ``do`` and ``dqkv`` record amaxes; ``s`` and ``dp`` are only for checkpoints.
 
     Args:
         num_attention_heads: the number of query heads.
@@ -44,23 +45,25 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         window_size: keys before and after the diagonal that a query attends to; -1 is all.
         bottom_right_diagonal: whether the diagonal of ALiBi, and of a window without a causal mask, ends in the bottom
             right corner; None is True.
-        tp_group, tp_size: the ranks over which heads are divided, and their number. ``num_attention_heads`` and
-            ``num_gqa_groups`` are those of all ranks together, inputs and ``softmax_offset`` this rank's.
-        get_rng_state_tracker: its state is forked around dropout unless ``sequence_parallel``, as Transformer Engine
-            does. With ``checkpoint_core_attention`` its tracker has to have ``get_states`` and ``set_states``.
-        softmax_scale: None is ``1 / sqrt(kv_channels)``.
-        softmax_type: ``"vanilla"``, ``"off-by-one"`` or ``"learnable"``: by the parameter ``softmax_offset [h]``.
+        tp_group, tp_size: the ranks over which heads are sharded, and their number. ``num_attention_heads`` and
+            ``num_gqa_groups`` count the heads of all ranks; inputs and ``softmax_offset`` have those of this rank.
+        get_rng_state_tracker: a function that returns a tracker of random states. Its state is forked around dropout
+            unless ``sequence_parallel``, as in Transformer Engine. ``checkpoint_core_attention`` requires a tracker
+            with ``get_states`` and ``set_states``.
+        softmax_scale: the factor of the scores; None is ``1 / sqrt(kv_channels)``.
+        softmax_type: ``"vanilla"``, ``"off-by-one"``, or ``"learnable"``, which adds the parameter
+            ``softmax_offset [h]``.
         layer_number, attention_type, name: accepted; they have no effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see :meth:`set_context_parallel_group`.
-        return_max_logit: return the largest score of each head, float32 ``[heads]``, beside the output; it takes a
-            product of queries and keys more. Not with context parallelism.
-        num_splits: refused if it asks for more than 1.
+        return_max_logit: also return the largest score of each head, float32 ``[heads]``. This costs one more product
+            of queries and keys, and is not supported with context parallelism.
+        num_splits: not supported if it is more than 1.
         center_keys: subtract a mean over the sequence from keys before they are cast; not an argument of Transformer
             Engine. See docs/attention.md.
 
     Attributes:
-        reason: why the last forward inside ``fp8_autocast`` ran in high precision, or before the first one, why this
-            module cannot run in FP8 under any recipe. Empty if it ran, or can run, in FP8. A compiled forward does not
+        reason: why the last forward inside ``fp8_autocast`` ran in high precision. Before the first forward, why this
+            module cannot run in FP8 under any recipe. Empty if it ran, or can run, in FP8. Compiled forwards do not
             change it.
 
     Raises:
@@ -127,17 +130,17 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
     ) -> None:
-        """Share each sequence with the ranks of ``cp_group``; None is this rank alone.
+        """Shard each sequence over the ranks of ``cp_group``; None disables context parallelism.
 
-        Tensors of a forward are then this rank's rows, as :func:`lightning_fp8.get_batch_on_this_cp_rank` splits them,
-        and every rank calls it.
+        The tensors of a forward are then this rank's rows, as :func:`lightning_fp8.get_batch_on_this_cp_rank` returns
+        them, and all ranks must call the forward.
 
         Args:
             cp_group: a ``torch.distributed.ProcessGroup`` that this rank is in.
             cp_global_ranks: the global ranks of ``cp_group``; they must equal the group's.
             cp_stream: accepted; it has no effect.
-            cp_comm_type: ``"p2p"``, ``"all_gather"`` or ``"a2a"``; keys and values are gathered whatever it is, and
-                results are the same.
+            cp_comm_type: ``"p2p"``, ``"all_gather"`` or ``"a2a"``. It has no effect: keys and values are always
+                gathered, and every type gives the same results.
 
         Raises:
             TypeError: If ``cp_group`` is not a process group.
@@ -147,7 +150,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         self.context_parallel = context_parallel(cp_group, cp_global_ranks, cp_comm_type)
 
     def reset_parameters(self) -> None:
-        """Begin with ``softmax_offset``, where it is learned, at 0."""
+        """Set ``softmax_offset``, if it is learned, to 0."""
         if self.softmax_type == "learnable":
             nn.init.zeros_(self.softmax_offset)
 
@@ -182,39 +185,42 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Any:
-        """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads come out side by side.
+        """Attention of ``[s, b, h, d]`` (``sbhd``), ``[b, s, h, d]`` or ``[t, h, d]``; heads of the output are joined.
 
         Args:
             query_layer, key_layer, value_layer: bfloat16, float16 or float32, any strides.
-            qkv_layer, kv_layer: queries, keys and values, or keys and values, in one tensor, in place of theirs: along
-                ``qkv_interleave_dim``, -3 of ``[..., 3, h, d]`` or -2 of ``[..., h, 3, d]``.
-            attention_mask: True is masked out. Of a padding type ``[b, 1, 1, s]``, the end of each sequence, or a pair
-                for queries and keys; of ``"arbitrary"`` as ``core_attention_bias``; else a warning says that it has
-                no effect. Where ``cu_seqlens`` are given they count, as in Transformer Engine: a padding mask that says
-                other lengths is an error where both are on the host. On a card, where asking would wait, and in
-                compiled code nobody compares them.
-            cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``, where sequences of ``thd`` start; with the other formats
-                and a padding type, their lengths added up; else a warning says that they have no effect. Where one
-                is None it is the other, for as many rows.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: where sequences of ``thd`` start if there is padding between
-                them; ``cu_seqlens_*`` are their lengths added up. Of queries and keys that share ``cu_seqlens`` the
-                one that is None is the other, too. The other formats do not use them.
-            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: the constructor's where None.
-            checkpoint_core_attention: keep only the inputs for the backward pass, and compute all again there.
+            qkv_layer, kv_layer: one tensor with queries, keys and values, or with keys and values, which replaces the
+                separate tensors. They are stacked along ``qkv_interleave_dim``: -3 for ``[..., 3, h, d]``, -2 for
+                ``[..., h, 3, d]``.
+            attention_mask: True is masked out. With a padding type: ``[b, 1, 1, s]``, which masks the end of each
+                sequence, or a pair of such masks for queries and keys. With ``"arbitrary"``: broadcastable as
+                ``core_attention_bias``. With other types it has no effect, and a warning is issued. If ``cu_seqlens``
+                are also passed, they are used, as in Transformer Engine. A padding mask with other lengths is then an
+                error if both are on the host; on a GPU and in compiled code the two are not compared.
+            cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``: the start of each sequence of ``thd``; with the other
+                formats and a padding type, the cumulative lengths. Otherwise they have no effect, and a warning is
+                issued. If one of them is None, the other is used for both, which must have equally many rows.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: the start of each sequence of ``thd`` if there is padding between
+                sequences; ``cu_seqlens_*`` are then the cumulative lengths without padding. If queries and keys share
+                ``cu_seqlens`` and one of these is None, the other is used for both. Other formats do not use them.
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None is the constructor's value.
+            checkpoint_core_attention: save only the inputs for the backward pass, which computes attention again.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
-            core_attention_bias: broadcastable to ``[b, h, sq, skv]``; of ``thd`` sq and skv are the longest sequences',
-                or ``max_seqlen_q`` and ``max_seqlen_kv``, and the same bias is each sequence's, from its first row on.
-            alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the paper's.
-            max_seqlen_q: of ``thd``, rows that no sequence of queries has more of: a card then needs less memory in the
-                backward pass. A sequence that is longer is an error; on a card it fails as a device assertion.
-            max_seqlen_kv: the same of keys, for compiled code: in high precision it has room for so many rows in each
-                sequence, or without the two for as many as the tensor has. The other formats use neither.
+            core_attention_bias: broadcastable to ``[b, h, sq, skv]``. For ``thd``, sq and skv are the lengths of the
+                longest sequences, or ``max_seqlen_q`` and ``max_seqlen_kv``, and each sequence uses the same bias from
+                its first row on.
+            alibi_slopes: float32 ``[h]`` or ``[b, h]``; None is the slopes of the paper (arXiv:2108.12409).
+            max_seqlen_q: for ``thd``, an upper bound of the lengths of query sequences, with which the backward pass
+                needs less memory on a GPU. A longer sequence is an error; on a GPU, a device assertion.
+            max_seqlen_kv: the same for keys. Compiled code in high precision allocates this many rows for each
+                sequence, or without the bounds as many as the tensor has. Other formats use neither bound.
             fast_zero_fill, pad_between_seqs: accepted; they have no effect.
             inference_params, fp8_output, bf16_backward, num_splits, score_mod: not supported, except at their defaults.
 
         Returns:
-            ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype (or torch.autocast's). A query that
-            sees no key, and padding, give 0. With ``return_max_logit`` a pair with the largest score of each head.
+            ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype, or in torch.autocast's. Rows of
+            padding, and of queries that attend to no key, are 0. With ``return_max_logit``, a pair of the output and
+            the largest score of each head.
 
         Raises:
             ValueError, TypeError: If an argument is invalid. The message lists valid values.
@@ -341,11 +347,11 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             )
 
     def why_not_in_training(self) -> str:
-        """Why a training step without arguments of its own does not run in FP8; empty where it does."""
+        """Why a training step with default arguments does not run in FP8; empty if it does."""
         return self._why_not_fp8(self.attn_mask_type, "no_bias", self.attention_dropout)
 
     def _slopes(self, given: Tensor | None, bias_type: str, q: Tensor) -> Tensor | None:
-        """Those that are given, or of this rank's heads the paper's for the heads of all ranks."""
+        """The slopes that are passed, or those of the paper for this rank's part of all ranks' heads."""
         tensor_parallel = self.tensor_parallel
         if given is not None or bias_type != "alibi" or tensor_parallel.size == 1:
             return given
@@ -364,7 +370,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         return q.new_zeros(1, 1, 1, 1) if self.softmax_type == "off-by-one" else None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take a ``softmax_offset`` of ``[1, H, 1, 1]``, its former shape, and that of the heads of all ranks, too."""
+        """Also load a ``softmax_offset`` in its former shape, ``[1, H, 1, 1]``, or one for the heads of all ranks."""
         offset = state_dict.get(f"{prefix}softmax_offset")
         heads, ranks = self.sizes.heads, self.tensor_parallel.size
         if isinstance(offset, Tensor) and tuple(offset.shape) in ((1, heads, 1, 1), (1, heads * ranks, 1, 1)):

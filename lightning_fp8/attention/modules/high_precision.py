@@ -1,7 +1,7 @@
-"""Attention in the tensors' own precision: torch's ``scaled_dot_product_attention``, with what Transformer Engine adds.
+"""Attention in the tensors' own precision: torch's ``scaled_dot_product_attention`` with Transformer Engine's options.
 
-Biases, ALiBi, softmax with a sink, dropout and masks of any form come as one mask that is added to the scores; where
-there is none of these, and no padding or window, torch chooses its fastest back end.
+Biases, ALiBi, softmax with a sink, dropout and arbitrary masks are passed as one mask that is added to the scores. If
+none of these is used, and there is no padding or window, torch chooses its fastest back end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_fp8.attention.ops.masks import hidden
 
 
 class Extras(NamedTuple):
-    """What FP8 attention does not have.
+    """Options that FP8 attention does not support.
 
     Attributes:
         mask: bool, broadcastable to ``[B, H, Lq, Lk]``; True is masked out.
         bias: added to the scaled scores; broadcastable likewise.
-        slopes: ALiBi's, ``[H]`` or ``[B, H]``.
-        sink: ``[1, H, 1, 1]``, the score of a key of which nothing is taken; softmax's denominator alone has it.
-        dropout: probability.
+        slopes: the slopes of ALiBi, ``[H]`` or ``[B, H]``.
+        sink: ``[1, H, 1, 1]``, a score that is added only to the denominator of the softmax.
+        dropout: the dropout probability.
     """
 
     mask: Tensor | None = None
@@ -49,7 +49,7 @@ def extras_of(
     softmax_scale: float,
     dropout: float,
 ) -> Extras:
-    """What Transformer Engine's arguments add for queries ``q [..., H, D]``.
+    """The options in Transformer Engine's arguments, for queries ``q [..., H, D]``.
 
     Raises:
         ValueError: If an argument is passed without another that it requires.
@@ -123,11 +123,11 @@ def _broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, band: Band, lengths: Lengths | None, extras: Extras
 ) -> Tensor:
-    """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; a query that sees no key gives 0."""
+    """``[B, H, Lq, D]`` of q ``[B, H, Lq, D]`` and k, v ``[B, H / G, Lk, D]``; 0 for a query that attends to no key."""
     share = q.shape[1] != k.shape[1]
     num_queries, num_keys = q.shape[2], k.shape[2]
     causal = band.left is None and band.right == 0
-    if num_queries != num_keys:  # no expression: of lengths that vary torch.compile would give one that is no bool
+    if num_queries != num_keys:  # not an expression: torch.compile makes one of dynamic lengths that is not a bool
         causal = causal and not band.bottom_right
     added = extras.mask is not None or extras.bias is not None or extras.slopes is not None or extras.sink is not None
     if lengths is None and not added and (causal or not band.limited):
@@ -135,7 +135,7 @@ def attention(
             q, k, v, None, extras.dropout, is_causal=causal, scale=softmax_scale, enable_gqa=share
         )
     padding = None
-    if lengths is not None:  # 0 times what padding holds is 0 of finite numbers alone
+    if lengths is not None:  # 0 times a value in padding is 0 only if that is finite
         padding = _padding(lengths.queries, num_queries)
         q = q.masked_fill(padding, 0)
         k, v = (x.masked_fill(_padding(lengths.keys, num_keys), 0) for x in (k, v))
@@ -175,8 +175,8 @@ def max_logits(
 ) -> Tensor:
     """The largest score of each head, float32 ``[H]``, of q ``[B, H, Lq, D]`` and k ``[B, H / G, Lk, D]``.
 
-    Of the scaled scores with their bias, masked; -inf of a head that sees nothing. The scores of 128 queries are in
-    memory at a time.
+    The scores are scaled, with their bias, and masked. The result is -inf for a head whose scores are all masked. The
+    scores of 128 queries are in memory at a time.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
@@ -220,7 +220,8 @@ def _alibi(slopes: Tensor, num_queries: int, num_keys: int, band: Band, lengths:
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """The paper's, float32 ``[H]``: a geometric sequence for a power of two, and odd ones of the next for the rest."""
+    """The slopes of the paper, float32 ``[H]``: a geometric sequence for the largest power of two of heads, and every
+    other slope of the next power of two for the rest."""
     power = 2 ** int(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]

@@ -1,4 +1,4 @@
-"""Transformer Engine's words for masks: its mask types, windows and padding masks, in which True is masked out."""
+"""Transformer Engine's mask types, windows and padding masks, in which True is masked out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASK_TYPES = (
     "arbitrary",
 )
 Window = tuple[int, int]
-"""Keys before and after the diagonal that a query sees; -1 is all of them."""
+"""The numbers of keys before and after the diagonal that a query attends to; -1 is all of them."""
 
 
 def mask_type(name: str, argument: str = "attn_mask_type") -> str:
@@ -59,11 +59,12 @@ def checked_window(window_size: Sequence[int] | None) -> Window | None:
 
 
 def band_of(attn_mask_type: str, window_size: Window | None, bottom_right_diagonal: bool | None) -> Band:
-    """Which keys a query sees, as Transformer Engine has it.
+    """The keys that each query attends to, as in Transformer Engine.
 
-    A causal type sees nothing after the diagonal, whatever the window's right side. ``causal`` has its diagonal from
-    the top left, ``causal_bottom_right`` ends it at the bottom right; without either ``bottom_right_diagonal`` decides,
-    and None is the bottom right. Source: ``DotProductAttention`` of Transformer Engine, ``check_set_window_size``.
+    A causal type masks all keys after the diagonal, whatever the window's right side is. The diagonal of ``causal``
+    begins in the top left corner, that of ``causal_bottom_right`` ends in the bottom right one. For other types
+    ``bottom_right_diagonal`` selects one of these; None is the bottom right. Source: ``DotProductAttention`` of
+    Transformer Engine, ``check_set_window_size``.
     """
     left, right = (None if size < 0 else size for size in fitted_window(attn_mask_type, window_size) or (-1, -1))
     if "causal" not in attn_mask_type:
@@ -72,7 +73,7 @@ def band_of(attn_mask_type: str, window_size: Window | None, bottom_right_diagon
 
 
 def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | None:
-    """The window that Transformer Engine takes with this mask type; a warning says where it is another.
+    """The window that Transformer Engine uses with this mask type, with a warning if it is not the one passed.
 
     Source: ``check_set_window_size`` of Transformer Engine.
     """
@@ -95,7 +96,7 @@ def fitted_window(attn_mask_type: str, window_size: Window | None) -> Window | N
 
 
 def warn_of_no_effect(attn_mask_type: str, **given: bool) -> None:
-    """Warn that a mask type other than a padding type looks at none of the arguments that are given."""
+    """Warn of arguments that are passed with a mask type that does not use them."""
     names = " and ".join(name for name, is_given in given.items() if is_given)
     if names:
         padding = "padding" if attn_mask_type in ("no_mask", "arbitrary") else f"padding_{attn_mask_type}"
@@ -106,7 +107,7 @@ def warn_of_no_effect(attn_mask_type: str, **given: bool) -> None:
 
 
 def cu_seqlens_of(attention_mask: Tensor, sequences: int, rows: int) -> Tensor:
-    """Where sequences of the unmasked lengths would start, one after the other: int32 ``[B + 1]``.
+    """The cumulative lengths of the unmasked parts of the sequences: int32 ``[B + 1]``.
 
     Args:
         attention_mask: bool ``[B, 1, 1, L]`` (or ``[B, L]``); True is masked out.
@@ -142,19 +143,19 @@ def _is_padding_mask(attention_mask: Tensor, sequences: int, rows: int) -> bool:
 
 
 def check_mask_beside(of: str, attention_mask: Tensor, cu_seqlens: Tensor, rows: int | None) -> None:
-    """Check that a padding mask says what ``cu_seqlens`` say, which count.
+    """Check that a padding mask has the lengths of ``cu_seqlens``, which are used.
 
-    Values are looked at on the host alone: asking a card would wait for it.
+    Values are checked only on the host: reading them from a GPU would wait for it.
 
     Args:
         of: ``"q"`` or ``"kv"``.
-        attention_mask: bool ``[B, 1, 1, L]`` (or ``[B, L]``); True is masked out. A warning says that a tensor
-            of another form has no effect.
+        attention_mask: bool ``[B, 1, 1, L]`` (or ``[B, L]``); True is masked out. A tensor of another shape has no
+            effect, and a warning is issued.
         cu_seqlens: integers ``[B + 1]``.
         rows: L; None is any.
 
     Raises:
-        ValueError: If the mask hides other rows.
+        ValueError: If the mask has other lengths.
     """
     sequences, held = len(cu_seqlens) - 1, attention_mask.shape[-1] if rows is None and attention_mask.dim() else rows
     if held is None or not _is_padding_mask(attention_mask, sequences, held):

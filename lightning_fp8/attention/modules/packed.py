@@ -1,4 +1,4 @@
-"""Packed sequences in compiled code: shapes there follow from tensors' rows alone, not from where sequences end."""
+"""Packed sequences in compiled code, where shapes may depend on the number of rows, but not on sequence lengths."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def heads_of(x: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor
     """``[T, H, D]`` to a padded ``[B, H, L, D]`` and the lengths ``[B]``; padding is 0.
 
     Args:
-        cu_seqlens: integers ``[B + 1]``, where each sequence starts. Where it does not rise from 0 to at most T, or a
-            sequence has more than L rows, the compiled code fails by an assertion.
+        cu_seqlens: integers ``[B + 1]``, the start of each sequence. The compiled code fails with an assertion if it
+            does not rise from 0 to at most T, or if a sequence has more than L rows.
         longest: L, at most T; None is T.
     """
     starts = cu_seqlens.to(x.device)
@@ -32,7 +32,7 @@ _LONGEST = "a sequence has more rows than max_seqlen_q or max_seqlen_kv says; pa
 
 
 def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """The way back: ``[B, H, L, D]`` to ``[T, H, D]`` of so many ``rows``; 0 stands behind the last sequence."""
+    """The inverse: ``[B, H, L, D]`` to ``[T, H, D]`` with T = ``rows``; rows after the last sequence are 0."""
     if len(cu_seqlens) == 1 or not rows:
         return o.new_zeros(rows, o.shape[1], o.shape[3])
     starts = cu_seqlens.to(o.device)
@@ -43,10 +43,10 @@ def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def rows_between_gaps(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
-    """Of so many ``rows`` of sequences without gaps where each is among them with gaps: integers ``[T]``.
+    """The index, in sequences with gaps, of each of ``rows`` rows of sequences without gaps: integers ``[T]``.
 
     Args:
-        cu_seqlens: integers ``[B + 1]``, the lengths added up; rows behind the last sequence repeat its last one.
+        cu_seqlens: integers ``[B + 1]``, the cumulative lengths; rows after the last sequence repeat its last one.
         padded: the index of the first row of each sequence, with gaps.
     """
     row = torch.arange(rows, device=cu_seqlens.device).minimum((cu_seqlens[-1] - 1).clamp(min=0))

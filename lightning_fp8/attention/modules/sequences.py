@@ -15,7 +15,7 @@ from lightning_fp8.attention.ops.layouts import from_heads, to_heads
 from lightning_fp8.attention.sequence_tables import shared
 
 Pair = tuple[Tensor | None, Tensor | None]
-"""Of queries, and of keys and values."""
+"""One for queries, and one for keys and values."""
 
 
 class Sequences(NamedTuple):
@@ -51,7 +51,7 @@ class Sequences(NamedTuple):
         cu_seqlens_padded: Pair,
         max_seqlens: tuple[int | None, int | None] = (None, None),
     ) -> Sequences:
-        """What Transformer Engine's arguments say of q and k.
+        """The sequences of q and k, from Transformer Engine's arguments.
 
         Args:
             padding: a mask of which True is masked out, or a pair; beside ``cu_seqlens`` it may say nothing else.
@@ -110,7 +110,7 @@ class Sequences(NamedTuple):
         if self.rows_of_sequences_q is None:
             return o
         out = o.new_zeros(self.rows, *o.shape[1:])
-        if torch.compiler.is_compiling():  # rows behind the last sequence are 0, and come on top of its last one
+        if torch.compiler.is_compiling():  # rows after the last sequence are 0, and are added to its last one
             return out.index_add(0, self.rows_of_sequences_q, o)
         return out.index_copy(0, self.rows_of_sequences_q, o)
 
