@@ -1,7 +1,7 @@
 """FP8 training for PyTorch Lightning, on any machine, with nothing to compile.
 
-Names are imported on first use: ``lightning-fp8 doctor`` speaks before torch is imported, which takes seconds and may
-fail, and tools start without Lightning. ``lightning_fp8.ops`` defines ``torch.ops.lightning_fp8``.
+Names are imported on first use: ``lightning-fp8 doctor`` prints its first lines before torch is imported, which takes
+seconds and may fail, and tools start without Lightning. ``lightning_fp8.ops`` defines ``torch.ops.lightning_fp8``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _HOMES = {
     "onnx_export": "export.context",
     "with_master_weights": "master_weights",
 }
-"""Where each public name lives."""
+"""The module of each public name."""
 
 __all__ = [
     "DelayedScaling",

@@ -1,4 +1,4 @@
-"""Names of other projects that do not exist here: what is said where one of them is imported or read."""
+"""Errors for names of other projects that do not exist here, when one of them is imported or read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``module`` that says what to do instead of a name.
+    """A ``__getattr__`` for ``module`` whose errors say what to use instead of a name.
 
     Args:
-        answer: the sentence for a name of the other project; None for a name that it does not have either.
+        answer: returns the sentence for a name of the other project, or None for a name that it does not have either.
 
     Raises (the function):
         ImportError: If the name is read by ``from module import name``, where Python drops the text of an
@@ -35,7 +35,7 @@ def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str
 
 
 def absent_module(module: str, answer: str) -> ModuleType:
-    """A module that can be imported, and says ``answer`` of every name."""
+    """A module that can be imported, and raises an error with ``answer`` for every name."""
     made = ModuleType(module, answer)
     vars(made)["__getattr__"] = answering(module, lambda name: None if name.startswith("__") else answer)
     return made

@@ -1,7 +1,7 @@
 """The FP8 number formats: dtype and largest value.
 
-The only place in lightning_fp8 that says 448; kernels, which import no torch, have ``FP8_MAX`` in
-:mod:`cuda_kernels.device.codec`, and a test compares the two.
+The number 448 appears only here in lightning_fp8. Kernels do not import torch and have ``FP8_MAX`` in
+:mod:`cuda_kernels.device.codec`; a test compares the two.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433) for E4M3 and E5M2; OCP
 Microscaling Formats v1.0 for E8M0.
@@ -21,9 +21,9 @@ class Float8:
     """One 8-bit floating-point format.
 
     Attributes:
-        name: the field's name of the format.
-        dtype: the torch dtype that holds it.
-        max: the largest finite value; casts saturate there.
+        name: the name of the format in the literature.
+        dtype: the torch dtype.
+        max: the largest finite value, at which casts saturate.
     """
 
     name: str
@@ -47,7 +47,7 @@ _BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
 
 
 def float8_of(dtype: torch.dtype) -> Float8:
-    """The format that ``dtype`` holds.
+    """The format of ``dtype``.
 
     Raises:
         ValueError: If ``dtype`` is not an FP8 data type.
@@ -82,10 +82,10 @@ _HYBRID = FormatPair(E4M3, E5M2)
 
 
 class Format(Enum):
-    """The FP8 formats that the operands of a GEMM take.
+    """The FP8 formats of the operands of a GEMM.
 
     ``HYBRID`` casts inputs and weights to E4M3 (more precision) and gradients to E5M2 (more range). Pure E5M2 is
-    known so that a recipe can refuse it by name.
+    included so that recipes can refuse it by name.
     """
 
     E4M3 = _E4M3_ONLY

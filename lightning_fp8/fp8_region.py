@@ -1,4 +1,4 @@
-"""``fp8_autocast``, or ``autocast``: which recipe FP8 modules use in a region of code."""
+"""``fp8_autocast``, or ``autocast``: sets the recipe that FP8 modules use in a region of code."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 @dataclass(frozen=True)
 class FP8Context:
-    """The recipe and flags that hold for the FP8 modules called inside a region of code.
+    """The recipe and flags of the FP8 modules that are called inside a region of code.
 
     Attributes:
         recipe: how to cast.
         enabled: compute in FP8.
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
-        observe: whether layers that train may collect amaxes; False where somebody knows that this is evaluation.
-        weight_period: layers keep the FP8 copies of their weights through all regions of one number, until an
-            optimizer steps; None keeps nothing.
-        outside: this is the context of code outside every region.
+        observe: whether layers in training mode may collect amaxes; False during an evaluation.
+        weight_period: layers cache the FP8 copies of their weights through all regions with the same number, until an
+            optimizer steps; None caches nothing.
+        outside: whether this is the context of code outside every region.
     """
 
     recipe: Recipe
@@ -45,7 +45,7 @@ class FP8Context:
 
     @property
     def attention(self) -> bool:
-        """Whether attention computes in FP8, too."""
+        """Whether attention also computes in FP8."""
         return self.enabled and (self.recipe.fp8_dpa or self.recipe.fp8_mha)
 
 
@@ -54,13 +54,13 @@ DISABLED = FP8Context(DelayedScaling(), enabled=False, outside=True)
 
 
 NO_BACKWARD = -1
-"""What autograd calls the backward pass of code that runs in none."""
+"""The number that autograd returns for code that does not run in a backward pass."""
 
 
 class _Thread(threading.local):
-    """One thread's current context. torch.compile(fullgraph=True) guards on these, but cannot trace a ContextVar.
+    """One thread's current context. torch.compile(fullgraph=True) guards on it, but cannot trace a ContextVar.
 
-    Set by ``__init__``, which runs in every thread: Dynamo would take a class attribute for the value in all of them.
+    It is set by ``__init__``, which runs in every thread. Dynamo would use a class attribute for all threads.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 waiting: list[Callable[[], bool]] = []
-"""Called where a region begins that is enabled, until they return True: what waits until a model is sharded puts itself
-here. A region may begin on one rank alone, so they are no collectives."""
+"""Functions that are called when an enabled region begins, until they return True. Work that must wait until a model is
+sharded is registered here. A region may begin on a single rank, so the functions must not run collectives."""
 
 before_attention: list[Callable[[], bool]] = []
-"""Called where a region begins whose recipe has attention in FP8: what reaches unchanged models puts itself here, and
-says whether there are any."""
+"""Functions that are called when a region begins whose recipe has FP8 attention. The function that attaches it to
+unchanged models is registered here, and returns whether there are any."""
 
 
 def current_context(own: FP8Context | None = None) -> FP8Context:
@@ -93,15 +93,15 @@ def in_backward() -> bool:
 
 
 def is_repeating() -> bool:
-    """Whether a forward runs again inside a backward pass, and no region that was entered there says how."""
+    """Whether a forward runs again inside a backward pass, and no region was entered there."""
     return in_backward() and _thread.backward != _current_backward()
 
 
 def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -> tuple[FP8Context, bool]:
-    """The context that a layer's forward runs under, and whether it runs inside a backward pass.
+    """The context of a layer's forward, and whether it runs inside a backward pass.
 
     Args:
-        last: the context of the layer's last forward, which a recomputed forward runs under.
+        last: the context of the layer's last forward, which a recomputed forward uses.
         own: the layer's context outside of every region.
     """
     backward = torch._C._current_graph_task_id()
@@ -117,7 +117,7 @@ def _current_backward() -> int:
 
 @contextmanager
 def fp8_context(context: FP8Context) -> Iterator[None]:
-    """Make ``context`` the current one inside."""
+    """Make ``context`` the current one inside the region."""
     if waiting and context.enabled and not torch.compiler.is_compiling():
         _call_waiting()
     previous, backward = _thread.context, _thread.backward
@@ -143,24 +143,25 @@ def _call_waiting() -> None:
 class fp8_autocast(ContextDecorator):
     """Run FP8 modules in FP8 inside this region.
 
-    The backward pass and the recomputation of checkpointed activations belong outside. The backward pass follows the
-    context of its forward. What is recomputed follows the context of the layer's *last* forward, unless it enters a
-    region itself: a forward of the same layer in another context, between a checkpointed forward and its backward pass,
-    changes what is recomputed. Regions nest, the innermost rules. Regions are thread-local.
+    Call ``backward()`` outside the region. A backward pass uses the context of its forward. Activation checkpointing
+    recomputes a forward in the context of the layer's *last* forward, unless the recomputed function enters a region
+    itself: a forward of the same layer in another context, between a checkpointed forward and its backward pass,
+    changes the recomputation. Regions can be nested; the innermost one is used. Regions are thread-local.
 
-    A region may be inside of a function that ``torch.compile(fullgraph=True)`` compiles. Before torch 2.13 its recipe
-    is then a name, None, or an object that was made outside; one that is made there, or a mapping, is refused.
+    A function that ``torch.compile(fullgraph=True)`` compiles may contain a region. Before torch 2.13, its recipe must
+    then be a name, None, or an object that was created outside the function; a mapping, or an object that is created
+    inside, is not supported.
 
     A step of a ``torch.optim.Optimizer`` updates the delayed scales of the layers whose parameters it holds, from the
-    amaxes since its last step. Where no such optimizer steps, call ``update_fp8_scales(model)`` after each step; until
-    then tensors are scaled by their own amaxes. If several recipes or groups are in use between two steps, the last
-    outermost region says whether and over which group amaxes are reduced.
+    amaxes since its last step. If no such optimizer steps, call ``update_fp8_scales(model)`` after each step; until
+    then tensors are scaled by their current amaxes. If several recipes or groups are used between two steps, the last
+    outermost region determines whether and over which group amaxes are reduced.
 
     Args:
-        enabled: False runs modules in high precision, also inside an enabled region.
+        enabled: if False, modules run in high precision, also inside an enabled region.
         calibrating: with ``enabled=False``, collect the amaxes of inputs, weights and gradients; leaving the
             outermost calibrating region turns them into scales.
-        fp8_recipe: a recipe or anything :func:`make_recipe` takes; ``None`` is ``DelayedScaling()``.
+        fp8_recipe: a recipe or anything :func:`make_recipe` accepts; ``None`` is ``DelayedScaling()``.
         fp8_group: the process group whose ranks share their scales; ``None`` is all ranks.
 
     Raises:
@@ -186,7 +187,7 @@ class fp8_autocast(ContextDecorator):
         self._reaches_attention = False
 
     def _recreate_cm(self) -> fp8_autocast:
-        """Of a decorated function each call is a region of its own: several threads may be inside it."""
+        """Each call of a decorated function has its own region, because several threads may call it."""
         region = copy(self)
         region._regions = []
         return region
@@ -230,7 +231,7 @@ class fp8_autocast(ContextDecorator):
 
     @property
     def _observing(self) -> DelayedScaling | None:
-        """The recipe that amaxes may be observed under inside; None where none are."""
+        """The recipe for which amaxes may be observed inside; None if none are observed."""
         recipe = self.context.recipe
         active = self.context.enabled or self.context.calibrating
         return recipe if active and isinstance(recipe, DelayedScaling) else None

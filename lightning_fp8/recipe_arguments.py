@@ -1,4 +1,4 @@
-"""Transformer Engine's and Megatron-LM's arguments of recipes as data: names here, and what to do instead of others.
+"""Tables of Transformer Engine's and Megatron-LM's arguments of recipes: their names here, or what to use instead.
 
 :func:`translated` and :func:`without_defaults` apply the tables. A recipe's own fields are in its class, in
 :mod:`lightning_fp8.recipes`.
@@ -15,7 +15,7 @@ from lightning_fp8.arguments import plain, require_bool
 
 @dataclass(frozen=True)
 class MMParams:
-    """Transformer Engine's options of a product; recipes take those that are its defaults."""
+    """Transformer Engine's options of a matrix multiplication; only its defaults are supported."""
 
     use_split_accumulator: bool = True
 
@@ -28,7 +28,7 @@ class _Renamed(NamedTuple):
 
 
 class _AtDefault(NamedTuple):
-    """An argument that is taken at Transformer Engine's default alone."""
+    """An argument that is supported only at Transformer Engine's default."""
 
     default: Any
     instead: str
@@ -43,7 +43,7 @@ _BLOCKS = "blocks are 1 × 128 for inputs and gradients, 128 × 128 for weights;
 
 
 def _products(of_forward: MMParams) -> dict[str, _AtDefault]:
-    """The three products' options, which are for the forward other ones in each recipe."""
+    """The options of the three matrix multiplications; those of the forward differ between recipes."""
     of_gradients = _AtDefault(MMParams(), _ACCUMULATION)
     return {
         "fp8_gemm_fprop": _AtDefault(of_forward, _ACCUMULATION),
@@ -76,7 +76,7 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
         "enable_2d_quantization": _AtDefault(False, "blocks are 1 × 32 of weights, too; leave it out"),
     },
 }
-"""By recipe, those of its arguments in Transformer Engine that are no fields here."""
+"""For each recipe, its arguments in Transformer Engine that are not fields here."""
 
 _OF_LAYERS = "it is an argument of FP8Precision and convert_module"
 MEGATRON_KEYS = {
@@ -89,14 +89,14 @@ MEGATRON_KEYS = {
     "num_layers_at_start_in_bf16": _AtDefault(1, _OF_LAYERS),
     "num_layers_at_end_in_bf16": _AtDefault(1, _OF_LAYERS),
 }
-"""Megatron-LM's keys that are taken at its defaults alone."""
+"""Megatron-LM's keys that are supported only at their defaults."""
 
 
 def without_defaults(megatron_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's keys without those of :data:`MEGATRON_KEYS`, which are at their defaults.
+    """``megatron_config`` without the keys of :data:`MEGATRON_KEYS`, which must have their defaults.
 
     Raises:
-        NotImplementedError: If one of them is not.
+        NotImplementedError: If one of them has another value.
     """
     for key, (default, instead) in MEGATRON_KEYS.items():
         if key in megatron_config and not _is_default(plain(megatron_config[key]), default):

@@ -1,4 +1,4 @@
-"""Recipes: how a training run scales its tensors. A recipe is a frozen dataclass; a name is a row of data.
+"""Recipes: how a training run scales its tensors. A recipe is a frozen dataclass.
 
 The names and fields are Transformer Engine's (``transformer_engine.common.recipe``), whose other arguments are in
 :mod:`lightning_fp8.recipe_arguments`; ``Float8RowwiseScaling`` is torchao's ``rowwise``. The field ``name`` identifies
@@ -24,14 +24,14 @@ from lightning_fp8.scaled import Cast, Layout, Role
 from lightning_fp8.scaling import FLOAT32_MAX, AmaxAlgorithm
 
 LONGEST_HISTORY = 2**16
-"""Steps; of 1,000 tensors they are 262 MB, which every update reads."""
+"""In steps. The history of 1,000 tensors is then 262 MB, which every update reads."""
 
 LARGEST_MARGIN = math.frexp(E4M3.max * 2**10)[1] - 1
-"""Binary digits; with one more, a tensor's largest value would be less than half of E4M3's smallest: all is 0."""
+"""In powers of two. With one more, a tensor's largest value would be below half of E4M3's smallest, and all are cast to 0."""
 
 
 _TRACES_RECIPES = TorchVersion(torch.__version__) >= "2.13"
-"""Whether torch.compile(fullgraph=True) takes a function that makes a recipe."""
+"""Whether torch.compile(fullgraph=True) supports a function that creates a recipe."""
 
 
 def _require_format(recipe: Any, *allowed: Format) -> None:
@@ -68,7 +68,8 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _takes_te_arguments(cls: _Class) -> _Class:
-    """Let the class take Transformer Engine's arguments beside its fields: :mod:`lightning_fp8.recipe_arguments`."""
+    """Let the class accept Transformer Engine's arguments in addition to its fields; see
+    :mod:`lightning_fp8.recipe_arguments`."""
     init = cls.__init__  # type: ignore[misc]
 
     @wraps(init)
@@ -81,14 +82,14 @@ def _takes_te_arguments(cls: _Class) -> _Class:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFields:
-    """What every recipe has: a name, a format, a cast of each role, and what it says of attention.
+    """The base class of recipes: a name, a format, a cast for each role, and options of attention.
 
     Attributes:
-        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, by the tensors' own amaxes under any recipe.
-        fp8_mha: taken for ``fp8_dpa``; Transformer Engine drops the casts around attention, too.
-        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision: of the tensors
-            as they are (``"high_precision"``), or of the values that the forward's casts have (``"dequantized"``).
-            None computes them in FP8. Not of :class:`DelayedScaling`.
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, with current scaling under any recipe.
+        fp8_mha: the same as ``fp8_dpa``. In Transformer Engine it also removes the casts around attention.
+        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision, either from the
+            original tensors (``"high_precision"``) or from the dequantized values of the forward pass
+            (``"dequantized"``). None computes them in FP8. Not supported by :class:`DelayedScaling`.
     """
 
     fp8_dpa: bool = False
@@ -115,7 +116,7 @@ class RecipeFields:
         object.__setattr__(self, "_casts", {role: self._cast(role) for role in Role})
 
     def _require_options(self) -> None:
-        """Check what is this recipe's own."""
+        """Check the fields that only this recipe has."""
 
     def cast(self, role: Role) -> Cast:
         """Format and scales of the tensors of ``role``."""
@@ -124,7 +125,7 @@ class RecipeFields:
     def _cast(self, role: Role) -> Cast:
         raise NotImplementedError
 
-    # Transformer Engine's questions
+    # Transformer Engine's predicates
 
     @classmethod
     def delayed(cls) -> bool:
@@ -133,7 +134,7 @@ class RecipeFields:
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether each tensor is scaled by its own amax."""
+        """Whether each tensor is scaled by its current amax."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
@@ -158,24 +159,25 @@ class RecipeFields:
 
     @classmethod
     def custom(cls) -> bool:
-        """False: no recipe takes a factory of quantizers."""
+        """False: no recipe supports a factory of quantizers."""
         return False
 
 
 @_takes_te_arguments
 @dataclass(frozen=True)
 class DelayedScaling(RecipeFields):
-    """One scale per tensor, from the amaxes of earlier steps. No pass over the data before the cast.
+    """One scale per tensor, from its amaxes in earlier steps. There is no pass over the data before the cast.
 
     Attributes:
-        margin: binary digits of head room kept above the window's amax; at most 18, E4M3 has no more.
-        interval: recompute a tensor's scale every so many optimizer steps whose amax of it was finite and not 0. Until
-            the first time its scale is 0, and it is cast by its own amax, as ``Float8CurrentScaling`` does.
+        margin: headroom above the largest amax of the history, in powers of two; at most 18, the range of E4M3.
+        interval: the number of optimizer steps between recomputations of a scale; only steps with a finite, nonzero
+            amax count. Before the first one the scale is 0, and the tensor is cast by its current amax, as with
+            ``Float8CurrentScaling``.
         fp8_format: ``HYBRID`` or ``E4M3``.
-        amax_history_len: steps the window looks back; at most 65536. It takes 4 bytes for each step and tensor.
-        amax_compute_algo: ``"max"`` of the window, or its ``"most_recent"`` amax.
-        reduce_amax: take the maximum over all ranks, or those of ``fp8_group``, so that they share their scales. All
-            must hold the same layers. Under a plugin, its own recipe's counts.
+        amax_history_len: the number of steps in the history; at most 65536. Each step takes 4 bytes per tensor.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` amax.
+        reduce_amax: share scales by reducing amaxes over all ranks, or those of ``fp8_group``, which must then hold the
+            same layers. Under a plugin, the field of the plugin's recipe is used.
     """
 
     margin: int = 0
@@ -209,12 +211,12 @@ class DelayedScaling(RecipeFields):
 @_takes_te_arguments
 @dataclass(frozen=True)
 class Float8CurrentScaling(RecipeFields):
-    """One scale per tensor, from its own amax. Two passes over the data, no state.
+    """One scale per tensor, from its current amax. It takes two passes over the data and has no state.
 
     Attributes:
         fp8_format: ``HYBRID`` or ``E4M3``.
         power_2_scale: round scales down to powers of two.
-        amax_epsilon: lower bound of an amax.
+        amax_epsilon: lower bound on each amax.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -251,7 +253,7 @@ class Float8RowwiseScaling(RecipeFields):
 @_takes_te_arguments
 @dataclass(frozen=True)
 class Float8BlockScaling(RecipeFields):
-    """1 × 128 blocks for inputs and gradients, 128 × 128 for weights, all E4M3 (DeepSeek-V3's recipe).
+    """One scale per 1 × 128 block of inputs and gradients, and per 128 × 128 block of weights (DeepSeek-V3's recipe).
 
     Attributes:
         fp8_format: ``E4M3``.
@@ -318,16 +320,16 @@ _MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
 
 _OF_FORWARD = {each: each.forward for each in Format}
 _OF_BACKWARD = {each: each.backward for each in Format}
-"""The formats of both passes. torch.compile does not read attributes of the members of an enum."""
+"""The formats of both passes, as data, because torch.compile does not support attributes of the members of an enum."""
 
 
 def float8_for(format: Format, role: Role) -> Float8:
-    """The FP8 format that ``role`` takes under ``format``."""
+    """The FP8 format of ``role`` under ``format``."""
     return (_OF_BACKWARD if role.is_gradient else _OF_FORWARD)[format]
 
 
 _AS_NAMED = {name: recipe() for name, recipe in RECIPES.items()}
-"""What names mean. They are made here: torch.compile(fullgraph=True) takes an object, and cannot make one of these."""
+"""The recipe of each name. torch.compile(fullgraph=True) supports recipe objects, but cannot create one."""
 
 
 def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
@@ -403,7 +405,7 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
     cls = _class_of(megatron_config.get("fp8_recipe", "delayed"))
     if not {"fp8", "fp8_format"} & megatron_config.keys():
         return _of_megatron(cls, megatron_config)
-    # Megatron gives its format to every recipe, and so it is given here: one that does not take it says so.
+    # Megatron passes its format to every recipe; a recipe that does not support it raises.
     return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
 
 

@@ -1,9 +1,9 @@
-"""ScaledTensor: FP8 codes, the scales that divide them back, and the layout that pairs the two.
+"""ScaledTensor: FP8 codes, their inverse scales, and the layout that assigns scales to codes.
 
-Two factors, two names, Transformer Engine's, in casts, GEMMs and their kernels: ``scale`` multiplies a value before it
-is rounded to a code; ``scale_inv``, its reciprocal, multiplies a code and gives the value back. A GEMM knows only
-``scale_inv``: those of A and B are ``scale_inv_a`` and ``scale_inv_b``. Only as arguments of the op ``scaled_mm`` they
-are ``scale_a`` and ``scale_b``, as ``torch._scaled_mm`` calls them.
+Casts, GEMMs and kernels use Transformer Engine's names for the two factors: a value is multiplied by ``scale`` before
+it is rounded to a code, and a code is multiplied by ``scale_inv``, the reciprocal, to restore the value. GEMMs use only
+``scale_inv``, called ``scale_inv_a`` and ``scale_inv_b`` for A and B. The arguments of the op ``scaled_mm`` are called
+``scale_a`` and ``scale_b``, as in ``torch._scaled_mm``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_fp8.formats import E8M0_DTYPE, Float8, float8_of
 
 
 class _FastToHash:
-    """Hashes without a frame of Python. A base class: Dynamo of torch 2.10 and 2.11 refuses a class' own hash."""
+    """Hashes without a Python frame. A base class, because Dynamo of torch 2.10 and 2.11 rejects a class's own hash."""
 
     __hash__ = object.__hash__
 
 
 class Role(_FastToHash, Enum):
-    """The part that a tensor plays in the GEMMs of its layer."""
+    """The role of a tensor in the GEMMs of its layer."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -65,14 +65,14 @@ class Layout(_FastToHash, Enum):
     """The elements of a K-major GEMM operand ``[R, K]`` that share one scale.
 
     Attributes:
-        code: the value, as ops take it.
-        block: rows and columns that share a scale; None stands for all of them.
+        code: the value that ops accept.
+        block: the rows and columns that share a scale; None is all of them.
         scale_dtype: the dtype of ``scale_inv``.
-        has_one_scale: one scale serves the whole tensor, and its transposed copy; only such a scale can be given.
-        scales_along_k: a row has several scales.
-        has_one_scale_per_row: each row has one scale of its own.
-        transposes: the transposed tensor has the same blocks, so that its codes are these codes transposed.
-        scale_major: the dimension along which kernels keep neighbouring scales side by side in memory.
+        has_one_scale: whether the tensor and its transposed copy have one scale. Only such a scale can be passed.
+        scales_along_k: whether a row has several scales.
+        has_one_scale_per_row: whether each row has one scale.
+        transposes: whether the transposed tensor has the same blocks, so that its codes are these codes transposed.
+        scale_major: the dimension along which kernels store neighbouring scales contiguously.
     """
 
     scale_major: Literal["k", "mn"]
@@ -112,7 +112,7 @@ class Layout(_FastToHash, Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """One cast: what a recipe says of a role, the options of every op that casts, and the variant of its kernels.
+    """One cast: the recipe's choice for a role, the options of every op that casts, and the variant of its kernels.
 
     Attributes:
         float8: the format of the codes.
@@ -142,7 +142,7 @@ class Cast:
     _usages: tuple[Cast, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # All usages at once: torch.compile reads them, and makes none.
+        # All usages are created at once, because torch.compile cannot create one.
         own = self.rowwise, self.columnwise, self.scale_is_nonzero
         usages = []
         for usage in product((False, True), repeat=3):
@@ -157,13 +157,13 @@ class Cast:
             object.__setattr__(cast, "_usages", tuple(usages))
 
     def usage(self, rowwise: bool, columnwise: bool, scale_is_nonzero: bool = False) -> Cast:
-        """The same cast, asked for these operands."""
+        """The same cast, for these operands."""
         return self._usages[4 * rowwise + 2 * columnwise + scale_is_nonzero]
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """The fields as arguments of an op, as ``schema`` names them."""
-        # A float attribute may vary between calls of compiled code, which a backward pass cannot take; text does not.
+        # torch.compile may make a float attribute dynamic, which a backward pass does not support. It cannot for text.
         epsilon = float(self._epsilon)
         usage = self.rowwise, self.columnwise, self.scale_is_nonzero
         return self.float8.dtype, self.layout.code, self.power_2_scale, epsilon, *usage
@@ -186,11 +186,11 @@ def _cast_of(flat: tuple[Any, ...]) -> Cast:
 
 @dataclass(eq=False, slots=True)
 class ScaledTensor:
-    """An FP8 GEMM operand: ``data * scale_inv`` is the value it stands for.
+    """An FP8 GEMM operand, whose values are ``data * scale_inv``.
 
     Attributes:
         data: ``[R, K]`` codes in an FP8 dtype; K is the GEMM's contraction.
-        scale_inv: float32 (or E8M0 for :attr:`Layout.MX_1X32`), shaped as ``layout`` says.
+        scale_inv: float32 (or E8M0 for :attr:`Layout.MX_1X32`), in the shape of ``layout``.
         layout: which elements share a scale.
     """
 

@@ -1,6 +1,7 @@
 """Scales from amaxes: the formulas of every recipe, as pure functions of tensors.
 
-Convention: ``scale`` multiplies before the cast, ``scale_inv = 1 / scale`` divides back. All arithmetic is float32.
+Convention: values are multiplied by ``scale`` before the cast, and codes by ``scale_inv = 1 / scale``. All arithmetic is
+float32.
 Kernels implement the same formulas in ``cuda_kernels/device/codec.py``, and delayed scaling in
 ``cuda_kernels/casts/update_scales.py``; tests compare them bit by bit.
 """
@@ -28,7 +29,7 @@ def is_usable(amax: Tensor) -> Tensor:
 
 
 def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
-    """Scale of a tensor, row or block from its own amax: ``fp8_max / max(amax, epsilon)``.
+    """Scale of a tensor, row or block from its current amax: ``fp8_max / max(amax, epsilon)``.
 
     The scale is 1 if amax is 0, inf or NaN. A quotient that overflows float32 is clamped to float32's largest value.
     Source: Transformer Engine's ``compute_scale_from_amax``.

@@ -1,7 +1,7 @@
 """``torchao.float8``: one call after which a model's linear layers train in FP8.
 
-Configurations are torchao's; what of them is not supported is refused, with what to do instead. Numerics are those of
-the recipes ``tensorwise`` and ``rowwise``.
+Configurations are torchao's. Options that are not supported raise an error that says what to do instead. Numerics are
+those of the recipes ``tensorwise`` and ``rowwise``.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ __getattr__ = answering(__name__, ANSWERS.get)
 
 
 class ScalingType(enum.Enum):
-    """Whether a tensor is scaled, and cast, at all."""
+    """Whether a tensor is scaled and cast."""
 
     DYNAMIC = "dynamic"
     DISABLED = "disabled"
 
 
 class ScalingGranularity(enum.Enum):
-    """What has one scale: a tensor, or each row of an operand along its contraction."""
+    """Which elements share a scale: those of a tensor, or of each row of an operand along its contraction."""
 
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"
@@ -82,7 +82,7 @@ class CastConfig:
     Attributes:
         scaling_type: DISABLED is not supported.
         scaling_granularity: the same for all tensors of a layer.
-        target_dtype: ``torch.float8_e4m3fn``, or of gradients ``torch.float8_e5m2``, too; None is E4M3 for inputs and
+        target_dtype: ``torch.float8_e4m3fn``, or for gradients also ``torch.float8_e5m2``. None is E4M3 for inputs and
             weights, and E5M2 for gradients.
     """
 
@@ -93,7 +93,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How one product accumulates; taken at the defaults of :class:`Float8LinearConfig`."""
+    """How one matrix multiplication accumulates; only the defaults of :class:`Float8LinearConfig` are supported."""
 
     use_fast_accum: bool = False
 
@@ -124,13 +124,13 @@ class Float8LinearConfig:
         cast_config_input, cast_config_weight, cast_config_grad_output: how each tensor is cast; all must have the same
             granularity.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
-            of its other product; None, or equal to the former.
-        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight, emulate: taken at their defaults.
+            how each tensor is cast for the second GEMM that uses it; None, or equal to the former.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight, emulate: supported only at their defaults.
         enable_fsdp_float8_all_gather: has no effect. Weights that ``fully_shard`` has sharded before the conversion are
             gathered in FP8 with either value, with the same results.
         pad_inner_dim: has no effect; sizes need no padding.
         force_recompute_fp8_weight_in_bwd: has no effect, as in torchao.
-        round_scales_to_power_of_2: round scales down to powers of two; rows need True.
+        round_scales_to_power_of_2: round scales down to powers of two; must be True for scales of rows.
 
     Raises:
         NotImplementedError: If a configuration is not supported. The message says what to do instead.
@@ -202,7 +202,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """The configuration of torchao's recipe of that name.
+        """The configuration of the torchao recipe with this name.
 
         Raises:
             ValueError: If the name is unknown.
@@ -238,17 +238,18 @@ def convert_to_float8_training(
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
-    """Let the linear layers of ``module`` run in FP8, in place, from now on and without a region around them.
+    """Convert the linear layers of ``module`` in place, so that they run in FP8 without ``fp8_autocast``.
 
-    All of them do: unlike :func:`lightning_fp8.convert_module` it makes no exception for first and last layers and
-    output heads. Parameters stay the same objects, and ``state_dict`` keeps its keys. Inside of ``fp8_autocast``, and
-    under a plugin, layers follow its recipe instead.
+    All linear layers are converted. Unlike :func:`lightning_fp8.convert_module`, the function makes no exception for
+    first and last layers and output heads. Parameters stay the same objects, and ``state_dict`` keeps its keys. Inside
+    ``fp8_autocast``, and under a plugin, layers use its recipe instead.
 
-    Call it after ``fully_shard`` where FSDP2 is to gather weights in FP8, else it gathers them in high precision.
+    If FSDP2 should gather weights in FP8, call it after ``fully_shard``. Otherwise weights are gathered in high
+    precision.
 
     Args:
         module: any module, or a single ``nn.Linear``.
-        module_filter_fn: called with each ``nn.Linear`` and its name; True for those that run in FP8. None takes all.
+        module_filter_fn: called with each ``nn.Linear`` and its name; returns True to convert it. None converts all.
         config: None is ``Float8LinearConfig()``, one scale for each tensor.
 
     Returns:
@@ -288,7 +289,7 @@ def _all_but(in_fp8: list[nn.Linear]) -> Callable[[nn.Module, str], bool]:
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Does nothing: FSDP2's gathers in FP8 reduce the amaxes of all weights at once by themselves.
+    """Does nothing, because FSDP2's gathers in FP8 already reduce the amaxes of all weights at once.
 
     Args:
         module: the sharded model.

@@ -1,7 +1,7 @@
-"""What to do instead of the names of Transformer Engine that do not exist here, as data.
+"""What to use instead of names of Transformer Engine that do not exist here, as data.
 
-The names are those of ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe`` in 2.20, and of the
-modules that its users import from beside them.
+The names are those of ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe`` in 2.20, and of other
+modules that its users import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECIPE = {
     "NVFP4BlockScaling": _FOUR_BITS,
     "QParams": "power_2_scale and amax_epsilon are fields of Float8CurrentScaling; leave the others out",
 }
-"""Of ``common.recipe``."""
+"""Names of ``common.recipe``."""
 
 STATE = {
     **RECIPE,
@@ -38,7 +38,7 @@ STATE = {
     "get_fp8_max": "recipe.fp8_format.value.max_fwd and max_bwd are the largest values",
     "get_align_size_for_quantization": "sizes need no alignment; leave the padding out",
 }
-"""Of ``pytorch.quantization`` and ``pytorch.fp8``."""
+"""Names of ``pytorch.quantization`` and ``pytorch.fp8``."""
 
 PYTORCH = {
     "GroupedLinear": _EXPERTS,
@@ -81,7 +81,7 @@ PYTORCH = {
     **dict.fromkeys(("NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"), _FOUR_BITS),
     "DType": "dtypes are torch's: torch.float8_e4m3fn and torch.float8_e5m2",
 }
-"""Of ``pytorch``."""
+"""Names of ``pytorch``."""
 
 MODULES = {
     "constants": "dtypes and groups are torch's own",
@@ -98,10 +98,10 @@ MODULES = {
     "tensor": _WEIGHTS,
     "utils": _INTERNAL,
 }
-"""The modules of ``pytorch`` of which no name exists here."""
+"""Modules of ``pytorch`` whose names do not exist here."""
 
 ATTENTION = {"FusedMLAQUpProjRopeQuant": PYTORCH["FusedMLAQUpProjRopeQuant"]}
-"""Of ``pytorch.attention``."""
+"""Names of ``pytorch.attention``."""
 
 MODULE = {
     name: PYTORCH[name]
@@ -110,16 +110,16 @@ MODULE = {
         *("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"),
     )
 }
-"""Of ``pytorch.module``."""
+"""Names of ``pytorch.module``."""
 
 DISTRIBUTED = {
     "CudaRNGStatesTracker": PYTORCH["CudaRNGStatesTracker"],
     "activation_recompute_forward": "checkpoint() needs no context around it; leave it out",
     "gather_split_1d_tensor": "checkpoint(distribute_saved_activations=True) distributes and gathers; leave it out",
 }
-"""Of ``pytorch.distributed``."""
+"""Names of ``pytorch.distributed``."""
 
 EXPORT = {
     "te_translation_table": "use lightning_fp8.export.translation_table, as docs/onnx.md shows",
 }
-"""Of ``pytorch.export``."""
+"""Names of ``pytorch.export``."""

@@ -1,6 +1,6 @@
 """``transformer_engine.common.recipe``: recipes, their base class, and the formats.
 
-Arguments of recipes that exist in Transformer Engine alone: :mod:`lightning_fp8.recipe_arguments`.
+For arguments of recipes that exist only in Transformer Engine, see :mod:`lightning_fp8.recipe_arguments`.
 """
 
 from lightning_fp8.foreign_names import answering

@@ -68,5 +68,5 @@ __all__ = [
 
 __getattr__ = answering(__name__, PYTORCH.get)
 
-for _name, _said in MODULES.items():  # that they can be imported lets them say it
+for _name, _said in MODULES.items():  # importable, so that they raise their own error
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = absent_module(f"{__name__}.{_name}", _said)

@@ -1,7 +1,7 @@
-"""``transformer_engine.pytorch.quantization``: regions, weights in FP8, and what the current device computes in FP8.
+"""``transformer_engine.pytorch.quantization``: regions, weights in FP8, and which recipes the device supports.
 
-Every recipe runs on every device. The ``is_..._available`` functions say whether its products run on FP8 tensor cores;
-with ``return_reason=True`` they return ``(available, reason)``, and the reason is empty where they do.
+Every recipe runs on every device. The ``is_..._available`` functions return whether its matrix multiplications run on
+FP8 tensor cores; with ``return_reason=True`` they return ``(available, reason)``, with an empty reason if they do.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ADA, _BLACKWELL_OF_DATA_CENTRES = (8, 9), 10
 
 
 def get_default_recipe() -> DelayedScaling:
-    """The recipe of a region that is given none: delayed scaling, on every device."""
+    """The default recipe of a region: delayed scaling, on every device."""
     return DelayedScaling()
 
 
 def is_fp8_available(return_reason: bool = False) -> Available:
-    """Whether the products of ``DelayedScaling`` and ``Float8CurrentScaling`` run on FP8 tensor cores."""
+    """Whether matrix multiplications of ``DelayedScaling`` and ``Float8CurrentScaling`` run on FP8 tensor cores."""
     return _answer(_why_not_fp8(), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Available:
-    """Whether the products of ``Float8BlockScaling`` run on FP8 tensor cores."""
+    """Whether matrix multiplications of ``Float8BlockScaling`` run on FP8 tensor cores."""
     reason = _why_not_fp8()
     if not reason and torch.cuda.get_device_capability()[0] == _BLACKWELL_OF_DATA_CENTRES:
         reason = f"Float8BlockScaling runs on compute capability {_capability()}, but its products run in BF16"
@@ -56,7 +56,7 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Available:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Available:
-    """False: the products of ``MXFP8BlockScaling`` run in BF16 on every device."""
+    """False: matrix multiplications of ``MXFP8BlockScaling`` run in BF16 on every device."""
     return _answer("MXFP8BlockScaling runs everywhere, but its products run in BF16", return_reason)
 
 
