@@ -27,7 +27,7 @@ LONGEST_HISTORY = 2**16
 """In steps. The history of 1,000 tensors is then 262 MB, which every update reads."""
 
 LARGEST_MARGIN = math.frexp(E4M3.max * 2**10)[1] - 1
-"""In powers of two. With one more, a tensor's largest value would be below half of E4M3's smallest, and all are cast to 0."""
+"""In powers of two. With one more, a tensor's largest value would be below half of E4M3's smallest: all become 0."""
 
 
 _TRACES_RECIPES = TorchVersion(torch.__version__) >= "2.13"
@@ -87,8 +87,8 @@ class RecipeFields:
     Attributes:
         fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, with current scaling under any recipe.
         fp8_mha: the same as ``fp8_dpa``. In Transformer Engine it also removes the casts around attention.
-        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision, either from the
-            original tensors (``"high_precision"``) or from the dequantized values of the forward pass
+        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision, either from
+            the original tensors (``"high_precision"``) or from the dequantized values of the forward pass
             (``"dequantized"``). None computes them in FP8. Not supported by :class:`DelayedScaling`.
     """
 

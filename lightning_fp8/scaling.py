@@ -1,8 +1,7 @@
 """Scales from amaxes: the formulas of every recipe, as pure functions of tensors.
 
-Convention: values are multiplied by ``scale`` before the cast, and codes by ``scale_inv = 1 / scale``. All arithmetic is
-float32.
-Kernels implement the same formulas in ``cuda_kernels/device/codec.py``, and delayed scaling in
+Convention: values are multiplied by ``scale`` before the cast, and codes by ``scale_inv = 1 / scale``. All arithmetic
+is float32. Kernels implement the same formulas in ``cuda_kernels/device/codec.py``, and delayed scaling in
 ``cuda_kernels/casts/update_scales.py``; tests compare them bit by bit.
 """
 
