@@ -197,8 +197,10 @@ def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
     problem, gemm = bound.problem, bound.gemm
     run: Multiply = reference_gemm
     said = "The GEMM runs in BF16 instead, which is exact but slower"
-    if problem.spec.scaling.along_k and legal_configs(problem):
-        run, said = _kernel_when_called(bound, plan_key), "A kernel of this package is used instead"
+    if problem.spec.scaling.along_k:
+        said = "The GEMM runs in float32 instead, which is slower"
+        if legal_configs(problem):
+            run, said = _kernel_when_called(bound, plan_key), "A kernel of this package is used instead"
     ways = ways_to_fit(
         (gemm.layout_a, gemm.layout_b), (problem.m, problem.n, problem.k), bound.b.data.dtype, gemm.out_dtype,
         problem.spec.bias_dtype is not None, gemm.fast_accum,

@@ -111,9 +111,10 @@ def test_the_next_way_serves_after_a_refusal(scaling: str, monkeypatch: pytest.M
     assert all(torch.equal(each, right) for each in results)
     assert calls == ([32, 1] if scaling == "row" else [128])  # K is padded to 512
     said = [str(each.message).partition(": ")[2] for each in caught]
-    in_bf16 = "not here. The GEMM runs in BF16 instead, which is exact but slower."
+    of_all = {"block": "float32 instead, which is", "row": "BF16 instead, which is exact but"}
+    in_torch = f"not here. The GEMM runs in {of_all[scaling]} slower."
     scaled = "not here. Its float32 result is scaled afterwards instead, which is slower."
-    assert said == [scaled] * (scaling == "row") + [in_bf16]
+    assert said == [scaled] * (scaling == "row") + [in_torch]
 
 
 @pytest.mark.parametrize("compiles", [True, False])
