@@ -26,8 +26,9 @@ from cuda_kernels.host import cache_folder, compile_cache, launch
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
-from lightning_fp8 import doctor, ops
+from lightning_fp8 import ops
 from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
+from lightning_fp8.doctor import probes
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.state import update_fp8_scales
@@ -209,8 +210,8 @@ def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequ
 def doctors_kernels() -> list[Kernel]:
     """The kernels that ``lightning-fp8 doctor`` casts with. Its GEMM is cuBLASLt's unless a variable disables that."""
     with noted() as launched:
-        for shape in doctor.OPERANDS:
-            doctor.quantized(doctor.values(*shape))
+        for shape in probes.OPERANDS:
+            probes.quantized(probes.values(*shape))
     return list(launched.values())
 
 

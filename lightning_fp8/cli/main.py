@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
 COMMANDS = {
-    "doctor": "lightning_fp8.doctor",
+    "doctor": "lightning_fp8.doctor.report",
     "bench": "lightning_fp8.cli.bench",
     "kernels": "lightning_fp8.cli.kernels",
     "checkpoint": "lightning_fp8.cli.checkpoint",

@@ -14,8 +14,9 @@ from cuda_kernels.casts.update_scales import update_scales_kernel
 from cuda_kernels.host import cache_folder, compile_cache, gemm_selection
 from cuda_kernels.kernel import Kernel
 from cuda_kernels.lowering import compiler
-from lightning_fp8 import Linear, doctor, fp8_autocast
+from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.cli import kernels
+from lightning_fp8.doctor import probes
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import SCALINGS
 from lightning_fp8.recipes import RECIPES, make_recipe
@@ -113,10 +114,10 @@ def test_what_training_starts_is_built(recipe: str, bias: bool, monkeypatch: pyt
 
 def test_what_the_doctor_casts_with_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would ask for compilers on a machine that needs none."""
-    monkeypatch.setattr(doctor, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(probes, "device", lambda: torch.device("cpu"))
     with kernels.noted() as found:
-        doctor.cast()
-        doctor.product()
+        probes.cast()
+        probes.product()
     assert found
     assert set(found) <= {kernel.name for kernel in kernels.layers_kernels([], 128, [], "90a")}
 

@@ -22,10 +22,12 @@ from packaging.version import Version
 
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE
 from cuda_kernels.host.proofs import VARIABLE
-from lightning_fp8 import doctor, ops
+from lightning_fp8 import ops
 from lightning_fp8.attention import function
 from lightning_fp8.attention import ops as attention_ops
-from lightning_fp8.doctor import Answer, Finding, advice_of, answer_of, line_of
+from lightning_fp8.doctor import probes, report
+from lightning_fp8.doctor.processes import Answer, answer_of
+from lightning_fp8.doctor.report import Finding, advice_of, line_of
 from lightning_fp8.ops import plans
 from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind
 from tests.cuda_kernels.emulated import needs_compilers
@@ -73,25 +75,25 @@ def findings_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     asked: list[tuple[str, dict[str, str]]] = []
 
     def simulate(machine: Machine) -> None:
-        for name in doctor.VARIABLES:
+        for name in report.VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in machine.variables.items():
             monkeypatch.setenv(name, value)
         installed = {name: version for name, version in {**VERSIONS, **machine.versions}.items() if version}
-        monkeypatch.setattr(doctor.toolchain, "versions", lambda names: installed)
-        monkeypatch.setattr(doctor, "oldest_versions", lambda: {"torch": "2.8", "lightning": "2.5"})
-        monkeypatch.setattr(doctor.shutil, "which", lambda name: machine.smi and f"/usr/bin/{name}")
-        monkeypatch.setattr(doctor, "answer_of", lambda command, seconds, environment=None: machine.smi)
+        monkeypatch.setattr(report.toolchain, "versions", lambda names: installed)
+        monkeypatch.setattr(report, "oldest_versions", lambda: {"torch": "2.8", "lightning": "2.5"})
+        monkeypatch.setattr(report.shutil, "which", lambda name: machine.smi and f"/usr/bin/{name}")
+        monkeypatch.setattr(report, "answer_of", lambda command, seconds, environment=None: machine.smi)
 
         def probe(name: str, seconds: float, **variables: str) -> Answer:
             asked.append((name, variables))
             return machine.answer(name)
 
-        monkeypatch.setattr(doctor, "probe", probe)
+        monkeypatch.setattr(report, "probe", probe)
 
     def find(machine: Machine, compiling: bool = False) -> list[Finding]:
         simulate(machine)
-        return doctor.report(60, compiling)
+        return report.report(60, compiling)
 
     find.asked = asked  # type: ignore[attr-defined]
     find.simulate = simulate  # type: ignore[attr-defined]
@@ -287,8 +289,8 @@ def test_a_hang_and_a_crash_are_reported_and_the_rest_goes_on(
             return answer_of([sys.executable, "-c", "import os; os.abort()"], 30)
         return Machine().answer(name)
 
-    monkeypatch.setattr(doctor, "probe", probe)
-    found = doctor.report(0.5, compiling=True)
+    monkeypatch.setattr(report, "probe", probe)
+    found = report.report(0.5, compiling=True)
     cast, hung = (finding for finding in found if finding.verdict == "fail")
     assert (cast.what, cast.value) == ("cast", "ended by SIGABRT")
     assert (hung.what, hung.value) == ("product, kernel", "did not answer within 0.5 s")
@@ -309,8 +311,8 @@ def test_versions_and_variables_are_printed_before_anything_starts(
         before.append(capsys.readouterr().out)
         return Answer(0, "lightning-fp8 doctor says: fine")
 
-    monkeypatch.setattr(doctor, "answer_of", answer_of)
-    doctor.report(60, compiling=False)
+    monkeypatch.setattr(report, "answer_of", answer_of)
+    report.report(60, compiling=False)
     assert all(f" {name} " in before[0] for name in VERSIONS)
     assert "ok    CUDA_HOME              /opt/cuda" in before[0]
     assert "Python" in before[0]
@@ -333,7 +335,7 @@ def test_the_worst_is_to_be_done_first_and_once() -> None:
 def test_json_and_exit_status(machine: Machine, status: int, findings_of: Any, tmp_path: Path) -> None:
     expected = findings_of(machine)
     with pytest.raises(SystemExit) as stopped:
-        doctor.main(["--json", str(tmp_path / "report.json")])
+        report.main(["--json", str(tmp_path / "report.json")])
     assert stopped.value.code == status
     document: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
     assert document["status"] == status
@@ -355,7 +357,7 @@ def test_arguments_are_refused_before_anything_starts(
 ) -> None:
     findings_of.simulate(Machine())
     with pytest.raises(SystemExit) as stopped:
-        doctor.main([f"{option}={value}"])
+        report.main([f"{option}={value}"])
     assert stopped.value.code == 2
     assert f"argument {option}: '{value}' {message}" in capsys.readouterr().err
     assert not findings_of.asked
@@ -422,7 +424,7 @@ for file in (sys.stdout, sys.stderr):
 def test_other_lines_of_a_process_are_no_answer(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NOISE)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "-m", "lightning_fp8.doctor"]
+    command = [sys.executable, "-m", "lightning_fp8.doctor.probes"]
     environment = {**os.environ, "PYTHONPATH": path}
     answer = answer_of([*command, "torch", "300"], 300, environment)
     assert answer.output.endswith("bye\n")
@@ -477,20 +479,20 @@ def test_lower_bounds_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) 
         'jsonargparse[signatures]>=4.39; extra == "cli"',
         "a >= 1.2, <3",
     ]
-    monkeypatch.setattr(doctor, "requires", {"lightning-fp8": required}.get)
-    assert doctor.oldest_versions() == {"torch": "2.8", "lightning": "2.5", "a": "1.2"}
+    monkeypatch.setattr(report, "requires", {"lightning-fp8": required}.get)
+    assert report.oldest_versions() == {"torch": "2.8", "lightning": "2.5", "a": "1.2"}
 
 
 PROBING = """
 import time
-from lightning_fp8 import doctor
+from lightning_fp8.doctor import probes
 
 def waits():
     time.sleep(2)
     raise ValueError("of no\\nuse")
 
-doctor.PROBES["torch"] = waits
-doctor.run_probe("torch", "0.5")
+probes.PROBES["torch"] = waits
+probes.run_probe("torch", "0.5")
 """
 
 
@@ -512,7 +514,7 @@ def test_torch_facts_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, (major, minor), size in (H200, A100)
     ]
     monkeypatch.setattr(torch.cuda, "get_device_properties", both.__getitem__)
-    assert json.loads(doctor.torch_facts()) == {
+    assert json.loads(probes.torch_facts()) == {
         "version": torch.__version__, "cuda": torch.version.cuda, "problem": "",
         "gpus": [["NVIDIA H200", [9, 0], 141 << 30], ["NVIDIA A100", [8, 0], 80 << 30]],
     }  # fmt: skip
@@ -523,23 +525,23 @@ def test_why_there_is_no_gpu_is_in_torchs_words(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    facts = json.loads(doctor.torch_facts())
+    facts = json.loads(probes.torch_facts())
     assert (facts["gpus"], facts["problem"]) == ([], "Found no NVIDIA driver on your system.")
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_one_wrong_value_of_a_cast_is_seen(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = doctor.quantized
+    right = probes.quantized
 
     def wrong(x: torch.Tensor) -> Any:
         results = [replace(operand, data=operand.data.clone()) for operand in right(x)]  # they may share memory
         results[where].data.view(torch.uint8)[-1, -1] ^= 1
         return results
 
-    assert "all 128,000 values right" in doctor.cast()
-    monkeypatch.setattr(doctor, "quantized", wrong)
+    assert "all 128,000 values right" in probes.cast()
+    monkeypatch.setattr(probes, "quantized", wrong)
     with pytest.raises(ArithmeticError, match="^1 of 64000 " + ("transposed " if where else "values")):
-        doctor.cast()
+        probes.cast()
 
 
 @pytest.mark.parametrize(
@@ -547,10 +549,10 @@ def test_one_wrong_value_of_a_cast_is_seen(where: int, monkeypatch: pytest.Monke
 )
 def test_one_wrong_value_of_a_product_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.scaled_mm
-    assert "equals float64 within rounding" in doctor.product()
+    assert "equals float64 within rounding" in probes.product()
     monkeypatch.setattr(ops, "scaled_mm", lambda a, b: wrong(right(a, b)))
     with pytest.raises(ArithmeticError, match="times as large as rounding explains"):
-        doctor.product()
+        probes.product()
 
 
 @pytest.mark.parametrize(
@@ -558,10 +560,10 @@ def test_one_wrong_value_of_a_product_is_seen(wrong: Any, monkeypatch: pytest.Mo
 )
 def test_one_wrong_row_of_attention_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = function.fp8_attention
-    assert "equal float64 within FP8's rounding" in doctor.attention()
+    assert "equal float64 within FP8's rounding" in probes.attention()
     monkeypatch.setattr(function, "fp8_attention", lambda *qkv, **options: wrong(right(*qkv, **options)))
     with pytest.raises(ArithmeticError, match="^o differs from float64 by up to "):
-        doctor.attention()
+        probes.attention()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -579,13 +581,13 @@ def test_a_wrong_tile_of_a_gradient_of_attention_is_seen(name: str, monkeypatch:
 
     monkeypatch.setattr(function, "fp8_attention", wrong)
     with pytest.raises(ArithmeticError, match=f"^the gradient of {name} differs from float64 by up to "):
-        doctor.attention()
+        probes.attention()
 
 
 @pytest.mark.parametrize("index", range(3))
 def test_a_wrong_gradient_of_a_norm_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.norm_backward
-    assert "equal float64 within rounding" in doctor.norm()
+    assert "equal float64 within rounding" in probes.norm()
 
     def wrong(*args: Any, **options: Any) -> Any:
         gradients = [each.clone() for each in right(*args, **options) if each is not None]
@@ -594,13 +596,13 @@ def test_a_wrong_gradient_of_a_norm_is_seen(index: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ops, "norm_backward", wrong)
     with pytest.raises(ArithmeticError, match="^the gradient of (x|weight|bias) differs"):
-        doctor.norm()
+        probes.norm()
 
 
 @pytest.mark.parametrize("position", [2, 1])
 def test_one_wrong_scale_or_amax_is_seen(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.update_scales
-    assert "all right" in doctor.scales()
+    assert "all right" in probes.scales()
 
     def wrong(*args: Any) -> None:
         right(*args)
@@ -608,21 +610,21 @@ def test_one_wrong_scale_or_amax_is_seen(position: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ops, "update_scales", wrong)
     with pytest.raises(ArithmeticError, match="^1 of 70 scales and 1120 amaxes"):
-        doctor.scales()
+        probes.scales()
 
 
 def test_one_wrong_value_of_a_product_of_blocks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.scaled_mm
-    assert "equals float64 within rounding" in doctor.block_product()
+    assert "equals float64 within rounding" in probes.block_product()
     monkeypatch.setattr(ops, "scaled_mm", lambda a, b: right(a, b).index_fill_(0, torch.tensor(3), 1.0))
     with pytest.raises(ArithmeticError, match="times as large as rounding explains"):
-        doctor.block_product()
+        probes.block_product()
 
 
 def test_attention_without_a_kernel_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers run it in high precision there."""
     monkeypatch.setattr(attention_ops, "missing_kernel", lambda device, head_dim: "no kernel for sm_100")
-    assert doctor.attention() == "runs in high precision: no kernel for sm_100"
+    assert probes.attention() == "runs in high precision: no kernel for sm_100"
 
 
 @pytest.mark.parametrize(
@@ -634,7 +636,7 @@ def test_the_first_gpu_for_fp8_is_tried(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert doctor.device() == torch.device(taken)
+    assert probes.device() == torch.device(taken)
 
 
 def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,10 +647,10 @@ def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(device: torch.device) -> Any:
         raise KernelError("no such kernel")
 
-    monkeypatch.setattr(doctor, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(probes, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with warnings.catch_warnings():
-        doctor.refuse_fallbacks()
+        probes.refuse_fallbacks()
         with pytest.raises(RuntimeWarning, match="no such kernel"):
             plan(torch.device("cpu"), False)(0)
     plans.clear_plan_cache()
@@ -659,7 +661,7 @@ def test_a_slow_fallback_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dry_run_lists_the_kernels_of_every_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as status:
-        doctor.main(["--prove", "--dry-run", "--json", str(tmp_path / "report.json")])
+        report.main(["--prove", "--dry-run", "--json", str(tmp_path / "report.json")])
     assert status.value.code == 0
     found = json.loads((tmp_path / "report.json").read_text())["findings"]
     assert [each["what"] for each in found] == list(KINDS)
@@ -672,19 +674,19 @@ def test_a_dry_run_lists_the_kernels_of_every_kind(capsys: pytest.CaptureFixture
 
 def test_proofs_need_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
-        doctor.main(["--prove"])
+        report.main(["--prove"])
     assert status.value.code == 1
     assert "no GPU with FP8 tensor cores" in capsys.readouterr().out
     with pytest.raises(SystemExit) as status:
-        doctor.main(["--dry-run"])
+        report.main(["--dry-run"])
     assert status.value.code == 2
 
 
 @pytest.fixture
 def proven_on_an_emulated_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """All that ``--prove`` asks of a card, where kernels are emulated and casts of gradients are wrong; few kinds."""
-    monkeypatch.setattr(doctor, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(doctor, "_has_fp8", lambda device: True)
+    monkeypatch.setattr(report, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(report, "has_fp8", lambda device: True)
     monkeypatch.setattr("cuda_kernels.host.launch.card", lambda index: CARD)
     few = {name: KINDS[name] for name in ("amax", "quantize", "quantize ragged rows", "transpose")}
     monkeypatch.setattr("lightning_fp8.proofs.report.kinds_for", lambda architecture: few)
@@ -699,7 +701,7 @@ def test_proofs_of_all_kinds(
     proven_on_an_emulated_card: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as status:
-        doctor.main(["--prove", "--json", str(tmp_path / "report.json")])
+        report.main(["--prove", "--json", str(tmp_path / "report.json")])
     assert status.value.code == 1
     *found, keys = json.loads((tmp_path / "report.json").read_text())["findings"]
     assert [each["verdict"] for each in found] == ["ok", "ok", "fail", "ok"]
