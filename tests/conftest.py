@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--thorough", action="store_true", help="run every test; by default each thing is tested once")
     group.addoption("--left-out", action="store_true", help="run what the default run leaves out, and nothing else")
     group.addoption(
+        "--part", type=tiers.part_and_parts, metavar="I/N", help="with --left-out: every Nth file, from file I on"
+    )
+    group.addoption(
         "--budget",
         action="store_true",
         help=f"fail where a test takes over {tiers.SECONDS_OF_A_TEST} s of processor time, or all of them over"
@@ -45,8 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what only the thorough run takes, unless that is asked for; what ``file.py::test`` names stays."""
     found = config.stash[tiers.COLLECTED] = tiers.collected(items)
     if config.getoption("left_out"):
-        config.hook.pytest_deselected(items=found.default)
-        items[:] = found.left_out()
+        kept = {*tiers.part(found.left_out(), *(config.getoption("part") or (0, 1)), lambda item: item.path)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
         return
     if config.getoption("thorough") or config.getoption("markexpr").strip() == "thorough":
         return

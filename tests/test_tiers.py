@@ -55,6 +55,20 @@ def test_few_rows_hold_all(rows: list[set[int]], costs: list[float] | None, chos
     assert tiers.cover(rows, costs) == chosen
 
 
+def test_parts_share_no_file_and_are_all() -> None:
+    items = [f"{file}::{test}" for file in "abcde" for test in range(3)]
+    parts = [tiers.part(items, number, 3, lambda item: item[0]) for number in range(3)]
+    assert sorted(each for part in parts for each in part) == items
+    assert [{each[0] for each in part} for part in parts] == [{"a", "d"}, {"b", "e"}, {"c"}]
+
+
+@pytest.mark.parametrize("text", ["3/3", "-1/3", "1", "a/b", "1/2/3", "0/0"])
+def test_no_other_parts(text: str) -> None:
+    assert tiers.part_and_parts("2/3") == (2, 3)
+    with pytest.raises(ValueError):
+        tiers.part_and_parts(text)
+
+
 EXAMPLE = """
 import pytest
 from tests.tiers import covering, every_pair, every_row, thorough
@@ -168,6 +182,7 @@ def test_the_thorough_run_and_what_is_named(run: Callable[..., Any]) -> None:
         (("test_example.py::test_thorough", "test_other.py"), 3),
         (("-m", "thorough"), 4),
         (("--left-out", "test_other.py"), 3),
+        (("--left-out", "--part", "0/2", "test_other.py", "test_example.py"), 3),
         (("-m", "not thorough", "test_other.py"), 2),
     ],
 )

@@ -143,6 +143,24 @@ def named(items: Iterable[pytest.Item], arguments: Iterable[str], folder: Path) 
             yield item
 
 
+def part(items: Iterable[T], number: int, of: int, file: Callable[[T], Hashable]) -> list[T]:
+    """Those of ``items`` in every ``of``-th file, beginning with file ``number``; all parts together are all items."""
+    files: dict[Hashable, int] = {}
+    return [item for item in items if files.setdefault(file(item), len(files)) % of == number]
+
+
+def part_and_parts(text: str) -> tuple[int, int]:
+    """``"1/3"`` as numbers.
+
+    Raises:
+        ValueError: If the text has another form, or if there is no such part.
+    """
+    number, of = map(int, text.split("/"))
+    if not 0 <= number < of:
+        raise ValueError(f"parts of {of} are 0 to {of - 1}, not {number}")
+    return number, of
+
+
 # --- Processor time ---------------------------------------------------------------------------------------------------
 
 
