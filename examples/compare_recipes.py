@@ -157,7 +157,7 @@ def train(
     all_blocks: bool,
     modules: bool,
 ) -> dict[str, Any]:
-    """One run: its final validation loss in nats per byte, its training losses, and how much of it ran in FP8."""
+    """One run: its final validation loss in nats per byte, its training losses, how much ran in FP8, and on what."""
     torch.set_num_threads(threads)
     L.seed_everything(run.seed)
     model = GPT(width=width, depth=depth, heads=heads, lr=lr, modules=modules)
@@ -167,7 +167,7 @@ def train(
     distances = [] if recipe == "bf16" else [BlockDistances(model.blocks)]
     result = fitted(model, data, recipe, steps, attention, all_blocks, distances, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return result | ({"block_distances": distances[0].distances} if distances else {})
+    return result | {"made_on": made_on()} | ({"block_distances": distances[0].distances} if distances else {})
 
 
 def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, orders: int = 1) -> str:
@@ -292,8 +292,9 @@ def main() -> None:
     what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
     distances = distances_table(runs, recipes, args.seeds)
     results = table(runs, recipes, args.seeds, args.orders)
+    places = " and on ".join(dict.fromkeys(run["made_on"] for run in runs.values()))
     text = (
-        f"# {what} against BF16\n\nMade on {made_on()}; by\n\n```\n{command}\n```\n\n"
+        f"# {what} against BF16\n\nMade on {places}; by\n\n```\n{command}\n```\n\n"
         f"{results}\n\n{distances}![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)

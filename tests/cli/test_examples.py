@@ -202,7 +202,9 @@ def test_the_comparison_leaves_a_table_and_a_plot_and_resumes(
     again = capsys.readouterr().out
     assert "run 1 of" not in again
     assert "| blockwise |" in again
-    assert "| blockwise |" in (tmp_path / "tiny.md").read_text()
+    page = (tmp_path / "tiny.md").read_text()
+    assert "| blockwise |" in page
+    assert f"Made on the CPU, torch {torch.__version__}" in page
 
 
 @thorough
