@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_on_two_ranks
+from tests.distributed.launch import run_on_ranks, run_on_two_ranks
 from tests.tiers import thorough
 
 RECIPES = "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"
@@ -57,6 +57,16 @@ def test_half_of_the_bytes_and_one_more_collective_at_most(of_recipe: tuple[str,
         assert 0.5 < report["bytes"] <= (0.52 if recipe in ("rowwise", "mxfp8") else 0.51)
         more = {"allreduce_": 1} if recipe in ("tensorwise", "rowwise") else {}
         assert report["more_calls"] == more  # in a step of two micro-batches
+
+
+@thorough
+def test_replicas_of_shards(tmp_path: Path) -> None:
+    for report in run_on_ranks("fsdp", str(tmp_path), "replicas", folder=tmp_path, ranks=4):
+        assert report.keys() == {*RECIPES}
+        for recipe, case in report.items():
+            assert is_equal(case), recipe
+            assert case["falls"], recipe
+            assert case["bytes"] < 0.53, recipe
 
 
 @thorough

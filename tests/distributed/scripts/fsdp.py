@@ -156,6 +156,12 @@ def part_recipe() -> dict[str, Any]:
     return compared(sys.argv[3], blocks())
 
 
+def part_replicas() -> dict[str, Any]:
+    """Two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {recipe: compared(recipe, blocks(), mesh=mesh) for recipe in RECIPES}
+
+
 def part_options() -> dict[str, Any]:
     """Other shards, other policies of FSDP2, and other layers."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
