@@ -103,7 +103,7 @@ def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_featur
         raise ValueError("parameters_split is empty; name at least one part, or pass None")
     names = [name.rstrip("_") for name in split]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"parameters_split names {twice} more than once; give each part a name of its own")
+        raise ValueError(f"parameters_split names {twice} more than once; give each part a different name")
     if isinstance(split, Mapping):
         sizes = list(split.values())
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):

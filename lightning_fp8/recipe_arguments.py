@@ -35,7 +35,7 @@ class _AtDefault(NamedTuple):
 
 
 _ONE_PRODUCT = (
-    "one product alone is not kept in high precision; Float8CurrentScaling(backward_override='high_precision') keeps "
+    "a single product cannot be kept in high precision; Float8CurrentScaling(backward_override='high_precision') keeps "
     "both of the backward pass"
 )
 _ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"

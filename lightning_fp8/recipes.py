@@ -391,7 +391,7 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
     format_key = megatron_config.get("fp8", megatron_config.get("fp8_format", "hybrid"))
     if "fp8" in megatron_config and "fp8_format" in megatron_config and not _is_mxfp8(megatron_config["fp8_format"]):
         raise ValueError(
-            f"fp8={format_key!r} and fp8_format={megatron_config['fp8_format']!r} say the same; give one of them"
+            f"fp8={format_key!r} and fp8_format={megatron_config['fp8_format']!r} are the same field; pass one of them"
         )
     if _is_mxfp8(format_key) or _is_mxfp8(megatron_config.get("fp8_format")):
         if megatron_config.get("fp8_recipe", "mxfp8") != "mxfp8":

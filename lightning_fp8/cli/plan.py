@@ -167,7 +167,7 @@ def _shape_of_file(path: str) -> Shape:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object; name a config.json of Hugging Face")
+        raise ValueError(f"{path} is not a JSON object; name a config.json of Hugging Face")
     return shape_of_config(config)
 
 
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-parallel", action=flag, default=True, help="where ranks are tensor-parallel")
     parser.add_argument("--gather-again", action=flag, default=False, help="inputs, for the weights' gradients")
     parser.add_argument("--activation-checkpointing", action=flag, default=False, help="recompute each block")
-    parser.add_argument("--fuse", action=flag, default=False, help="the MLP keeps its first product alone in FP8")
+    parser.add_argument("--fuse", action=flag, default=False, help="the MLP keeps only its first product in FP8")
     parser.add_argument("--fp8-attention", action=flag, default=False, help="keys and values travel as FP8 codes")
     parser.add_argument("--micro-batch", type=positive, default=1, help="sequences of a data-parallel rank")
     parser.add_argument("--sequence-length", type=positive, default=8192)

@@ -58,7 +58,7 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
-        return f"{type(module).__name__} is a subclass of nn.Linear{' with a forward of its own' * has_forward}"
+        return f"{type(module).__name__} is a subclass of nn.Linear{' with its own forward' * has_forward}"
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module) and not calls_own_forward(module):
@@ -144,7 +144,7 @@ def _is_matrix(parameter: Tensor) -> bool:
 def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     cls = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
-        return "attention", "nn.MultiheadAttention multiplies by a parameter of its own"
+        return "attention", "nn.MultiheadAttention multiplies by a parameter that is not in a Linear"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent", f"nn.{cls}'s products do not run in FP8"
     if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):

@@ -316,7 +316,7 @@ def _way_out(reason: str) -> str:
     if reason == NORM_CAST_NOTHING:
         return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
     if reason == MLP_CAST_NOTHING:
-        return ", which is a pass more over memory and no harm else; fuse=False takes it out of the table"
+        return ", which only costs one more pass over memory; fuse=False removes it from the table"
     if reason.startswith("it was not called"):
-        return ", which is no harm if it is rarely needed"
-    return "; skip=(...) takes it out of the table"
+        return ", which is harmless if it is rarely needed"
+    return "; skip=(...) removes it from the table"

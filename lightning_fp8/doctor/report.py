@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 doctor``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 doctor",
-        description="What runs on this machine, what does not, and the way out. Exit status 1: something is broken.",
+        description="What runs on this machine, what does not, and how to fix it. Exit status 1: something is broken.",
     )
     parser.add_argument("--compile", action="store_true", help="kernels must compile here, with or without a GPU")
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the findings there too")
@@ -127,7 +127,7 @@ def report(seconds: float, compiling: bool) -> list[Finding]:
     width = shutil.get_terminal_size((120, 24)).columns
     findings = []
     versions = toolchain.versions(PACKAGES)
-    header = f"\nStarted one by one, each in a process of its own and for at most {seconds:g} s:"
+    header = f"\nStarted one by one, each in a separate process and for at most {seconds:g} s:"
     for title, group in (("", installed(versions)), (header, started(versions, seconds, compiling))):
         if title:
             print(title, flush=True)

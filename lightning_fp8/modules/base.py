@@ -113,7 +113,7 @@ class FP8Module(nn.Module):
         context = current_context()
         if self.fp8 and (context.enabled or context.calibrating):
             raise RuntimeError(
-                "torch.nn.DataParallel runs each replica in a thread of its own, which fp8_autocast does not reach: "
+                "torch.nn.DataParallel runs each replica in a separate thread, where fp8_autocast has no effect: "
                 f"{type(self).__name__} would run in high precision there. Use DistributedDataParallel, strategy='ddp' "
                 "of a Trainer, or leave fp8_autocast"
             )

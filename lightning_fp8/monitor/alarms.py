@@ -295,7 +295,7 @@ class Alarms:
         bits = interval["off_bits"][cast]
         if not bits > STANDING_BITS:
             return None
-        return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from what its history gives")
+        return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from that of its history")
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
         """Add an alarm for the casts that have none of this rule yet, and update existing alarms of others."""

@@ -75,7 +75,7 @@ class FP8Monitor(Callback):
         if not 1 <= every_n_steps <= LONGEST_INTERVAL:
             raise ValueError(f"every_n_steps={every_n_steps} must be from 1 to {LONGEST_INTERVAL}")
         if path is not None and (not isinstance(path, (str, Path)) or not str(path).strip()):
-            raise TypeError(f"path={path!r} must be a file, or None for one beside the logs")
+            raise TypeError(f"path={path!r} must be a file, or None for one in the folder of the logs")
         require_bool("per_layer", per_layer)
         self.every_n_steps = every_n_steps
         self.per_layer = per_layer
@@ -343,7 +343,7 @@ class FP8Monitor(Callback):
         try:
             self.record.save(self.saved_to)
         except OSError as error:  # for example a full disk, which must not stop training
-            rank_zero_warn(f"FP8Monitor could not write {self.saved_to}: {error}; the run goes on without its record")
+            rank_zero_warn(f"FP8Monitor could not write {self.saved_to}: {error}; the run continues without its record")
             self.saved_to = None
 
 

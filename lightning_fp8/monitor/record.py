@@ -242,7 +242,7 @@ class Record:
         except OSError:
             raise
         except Exception as error:  # a damaged file fails in many ways
-            raise ValueError(f"{path} is no record of FP8Monitor: {error}") from None
+            raise ValueError(f"{path} is not a record of FP8Monitor: {error}") from None
         raise ValueError(
             f"{path} is a record of version {version}, but this lightning_fp8 reads versions up to {VERSION}. It was "
             "saved by a newer lightning_fp8: upgrade with pip install -U lightning-fp8"

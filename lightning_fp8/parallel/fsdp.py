@@ -354,7 +354,7 @@ class GatheredParam(FSDPParam):
             return f"its {size} rows are not divided evenly over {ranks} ranks"
         block = {Layout.MX_1X32: 32, Layout.BLOCK_128X128: 128}.get(layout, 1)
         if rows % block:
-            return f"the {rows} rows of a shard are no multiple of {block}"
+            return f"the {rows} rows of a shard are not a multiple of {block}"
         if not layout.transposes:
             # FSDP2 decides for the root at the beginning of its first forward.
             keeps = state._is_root is None and state._auto_reshard_after_forward and self._is_in_root()

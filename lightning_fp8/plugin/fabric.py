@@ -217,7 +217,7 @@ class FP8FabricPrecision(FabricPrecision):
         if reasons := list(idle_layers(idle)):
             rank_zero_warn(
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"plugin.summary holds the reasons: {'; '.join(reasons)}"
+                f"see plugin.summary for the reasons: {'; '.join(reasons)}"
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
@@ -392,11 +392,11 @@ class FP8FabricPrecision(FabricPrecision):
             return
         saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
-            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training goes on with {self.recipe}")
+            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training continues with {self.recipe}")
         if alike := with_equal_names(states):
             rank_zero_warn(
-                f"FP8 state: {' and '.join(alike)} hold tensors of the same names; models take them in the order in "
-                "which they were set up, so set them up in the order of the run that saved them"
+                f"FP8 state: {' and '.join(alike)} hold tensors of the same names, and are loaded in the order in "
+                "which models are set up. Set them up in the order of the run that saved them"
             )
         later = {name: state for name, state in states.items() if name not in self.histories}
         self._pending_state = {"recipe": saved, **later} if later else None

@@ -28,7 +28,7 @@ from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
 
-_NOT_FOR_FABRIC = "FP8Precision is for the Trainer; give Fabric FP8FabricPrecision instead"
+_NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
 
 
 # Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().

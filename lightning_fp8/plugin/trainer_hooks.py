@@ -39,8 +39,8 @@ class TrainerHooks(Callback):
                 history.watch.has_warned_of_eval = True  # the warning below names them
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
-                "which delayed scaling observes nothing: their scales do not follow. Call model.train() before fit; "
-                "Lightning keeps the mode that a model comes in, and transformers' from_pretrained gives eval mode"
+                "which delayed scaling observes nothing: their scales become stale. Call model.train() before fit; "
+                "Lightning does not change the mode, and transformers' from_pretrained returns models in eval mode"
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -378,9 +378,9 @@ def _by_whom(look: Look) -> tuple[str, str]:
     is_product = look.op.startswith("scaled_mm")
     if look.kernels:
         variable = "LIGHTNING_FP8_GEMM=cublaslt" if is_product else f"{CARRIED_VARIABLE}={OFF}"
-        return ", ".join(look.kernels), f"{variable} goes on without it"
+        return ", ".join(look.kernels), f"{variable} continues without it"
     if is_product:
-        return "torch._scaled_mm or plain torch", "LIGHTNING_FP8_GEMM=numba goes on with kernels of this package"
+        return "torch._scaled_mm or plain torch", "LIGHTNING_FP8_GEMM=numba continues with kernels of this package"
     return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 disables torch.compile"
 
 

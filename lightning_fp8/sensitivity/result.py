@@ -146,7 +146,7 @@ class Sensitivity:
             made = None if check is None else Check(**{**check, "skip": tuple(check["skip"])})
             return cls(rows=rows, check=made, default_skip=skip, **found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no result of measure_sensitivity: {error}") from None
+            raise ValueError(f"{path} is not a result of measure_sensitivity: {error}") from None
 
     def plot(self, path: Path | str, most: int = 40) -> None:
         """Plot the ranking as bars.
@@ -168,7 +168,7 @@ class Sensitivity:
             (self.default_error, "default", "--"),
         ):
             axes.axvline(100 * error, color="#b45309", linestyle=style, label=f"{text}: {error:.2%}")
-        axes.set_xlabel(f"error of the gradient with this in FP8 alone, %, recipe {self.recipe}")
+        axes.set_xlabel(f"error of the gradient with only this in FP8, %, recipe {self.recipe}")
         axes.legend(loc="lower right")
         figure.savefig(path, dpi=110)
 

@@ -84,7 +84,7 @@ def parse_version(version: str) -> tuple[int, int]:
         raise TypeError(f"version={version!r} must be text: {str(version)!r}; as a number 1.10 is 1.1")
     match = re.match(r"(\d+)\.(\d+)(\.|$)", version)
     if not match:
-        raise ValueError(f"version={version!r} is no Transformer Engine version; give one like '1.13' or '2.4.0'")
+        raise ValueError(f"version={version!r} is not a Transformer Engine version; pass one like '1.13' or '2.4.0'")
     number = int(match[1]), int(match[2])
     if number < _FIRST_VERSION:
         raise ValueError(f"version={version!r} is too old to be written; 0.12 and later are")

@@ -93,7 +93,7 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
     if strict:
         problems += [f"the file lacks {key}" for key in missing]
         problems += [
-            f"{key} lies beside the part of the file that is the model's" if key in remapped.beside
+            f"{key} is outside the part of the file that is the model's" if key in remapped.beside
             else f"the model lacks {key}"
             for key in unexpected
         ]  # fmt: skip

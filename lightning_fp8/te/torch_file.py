@@ -546,7 +546,7 @@ def _read(file: BinaryIO, size: int, *, standins: bool = False) -> Any:
     if file.read(4) == _ZIP_SIGNATURE:
         return _read_zip(file, budget, standins=standins)
     if size > MAX_PICKLE_BYTES:
-        raise CheckpointError(f"it is no zip archive, and too large for torch's older format: {size} bytes")
+        raise CheckpointError(f"it is not a zip archive, and too large for torch's older format: {size} bytes")
     file.seek(0)
     return _read_legacy(io.BytesIO(file.read()), _lookup(budget, standins=standins))
 

@@ -175,12 +175,12 @@ class Float8LinearConfig:
             )
         if value.scaling_type is not ScalingType.DYNAMIC:
             raise NotImplementedError(
-                f"{name}={value!r} is not supported: one product alone is not kept in high precision; keep the whole "
+                f"{name}={value!r} is not supported: a single product cannot be kept in high precision; keep the whole "
                 "layer in high precision by module_filter_fn"
             )
         if value.scaling_granularity is not self.cast_config_input.scaling_granularity:
             raise NotImplementedError(
-                f"{name}={value!r} is not supported: the tensors of a layer have one granularity; give all the same"
+                f"{name}={value!r} is not supported: all tensors of a layer must have the same granularity"
             )
         if value.target_dtype not in (None, E4M3.dtype, *([E5M2.dtype] if tensor == "grad_output" else ())):
             raise NotImplementedError(
@@ -214,7 +214,7 @@ class Float8LinearConfig:
             raise ValueError(f"recipe_name={recipe_name!r} is unknown; use one of {', '.join(map(repr, known))}")
         if name == Float8LinearRecipeName.ROWWISE_WITH_GW_HP.value:
             raise NotImplementedError(
-                f"recipe_name={name!r} is not supported: one product alone is not kept in high precision; use "
+                f"recipe_name={name!r} is not supported: a single product cannot be kept in high precision; use "
                 "'rowwise', or fp8_autocast with Float8RowwiseScaling(backward_override='high_precision'), which keeps "
                 "both of the backward pass"
             )

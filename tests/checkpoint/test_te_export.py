@@ -131,7 +131,7 @@ def test_modules_without_fp8_state(version: str, size: int | None) -> None:
     fp8.load_te_state_dict(model, exported)
 
 
-@pytest.mark.parametrize(("version", "message"), [("two", "no Transformer Engine version"), ("0.11", "too old")])
+@pytest.mark.parametrize(("version", "message"), [("two", "not a Transformer Engine version"), ("0.11", "too old")])
 def test_versions_that_cannot_be_written(version: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fp8.export_te_state_dict(blocks(), version)

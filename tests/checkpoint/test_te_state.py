@@ -100,7 +100,7 @@ def test_a_name_beside_the_model_is_not_taken_for_one_inside(files: Any) -> None
     beside = {"0.fc.weight": torch.full_like(state_dict["0.fc.weight"], 7.0)}
     for file in (beside | inside, inside | beside):
         model = blocks()
-        with pytest.raises(CheckpointError, match="0.fc.weight lies beside the part of the file that is the model's"):
+        with pytest.raises(CheckpointError, match="0.fc.weight is outside the part of the file that is the model's"):
             load_te_state_dict(model, file)
         report = load_te_state_dict(model, file, strict=False)
         assert (report.missing_keys, report.unexpected_keys) == ((), ("0.fc.weight",))

@@ -104,7 +104,7 @@ def test_a_layer_turns_queries_by_their_positions_and_observes_its_part(ranks: l
         ("window", "NotImplementedError: a window of 2 keys before and 2 after the diagonal"),
         (
             "odd",
-            "ValueError: query_layer has 7 rows on this rank, which are no two chunks; pad sequences to a multiple",
+            "ValueError: query_layer has 7 rows on this rank, which is not an even number; pad sequences to a multiple",
         ),
         ("length", "ValueError: a sequence of 30 rows does not divide into "),
         ("group", "TypeError: cp_group is object; pass a torch.distributed.ProcessGroup"),

@@ -124,7 +124,7 @@ def test_files_that_are_no_records_are_refused(tmp_path: Path) -> None:
     data[data.index(b"PK\x01\x02") + 10] = 99  # the method of compression
     torn.write_bytes(data)
     for path in (evil, pickled, other, text, short, torn):
-        with pytest.raises(ValueError, match="no record of FP8Monitor"):
+        with pytest.raises(ValueError, match="not a record of FP8Monitor"):
             Record.load(path)
     with pytest.raises(FileNotFoundError):
         Record.load(tmp_path / "none.npz")

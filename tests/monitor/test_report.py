@@ -179,5 +179,5 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     refused(whole, "-o", whole, message="fp8_monitor.npz is a record, which the page would replace")
     assert whole.read_bytes() == before
     (tmp_path / "text.npz").write_text("text")
-    refused(tmp_path / "text.npz", message="no record of FP8Monitor")
+    refused(tmp_path / "text.npz", message="not a record of FP8Monitor")
     refused(tmp_path / "fp8_monitor.npz", "-o", tmp_path / "none" / "page.html", message="cannot write .* with -o")

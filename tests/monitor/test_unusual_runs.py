@@ -155,13 +155,13 @@ def test_a_record_that_is_damaged_inside_is_refused(tmp_path: Path) -> None:
         try:
             Record.load(tmp_path / "damaged.npz")
         except ValueError as error:
-            assert "no record of FP8Monitor" in str(error)  # noqa: PT017
+            assert "not a record of FP8Monitor" in str(error)  # noqa: PT017
             refused += 1
     assert refused > 10
     arrays = dict(np.load(tmp_path / "run.npz"))
     del arrays["steps"]
     np.savez(tmp_path / "lacking.npz", **arrays)
-    with pytest.raises(ValueError, match="no record of FP8Monitor"):
+    with pytest.raises(ValueError, match="not a record of FP8Monitor"):
         Record.load(tmp_path / "lacking.npz")
 
 

@@ -134,7 +134,7 @@ def test_fabric_shards_what_is_converted_already(tmp_path: Path) -> None:
         assert report["bytes"] < 0.6
         gathered_in_bf16 = {name: reason for name, reason in report["reasons"].items() if "FSDP2" in reason}
         assert list(gathered_in_bf16) == ["2.up"]
-        assert gathered_in_bf16["2.up"].endswith("BF16: the 129 rows of a shard are no multiple of 128")
+        assert gathered_in_bf16["2.up"].endswith("BF16: the 129 rows of a shard are not a multiple of 128")
 
 
 @thorough

@@ -64,7 +64,7 @@ def test_trainers_plugin_in_fabric() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    message = "is for the Trainer; give Fabric FP8FabricPrecision"
+    message = "is for the Trainer; pass FP8FabricPrecision to Fabric"
     with pytest.raises(MisconfigurationException, match=message):
         wrapped(torch.randn(8, 16))
     with pytest.raises(MisconfigurationException, match=message):

@@ -283,7 +283,7 @@ def test_results_are_saved_and_shown(tmp_path: Path) -> None:
     found.plot(tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "other.json").write_text('{"rows": []}')
-    with pytest.raises(ValueError, match="no result of measure_sensitivity"):
+    with pytest.raises(ValueError, match="not a result of measure_sensitivity"):
         Sensitivity.load(tmp_path / "other.json")
 
 

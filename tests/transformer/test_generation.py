@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="9 rows for sequence 'a', which has 0"):
             params.pre_step({"a": 9})
         params.pre_step({"a": 3})
-        with pytest.raises(ValueError, match=r"do not fit the step that pre_step was told: .* \[3\]"):
+        with pytest.raises(ValueError, match=r"do not match the last call of pre_step: .* \[3\]"):
             layer(x, inference_params=params)
         params.pre_step({"a": 0, "b": 3})
         padding = torch.zeros(2, 1, 1, 3, dtype=torch.bool)

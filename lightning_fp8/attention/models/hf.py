@@ -98,8 +98,8 @@ def _why_not(
         return "keys and values come from a cache"
     if mask is not None and not is_carried(mask):
         return (
-            "its mask is neither causal nor a window, with padding at the end: packed sequences, padding at the "
-            "start, or a mask of its own"
+            "its mask is not causal or a window with padding at the end: packed sequences, padding at the start, "
+            "or a custom mask"
         )
     return why_not_softmax_scale(scaling) or why_not_tensors(q, k, v, enable_gqa=True)
 

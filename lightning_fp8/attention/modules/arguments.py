@@ -101,7 +101,7 @@ def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, 
             raise TypeError("pass query_layer, key_layer and value_layer, or qkv_layer, or query_layer and kv_layer")
         return q, k, v
     if k is not None or v is not None or (qkv is None) == (q is None) or (qkv is not None and kv is not None):
-        raise TypeError("qkv_layer comes alone, and kv_layer with query_layer; leave out what they hold")
+        raise TypeError("pass qkv_layer without other tensors, and kv_layer only with query_layer")
     if dim not in (-3, -2):
         raise ValueError(f"qkv_interleave_dim={dim!r} must be -3, as [..., 3, h, d], or -2, as [..., h, 3, d]")
     name, packed, parts = ("qkv_layer", qkv, 3) if kv is None else ("kv_layer", kv, 2)

@@ -337,7 +337,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         for name, x in (("query_layer", q), ("key_layer", k)):
             if x.shape[rows] % 2 or not x.shape[rows]:
                 raise ValueError(
-                    f"{name} has {x.shape[rows]} rows on this rank, which are no two chunks; pad sequences to a "
+                    f"{name} has {x.shape[rows]} rows on this rank, which is not an even number; pad sequences to a "
                     f"multiple of {2 * size} rows, and split them by get_batch_on_this_cp_rank"
                 )
         if mask_type == "causal" and q.shape[rows] != k.shape[rows]:

@@ -160,8 +160,8 @@ def check_mask_beside(of: str, attention_mask: Tensor, cu_seqlens: Tensor, rows:
     sequences, held = len(cu_seqlens) - 1, attention_mask.shape[-1] if rows is None and attention_mask.dim() else rows
     if held is None or not _is_padding_mask(attention_mask, sequences, held):
         tell(
-            f"attention_mask without effect: cu_seqlens say how long sequences are, and it is no padding mask of "
-            f"them but {attention_mask.dtype} {list(attention_mask.shape)}; leave one of the two out"
+            "attention_mask has no effect: cu_seqlens are used, and it is not a padding mask of these sequences but "
+            f"{attention_mask.dtype} {list(attention_mask.shape)}; leave one of the two out"
         )
         return
     if not (is_known(attention_mask) and is_known(cu_seqlens)):

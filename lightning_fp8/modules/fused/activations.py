@@ -61,7 +61,7 @@ def activation_function(activation: str, params: Mapping[str, float] | None = No
     """
     if activation != _CLAMPED:
         if params:
-            raise ValueError(f"activation={activation!r} takes no activation_params; {_CLAMPED!r} does")
+            raise ValueError(f"activation={activation!r} has no activation_params; {_CLAMPED!r} does")
         return partial(_activate, activation)
     if params is not None and not isinstance(params, Mapping):
         raise TypeError(f"activation_params={params!r} must be a mapping of {', '.join(_CLAMPED_PARAMS)} to numbers")

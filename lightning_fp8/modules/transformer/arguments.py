@@ -108,7 +108,7 @@ def check_encoder_output(argument: str, value: str, crossing: str, encoder_outpu
         ValueError: If it is missing, or if the layer does not use it.
     """
     if (value == crossing) != (encoder_output is not None):
-        wrong = "needs encoder_output" if encoder_output is None else f"takes no encoder_output; pass {crossing!r}"
+        wrong = "needs encoder_output" if encoder_output is None else f"does not use encoder_output; pass {crossing!r}"
         raise ValueError(f"{argument}={value!r} {wrong}")
 
 

@@ -183,7 +183,7 @@ class InferenceParams:
             fits = sequences == len(batch.new) and rows >= max(batch.new, default=0)
         if not fits:
             raise ValueError(
-                f"keys of shape {list(k.shape)} in {qkv_format!r} do not fit the step that pre_step was told: rows of "
+                f"keys of shape {list(k.shape)} in {qkv_format!r} do not match the last call of pre_step: rows of "
                 f"each sequence {list(batch.new)}"
             )
         return batch

@@ -70,7 +70,7 @@ def test_layers_that_are_not_called() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     module.used = lambda index: index != 1
     (said,) = fit(module, plugin)
-    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is harmless" in said
 
 
 def test_layers_that_another_step_of_the_epoch_calls_are_not_named() -> None:
@@ -132,7 +132,7 @@ def test_layers_that_are_called_later_have_run_in_the_end() -> None:
 
     module, plugin = Late(), FP8Precision("tensorwise")
     (said,) = fit(module, plugin, epochs=2)
-    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is no harm" in said
+    assert ": blocks.1.fc, blocks.1.out: it was not called in the first 2 training steps, which is harmless" in said
     assert not plugin.summary.idle
     assert decision(plugin.summary, "blocks.1.fc").reason == "first ran after the first training step"
     assert plugin.summary.num_fp8 == 4

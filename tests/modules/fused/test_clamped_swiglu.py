@@ -70,5 +70,5 @@ def test_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             LayerNormMLP(16, 16, activation="clamped_swiglu", activation_params=params)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="activation='silu' takes no activation_params"):
+    with pytest.raises(ValueError, match="activation='silu' has no activation_params"):
         LayerNormMLP(16, 16, activation="silu", activation_params={"limit": 1.0})

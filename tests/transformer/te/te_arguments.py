@@ -138,7 +138,7 @@ CONSTRUCTORS: dict[str, dict[str, list[Any]]] = {
         **{name: [True, False] for name in OVERLAP},
         "bias": [False],
         "activation": ["gelu", "relu", "reglu", "geglu", "swiglu"],
-        "activation_params": [None, Refused({"limit": 7.0}, "'gelu' takes no activation_params", ValueError)],
+        "activation_params": [None, Refused({"limit": 7.0}, "'gelu' has no activation_params", ValueError)],
         "attn_input_format": ["sbhd", "bshd"],
         "attention_softmax_in_fp32": [Refused(True, "softmax is computed in float32", TypeError)],
         "apply_query_key_layer_scaling": [Refused(True, "scores are scaled once", TypeError)],
@@ -196,7 +196,7 @@ CALL: dict[str, list[Any]] = {
     "window_size": [None, (2, 0)],
     "bottom_right_diagonal": [None, True],
     "attention_mask": [None],
-    "encoder_output": [None, Refused(torch.zeros(6, 2, 32), "takes no encoder_output; pass", ValueError)],
+    "encoder_output": [None, Refused(torch.zeros(6, 2, 32), "does not use encoder_output; pass", ValueError)],
     "score": [Refused(1, "unexpected keyword argument 'score'", TypeError)],
 }
 LINEAR_CALL: dict[str, list[Any]] = {
