@@ -484,7 +484,7 @@ DISABLED = ao.CastConfig(scaling_type=ao.ScalingType.DISABLED)
         ({"emulate": True}, "emulate=True is not supported: FP8 layers run without FP8 tensor cores"),
         ({"gemm_config_output": ao.Float8GemmConfig()}, "gemm_config_output=.*accumulates fast"),
         ({"gemm_config_grad_input": ao.Float8GemmConfig(use_fast_accum=True)}, "gemm_config_grad_input=.*in float32"),
-        ({"cast_config_weight": AXISWISE}, "cast_config_weight=.*one granularity"),
+        ({"cast_config_weight": AXISWISE}, "cast_config_weight=.*the same granularity"),
         ({"cast_config_grad_output_for_grad_weight": DISABLED}, "grad_weight=.*for both of its products alike"),
         ({"cast_config_input": DISABLED}, "cast_config_input=.*by module_filter_fn"),
         ({"cast_config_weight": ao.CastConfig(target_dtype=torch.float8_e5m2)}, "inputs and weights are cast to E4M3"),
