@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the thorough run takes, unless that is asked for; what ``file.py::test`` names stays."""
+    if config.getoption("part") and not config.getoption("left_out"):
+        raise pytest.UsageError("--part is of --left-out; pass both, or neither")
     found = config.stash[tiers.COLLECTED] = tiers.collected(items)
     if config.getoption("left_out"):
         kept = {*tiers.part(found.left_out(), *(config.getoption("part") or (0, 1)), lambda item: item.path)}
