@@ -182,17 +182,48 @@ def table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, order
     ]
     kinds = [(recipe, 0) for recipe in recipes] + [("bf16", order) for order in range(1, orders)]
     for recipe, order in kinds:
-        of_seeds = [(Run(recipe, seed, order).name, f"bf16/{seed}") for seed in range(seeds)]
-        losses = [runs[name]["val_loss"] for name, _ in of_seeds]
-        differences = [runs[name]["val_loss"] / runs[baseline]["val_loss"] - 1 for name, baseline in of_seeds]
-        error = f"{statistics.stdev(differences) / seeds**0.5:.2%}" if seeds > 1 else ""
-        first = runs[of_seeds[0][0]]
+        losses = [runs[Run(recipe, seed, order).name]["val_loss"] for seed in range(seeds)]
+        from_bf16 = differences(runs, recipe, seeds, order)
+        error = f"{statistics.stdev(from_bf16) / seeds**0.5:.2%}" if seeds > 1 else ""
+        first = runs[Run(recipe, 0, order).name]
         rows.append(
             f"| {recipe}{', other data' * (order > 0)} | {statistics.mean(losses):.4f} | "
-            f"{max(losses) - min(losses):.4f} | {statistics.mean(differences):+.2%} | {error} | "
+            f"{max(losses) - min(losses):.4f} | {statistics.mean(from_bf16):+.2%} | {error} | "
             f"{first['fp8_layers']} | {first.get('fp8_attentions', 0)} |"
         )
     return "\n".join(rows)
+
+
+def differences(runs: dict[str, dict[str, Any]], recipe: str, seeds: int, order: int = 0) -> list[float]:
+    """Of each seed: how far the final validation loss is above that of BF16, as a share of it."""
+    of_seeds = [(Run(recipe, seed, order).name, f"bf16/{seed}") for seed in range(seeds)]
+    return [runs[name]["val_loss"] / runs[baseline]["val_loss"] - 1 for name, baseline in of_seeds]
+
+
+def conclusion(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, orders: int = 1) -> str:
+    """What the differences of the recipes say beside the noise; nothing for a single seed."""
+    if seeds < 2:
+        return ""
+    noise = [abs(each) for order in range(1, orders) for each in differences(runs, "bf16", seeds, order)]
+    sentences = []
+    if noise:
+        sentences.append(
+            f"In single seeds, BF16 on other data differs from BF16 by {min(noise):.2%} to {max(noise):.2%}."
+        )
+    found, most = [], []
+    for recipe in recipes:
+        if recipe != "bf16":
+            each = differences(runs, recipe, seeds)
+            mean, error = statistics.mean(each), statistics.stdev(each) / seeds**0.5
+            most.append(f"{mean + 2 * error:.2%} ({recipe})")
+            if abs(mean) > 2 * error:
+                found.append(recipe)
+    exceeding = f"The mean of {', '.join(found)}" if found else "No recipe's mean"
+    sentences += [
+        f"{exceeding} differs from BF16 by more than two standard errors.",
+        f"These runs cannot exclude differences up to the mean plus two standard errors: {', '.join(most)}.",
+    ]
+    return " ".join(sentences) + "\n\n"
 
 
 def distances_table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:
@@ -292,10 +323,11 @@ def main() -> None:
     what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
     distances = distances_table(runs, recipes, args.seeds)
     results = table(runs, recipes, args.seeds, args.orders)
+    follows = conclusion(runs, recipes, args.seeds, args.orders)
     places = " and on ".join(dict.fromkeys(run["made_on"] for run in runs.values()))
     text = (
         f"# {what} against BF16\n\nMade on {places}; by\n\n```\n{command}\n```\n\n"
-        f"{results}\n\n{distances}![training curves]({args.out.with_suffix('.png').name})\n"
+        f"{results}\n\n{follows}{distances}![training curves]({args.out.with_suffix('.png').name})\n"
     )
     args.out.with_suffix(".md").write_text(text)
     plot(runs, recipes, args.seeds, args.out.with_suffix(".png"))

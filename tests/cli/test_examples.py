@@ -118,6 +118,13 @@ def test_the_comparison_reports_means_spread_and_distance(compare_recipes: Modul
     assert rows[2] == "| bf16 | 2.0000 | 0.0000 | +0.00% | 0.00% | 5 | 0 |"
     assert rows[4] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 1.00% | 5 | 2 |"
     assert rows[5] == "| bf16, other data | 1.9600 | 0.0800 | -2.00% | 2.00% | 5 | 0 |"
+    follows = compare_recipes.conclusion(runs, recipes, seeds=2, orders=2)
+    assert "by 0.00% to 4.00%. No recipe's mean differs from BF16 by more than two standard errors." in follows
+    assert "two standard errors: 0.00% (rowwise), 3.00% (mxfp8)." in follows
+    for seed in (0, 1):
+        runs[f"rowwise/{seed}"]["val_loss"] = 2.01 + 0.001 * seed
+    assert "The mean of rowwise differs from BF16 by more" in compare_recipes.conclusion(runs, recipes, seeds=2)
+    assert not compare_recipes.conclusion(runs, recipes, seeds=1)
 
 
 class Steps(L.Callback):
