@@ -189,7 +189,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
     def profiled(name: str, kernel: str, **more: Any) -> Step:
         kept = ["--force-overwrite", "--export", str(out / f"ncu-{_file_name(name)}"), "--page", "details"]
         which = ["--kernel-name-base", "mangled", "--kernel-name", f"regex:cuda_kernels.*{kernel}"]
-        profiler = ["ncu", "--set", "full", *kept, *which, "--launch-count", "1"]
+        profiler = ["ncu", "--set", "full", "--clock-control", "none", *kept, *which, "--launch-count", "1"]
         command = [*profiler, *python("-m", "benchmarks.once", name, *dry_run)]
         return Step(name, command, 60, {"LIGHTNING_FP8_GEMM": "numba"}, **more)
 

@@ -142,8 +142,9 @@ def _timed(plan: Plan, clock: Clock, candidates: Sequence[Candidate]) -> Iterato
     results = [result for result, contender in candidates if contender is not None]
     contenders = [contender for _, contender in candidates if contender is not None]
     plan.say(f"{list(results[0].shape)}: timing {len(contenders)} contenders")
-    on_device = measure(clock, contenders, plan.seconds(SECONDS))
-    on_host = measure_on_host([each.call for each in contenders], plan.seconds(SECONDS_ON_HOST), plan.device)
+    with torch.no_grad():  # as in an autograd.Function
+        on_device = measure(clock, contenders, plan.seconds(SECONDS))
+        on_host = measure_on_host([each.call for each in contenders], plan.seconds(SECONDS_ON_HOST), plan.device)
     ceiling = (results[0].bytes or 0) / on_device[0].median
     for result, times, host in zip(results, on_device, on_host):
         yield replace(result, times=times, copy_bandwidth=ceiling, host_microseconds=1e6 * host.median)
