@@ -191,6 +191,12 @@ def test_what_is_asked_for(options: tuple[str, ...], passed: int, run: Callable[
     assert f"{passed} passed" in run(*options).stdout
 
 
+def test_a_part_alone_is_refused(run: Callable[..., Any]) -> None:
+    done = run("--part", "0/2")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--part is of --left-out; pass both, or neither" in done.stderr
+
+
 # --- What it covers ---------------------------------------------------------------------------------------------------
 
 

@@ -35,16 +35,26 @@ def load_tile(table, index):
 
 
 @device
-def tile_of(block, table, heads):
-    """A block's tile and head; the tiles with the most work come first, for all heads."""
-    tile_idx = quotient(block, heads)
-    return load_tile(table, tile_idx), i32(block - tile_idx * heads)
+def tile_of(block, blocks, table, order):
+    """The tile and the head of block ``block`` of ``blocks``.
+
+    ``order``: the number of heads, and how many of them are processed at once: all their tiles, those with the most
+    work first, before the next heads, whose operands then replace theirs in the L2 cache.
+    """
+    heads, heads_at_once = order
+    blocks_at_once = i32(quotient(blocks, heads) * heads_at_once)
+    section = quotient(block, blocks_at_once)
+    first_head = i32(section * heads_at_once)
+    width = min(heads_at_once, i32(heads - first_head))
+    place = i32(block - section * blocks_at_once)
+    tile_idx = quotient(place, width)
+    return load_tile(table, tile_idx), i32(first_head + place - tile_idx * width)
 
 
 @device
-def tile_again(table, heads):
+def tile_again(table, order):
     """A block's tile and head, loaded again after a loop, so that they do not occupy registers in it."""
-    return tile_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+    return tile_of(shfl_sync_0(cuda.blockIdx.x), cuda.gridDim.x, table, order)
 
 
 @device

@@ -293,6 +293,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def l2_bytes(device: torch.device) -> int:
+    """The size of the L2 cache in bytes; 128 KB if there is no GPU."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 17
+
+
+@cache
 def _driver() -> Any:
     try:
         from cuda.bindings import driver

@@ -89,23 +89,28 @@ def rows_amax(num_registers: int) -> Any:
 
 
 @cache
-def add_rows_to_global(num_registers: int, threads: int) -> Any:
+def add_rows_to_global(num_registers: int, threads: int, first: bool = False) -> Any:
     """``(acc, s, t, address)``: add ``acc``, rows scaled as ``scale_rows`` does, to float32 numbers in global memory.
 
     Register ``i`` is added at ``address + 4 threads i``: those of ``threads`` threads lie side by side. Nothing is
-    loaded, and where a thread adds to numbers of its own the sums have one order.
+    loaded, and where a thread adds to numbers of its own the sums have one order. ``first``: store instead of adding.
     """
+    operation = "st.global.f32" if first else "red.global.add.f32"
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
         packed, *scales, address = args
         for index, x in enumerate(unpack_tuple(builder, packed)):
             scaled = _pure(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, scales[_row_of(index)])
             place = builder.add(address, _I64(4 * threads * index))
-            inline(builder, "red.global.add.f32 [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
+            inline(builder, f"{operation} [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
         return context.get_dummy_value()
 
     kinds = fragment_type(num_registers), f32, f32, i64
-    return intrinsic_of("add_rows_to_global", 4, lambda typingctx, *args: (signature(void, *kinds), lower))
+    return intrinsic_of(
+        "store_rows_first" if first else "add_rows_to_global",
+        4,
+        lambda typingctx, *args: (signature(void, *kinds), lower),
+    )
 
 
 @cache

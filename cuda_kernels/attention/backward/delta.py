@@ -79,7 +79,7 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
         table, do, scale_inv_do, scale_inv_q, o, m, l, statistics,  # noqa: E741
         heads, rows_q, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        tile, head = tile_of(cuda.blockIdx.x, table, heads)
+        tile, head = tile_of(cuda.blockIdx.x, cuda.gridDim.x, table, (heads, heads))
         first_row, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
         block = (i64(head) * (rows_q >> 7) + (first_row >> 7)) * 4
         gradient_scale_inv = load_f32(scale_inv_do + block)

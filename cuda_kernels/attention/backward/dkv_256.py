@@ -140,7 +140,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         for _ in range(group):
             for i in range(first_tile >> 1, (last_tile + 1) >> 1):
                 if steps - flushed == flush_steps:
-                    leave(sums, limits, scratch_of(scratch))
+                    leave(sums, limits, scratch_of(scratch), flushed == 0)
                     sums, flushed = zero_sums(), steps
                 fill = i32(steps * copies)
                 q_stage, do_stage, t_stage = i32(fill & 3), i32((fill + 1) & 3), i32((fill + copies - 1) & 3)

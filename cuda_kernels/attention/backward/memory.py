@@ -73,5 +73,5 @@ def wide_dkv_offsets() -> dict[str, int]:
 
 
 def scratch_floats(spec: AttentionSpec) -> int:
-    """Zeroed float32 in global memory per block for dK and dV, if any block may process more than ``FLUSH`` queries."""
+    """Float32 in global memory per block for dK and dV, if any block may process more than ``FLUSH`` queries."""
     return 2 * ROWS * spec.head_dim

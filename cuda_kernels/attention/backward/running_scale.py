@@ -56,7 +56,8 @@ class RunningRows(NamedTuple):
         rounded: ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows,
             times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a
             row exceeds its limit, ``sums`` and ``limits`` change.
-        leave: ``(sums, limits, scratch)``: adds the sums, in float32, to this thread's sums in global memory.
+        leave: ``(sums, limits, scratch, first)``: adds the sums, in float32, to this thread's sums in global memory,
+            whose previous contents are ignored if ``first``.
         finished: ``(sums, limits) -> sums`` in float32.
         come_back: ``(sums, scratch) -> sums``: adds the sums in global memory.
     """
@@ -72,6 +73,7 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int) -> Runni
     """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads."""
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
+    store_to_global = add_rows_to_global(sums_count, threads, True)
 
     @device
     def refit_sums(sums, amax, amax_below, limits):
@@ -91,8 +93,11 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int) -> Runni
         return words, sums, limits
 
     @device
-    def leave(sums, limits, scratch):
-        add_to_global(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT, scratch)
+    def leave(sums, limits, scratch, first):
+        if first:
+            store_to_global(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT, scratch)
+        else:
+            add_to_global(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT, scratch)
 
     @device
     def finished(sums, limits):

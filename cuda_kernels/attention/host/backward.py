@@ -18,6 +18,7 @@ from cuda_kernels.attention.host.kernels import (
     operand_on,
     uses_scratch,
 )
+from cuda_kernels.attention.host.order import heads_at_once
 from cuda_kernels.attention.host.tiles import PackedRows, most_seen
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.host.launch import Argument, address_on, named_launch
@@ -85,10 +86,15 @@ class BackwardLaunch:
         self._delta = named_launch(
             delta, blocks, device, heads=heads[0], rows_q=problem.queries.total, **of_queries
         )  # fmt: skip
-        scalars = {**problem.sizes(heads[0]), **seen.limits(), **scales, **of_queries}
+        # Blocks of queries read K, V and transposed K; blocks of keys read Q and dO, both also transposed.
+        bytes_of_head = 3 * spec.head_dim * problem.keys.total / group
+        at_once = heads_at_once(heads[0], problem.queries.blocks, bytes_of_head, device)
+        scalars = {**problem.sizes(heads[0], at_once), **seen.limits(), **scales, **of_queries}
         of_tile = blocks_of_tile(spec, device)
         self._dq = named_launch(dq_kernel(spec, device), blocks * of_tile, device, **scalars)
-        scalars = {**problem.sizes(heads[1]), **seeing.limits(), **scales, **of_keys}
+        bytes_of_head = 4 * spec.head_dim * problem.queries.total * group
+        at_once = heads_at_once(heads[1], problem.keys.blocks, bytes_of_head, device)
+        scalars = {**problem.sizes(heads[1], at_once), **seeing.limits(), **scales, **of_keys}
         kernels = dkv_kernels(spec, device, flush)
         self._dkv = [named_launch(kernel, key_blocks * of_tile, device, **scalars) for kernel in kernels]
         self._pointer = address_on(device)
@@ -149,7 +155,7 @@ class BackwardLaunch:
             absent: Argument = 0
             scratch = None
             if self._scratch_floats:
-                scratch = torch.zeros(self._scratch_floats, dtype=torch.float32, device=self._device)
+                scratch = torch.empty(self._scratch_floats, dtype=torch.float32, device=self._device)
             maps = (
                 *(self._of_keys(_rows_of(x)) for x in (k, v)), *(self._of_queries(_rows_of(x)) for x in (q, do)),
                 *(self._of_queries_t(_columns_of(x)) for x in (q, do)),

@@ -241,10 +241,10 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
     def mma_attention_dkv(
         k, v, q, do, q_t, do_t, statistics, table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
-        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads, heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
+        tile, head, first_channel = part_of(cuda.blockIdx.x, table, (heads, heads_at_once))
         packed_row = tile[TILE_ROW]
         in_k = (i64(head) * rows_k + packed_row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (packed_row >> 7)) * 4
@@ -258,7 +258,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block), left, right,
         )  # fmt: skip
         # Loaded again, so that they do not occupy registers in the loop.
-        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, (heads, heads_at_once))
         strides = stride_b, stride_l, stride_h
         if with_dv:
             store(dv, _ONE, dv_out, tile, head, first_channel, strides)
@@ -267,7 +267,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
     parameters = {
         **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(i32, "heads heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

@@ -133,10 +133,10 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
     def mma_attention_dq(
         q, do, k, v, k_t, table, scale_inv_k, scale_inv_v, statistics, out,
-        heads, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads, heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(cuda.blockIdx.x, table, heads)
+        tile, head, first_channel = part_of(cuda.blockIdx.x, table, (heads, heads_at_once))
         kv_head = quotient(head, group)
         packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         row_in_tile, _ = own_place()
@@ -157,7 +157,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             row_terms, (scale_inv_k + block, scale_inv_v + block), left, right,
         )  # fmt: skip
         # Loaded again, so that they do not occupy registers in the loop.
-        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, heads)
+        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, (heads, heads_at_once))
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0 and first_channel == 0:
@@ -167,7 +167,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
     parameters = {
         **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "heads group rows_q rows_k left right"),
+        **typed(i32, "heads heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

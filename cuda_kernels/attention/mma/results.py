@@ -21,7 +21,7 @@ def own_place():
 
 @cache
 def make_part_of(head_dim: int) -> Any:
-    """A device function ``(block, table, heads) -> tile, head, first_channel``: a block's part of a gradient.
+    """A device function ``(block, table, order) -> tile, head, first_channel``: a block's part of a gradient.
 
     If a head has more channels than a block computes, consecutive blocks share a tile, so that the second one finds
     most of its operands in the cache.
@@ -29,8 +29,8 @@ def make_part_of(head_dim: int) -> Any:
     shift = (head_dim // CHANNELS).bit_length() - 1 if head_dim > CHANNELS else 0
 
     @device
-    def part_of(block, table, heads):
-        tile, head = tile_of(i32(block >> shift), table, heads)
+    def part_of(block, table, order):
+        tile, head = tile_of(i32(block >> shift), i32(cuda.gridDim.x >> shift), table, order)
         return tile, head, i32((block & ((1 << shift) - 1)) * CHANNELS)
 
     return part_of
