@@ -13,7 +13,9 @@ from benchmarks.measuring.report import markdown
 Entry = dict[str, Any]
 
 BF16 = "BF16"
-PRODUCTS = "fprop", "dgrad", "fprop blockwise", "wgrad blockwise"
+COMPILED = ", compiled"
+"""Ends the names of contenders that ``torch.compile`` compiled."""
+PRODUCTS = "fprop", "fprop blockwise", "wgrad blockwise"
 SHAPES = [2, 16_384, 16, 128], [16, 2048, 16, 128]
 """Of attention: sequences, length, heads, channels."""
 LIBRARIES = "torch._scaled_mm", "cuBLASLt"
@@ -37,7 +39,8 @@ def summary(documents: Sequence[dict[str, Any]]) -> str:
         for row in rows_of(document["suites"].get(suite, []))
     ]
     versions = documents[0]["machine"]["versions"]
-    title = f"FP8 on an {cards.pop()}, {documents[0]['date'][:10]}, torch {versions['torch']}"
+    dates = " and ".join(sorted({document["date"][:10] for document in documents}))
+    title = f"FP8 on an {cards.pop()}, {dates}, torch {versions['torch']}"
     return markdown((title, "size", "speedup over BF16, unless noted"), rows)
 
 
@@ -45,8 +48,15 @@ Row = tuple[str, str, str]
 
 
 def _models(entries: list[Entry]) -> Iterator[Row]:
-    """Of each model, all contenders that are not BF16."""
-    yield from _side_by_side(entry for entry in entries if entry["by"].startswith(OURS))
+    """Of each model, all contenders that are not BF16; those that are compiled have a row of their own."""
+    ours = [entry for entry in entries if entry["by"].startswith(OURS)]
+    yield from _side_by_side(ours)
+    compiled = [
+        {**entry, "name": f"{entry['name']}{COMPILED}", "by": entry["by"].removesuffix(COMPILED)}
+        for entry in ours
+        if entry["by"].endswith(COMPILED)
+    ]
+    yield from _side_by_side(compiled, BF16 + COMPILED)
 
 
 def _products(entries: list[Entry]) -> Iterator[Row]:
@@ -82,11 +92,11 @@ def _casts(entries: list[Entry]) -> Iterator[Row]:
         yield "casts, as a fraction of a memory copy's bandwidth", _size(first[CASTS[0]]), ", ".join(shares)
 
 
-def _side_by_side(entries: Iterable[Entry]) -> Iterator[Row]:
-    """A row per work: the ratios of all contenders."""
+def _side_by_side(entries: Iterable[Entry], other: str = BF16) -> Iterator[Row]:
+    """A row per work: how much faster than ``other`` all contenders are."""
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        ratio = _ratio(entry, BF16)
+        ratio = _ratio(entry, other)
         if ratio:
             recipe = entry["by"].removeprefix(OURS).removeprefix(", ") or "delayed"
             rows.setdefault((entry["name"], _size(entry)), []).append(f"{recipe} {ratio:.2f}")

@@ -15,7 +15,7 @@ from cuda_kernels.attention.spec import (
 )
 from cuda_kernels.device.fragments import mask_rows
 from cuda_kernels.device.language import cuda, device, i32, i64
-from cuda_kernels.device.ptx import load_16_if, quotient
+from cuda_kernels.device.ptx import load_16_if
 from cuda_kernels.device.sm90 import shfl_sync_0
 
 
@@ -35,26 +35,27 @@ def load_tile(table, index):
 
 
 @device
-def tile_of(block, blocks, table, order):
-    """The tile and the head of block ``block`` of ``blocks``.
+def tile_of(table):
+    """A block's tile and head.
 
-    ``order``: the number of heads, and how many of them are processed at once: all their tiles, those with the most
-    work first, before the next heads, whose operands then replace theirs in the L2 cache.
+    The grid is ``[heads at once, tiles, heads / heads at once]``. Blocks run in this order, the first dimension first:
+    all tiles of some heads, those with the most work first, and then those of the next heads, whose operands replace
+    the first ones' in the L2 cache.
     """
-    heads, heads_at_once = order
-    blocks_at_once = i32(quotient(blocks, heads) * heads_at_once)
-    section = quotient(block, blocks_at_once)
-    first_head = i32(section * heads_at_once)
-    width = min(heads_at_once, i32(heads - first_head))
-    place = i32(block - section * blocks_at_once)
-    tile_idx = quotient(place, width)
-    return load_tile(table, tile_idx), i32(first_head + place - tile_idx * width)
+    return load_tile(table, cuda.blockIdx.y), i32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
 
 
 @device
-def tile_again(table, order):
+def tile_again(table):
     """A block's tile and head, loaded again after a loop, so that they do not occupy registers in it."""
-    return tile_of(shfl_sync_0(cuda.blockIdx.x), cuda.gridDim.x, table, order)
+    tile = load_tile(table, shfl_sync_0(cuda.blockIdx.y))
+    return tile, i32(shfl_sync_0(cuda.blockIdx.z) * cuda.gridDim.x + shfl_sync_0(cuda.blockIdx.x))
+
+
+@device
+def block_index():
+    """The index of a block in the grid."""
+    return i32((cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x)
 
 
 @device

@@ -7,6 +7,7 @@ when a launch is bound. A launch rewrites only the first part of a prefilled par
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import struct
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from cuda_kernels.host.tensor_maps import Map
 
 Argument = Union[Tensor, "Map", bytes, int]
-Executor = Callable[[Kernel, int, Sequence["Argument | float"]], None]
+Grid = tuple[int, int, int]
+"""The number of blocks in each dimension. Blocks start in the order of the first dimension, then the second."""
+Executor = Callable[[Kernel, Grid, Sequence["Argument | float"]], None]
 
 
 class NoKernels(KernelError):
@@ -56,7 +59,8 @@ class Launch:
 
     Attributes:
         kernel: the kernel to launch.
-        blocks: blocks of the grid.
+        grid: the grid; an int is the number of blocks in the first dimension.
+        blocks: the number of blocks.
         scalars: the kernel's last parameters; those before are tensor maps and int64.
         device: the device to launch on. It must be the current device during a launch.
 
@@ -65,12 +69,13 @@ class Launch:
             (:func:`cuda_kernels.host.proofs.require`).
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, scalars: Sequence[int | float], device: torch.device) -> None:
+    def __init__(self, kernel: Kernel, grid: int | Grid, scalars: Sequence[int | float], device: torch.device) -> None:
         noted = _noted.get()
         if noted is not None:
             noted.append(kernel)
         self.kernel = kernel
-        self.blocks = blocks
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
+        self.blocks = math.prod(self.grid)
         self.scalars = tuple(scalars)
         self.device = device
         self._index: int | None = None
@@ -95,7 +100,7 @@ class Launch:
         if self._index is None:
             if self.device.type in PROVEN_CODE:
                 proofs.starting(self.kernel)
-            return EXECUTORS[self.device.type](self.kernel, self.blocks, (*addresses, *self.scalars))
+            return EXECUTORS[self.device.type](self.kernel, self.grid, (*addresses, *self.scalars))
         try:
             write, launch_kernel, stream, parameters = self._local.binding
         except AttributeError:
@@ -118,7 +123,7 @@ class Launch:
         struct_codes = kernel.struct_codes[:addresses]
         nothing = [b"" if code == "128s" else 0 for code in struct_codes]
         kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
-        shape = self.blocks, 1, 1, kernel.threads, 1, 1
+        shape = *self.grid, kernel.threads, 1, 1
         launch_kernel: Callable[..., Any] = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         if proofs.is_watched():
             launch_kernel = partial(_told_before, kernel, launch_kernel)
@@ -127,7 +132,7 @@ class Launch:
         return write, launch_kernel, torch._C._cuda_getCurrentRawStream, block.pointers
 
 
-def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: int | float) -> Launch:
+def named_launch(kernel: Kernel, grid: int | Grid, device: torch.device, **scalars: int | float) -> Launch:
     """A :class:`Launch` whose bound parameters, the kernel's last ones, are passed by name.
 
     Raises:
@@ -136,7 +141,7 @@ def named_launch(kernel: Kernel, blocks: int, device: torch.device, **scalars: i
     """
     if tuple(scalars) != kernel.parameter_names[len(kernel.parameter_names) - len(scalars) :]:
         raise _misnamed(kernel, scalars)
-    return Launch(kernel, blocks, tuple(scalars.values()), device)
+    return Launch(kernel, grid, tuple(scalars.values()), device)
 
 
 def bind(
@@ -379,7 +384,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 EXECUTORS: dict[str, Executor] = {}
 """Functions that run a kernel on tensors that are not on a GPU, by device type.
 
-They are called with the kernel, the number of blocks, and all parameters, with tensors for addresses.
+They are called with the kernel, the grid, and all parameters, with tensors for addresses.
 """
 PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
 """For device types whose executor runs only proven kernels: a function that returns a kernel's GPU and machine code."""

@@ -163,6 +163,24 @@ def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
         summary([{**document(), "machine": without}])
 
 
+def test_the_readme_compares_compiled_with_compiled() -> None:
+    def step(by: str, over: dict[str, float]) -> dict[str, Any]:
+        return {"name": "step", "by": by, "shape": [4, 8], "over": over, "correct": True}
+
+    runs = [document(), document()]
+    runs[1]["date"] = "2026-01-03T00:00:00+00:00"
+    runs[1]["suites"] = {
+        "models": [
+            step("BF16", {}),
+            step(f"{OURS}, delayed", {"BF16": 1.25}),
+            step(f"{OURS}, delayed, compiled", {"BF16, compiled": 1.5}),
+        ]
+    }
+    lines = summary(runs).splitlines()
+    assert lines[0].startswith("| FP8 on an A card, 2026-01-02 and 2026-01-03, torch 2.11.0 |")
+    assert lines[2:4] == ["| step | 4×8 | delayed 1.25 |", "| step, compiled | 4×8 | delayed 1.50 |"]
+
+
 def test_results_of_an_earlier_version_are_refused() -> None:
     with pytest.raises(SystemExit, match="not written by this version"):
         main(["table", str(ROOT / "benchmarks/results/2026-11-21-cpu.json")])

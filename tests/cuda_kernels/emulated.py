@@ -17,7 +17,7 @@ import torch
 import cuda_kernels
 from cuda_kernels.host import compile_cache
 from cuda_kernels.host.cache_folder import cached
-from cuda_kernels.host.launch import Argument, executing
+from cuda_kernels.host.launch import Argument, Grid, executing
 from cuda_kernels.host.tensor_maps import Map
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.proofs.cases import Case
@@ -87,13 +87,13 @@ class Emulator:
         self.races, self.schedule, self.seed, self.rewrite = races, schedule, seed, rewrite
         self.launched: list[Kernel] = []
 
-    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+    def __call__(self, kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         alternating: Literal["forward", "reverse"] = (
             "reverse" if crc32(f"{_this_test()} {kernel.name} {len(self.launched)}".encode()) % 2 else "forward"
         )
         self.launched.append(kernel)
         program_of(self.rewrite(kernel, ptx_of(kernel))).launch(
-            (blocks, 1, 1),
+            grid,
             (kernel.threads, 1, 1),
             [passed(arg) for arg in args],
             cluster=(kernel.cluster, 1, 1),

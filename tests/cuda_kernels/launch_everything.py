@@ -32,7 +32,7 @@ from torch import Tensor  # noqa: E402
 
 from cuda_kernels.host import compile_cache, launch  # noqa: E402
 from cuda_kernels.host.cache_folder import carried  # noqa: E402
-from cuda_kernels.host.launch import Argument, Executor, Launch  # noqa: E402
+from cuda_kernels.host.launch import Argument, Executor, Grid, Launch  # noqa: E402
 from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402
 from cuda_kernels.kernel import Kernel, compute_capability  # noqa: E402
 from tests.machine_code.cubin import Entry, entry_of  # noqa: E402
@@ -75,18 +75,18 @@ class Started:
             self.layout.offsets[index], self.layout.sizes[index] = offset, size
         return entry
 
-    def start(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+    def start(self, kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         """As the kernel was started for an executor, from two threads."""
         entry = self.load(kernel, kernel.architectures[0])
         values = [on_the_card(arg) for arg in args]
         addresses = next(i for i, kind in enumerate(kernel.parameter_kinds) if kind not in ("tensor_map", "int64"))
-        made = Launch(kernel, blocks, values[addresses:], CARD)
+        made = Launch(kernel, grid, values[addresses:], CARD)
         for run in (lambda work: work(), in_a_fresh_thread):
             before = self.noted.launches
             run(lambda: made.run(*values[:addresses]))
             assert self.noted.launches == before + 1, f"{kernel.name} did not start"
             assert (self.noted.kernel, self.noted.stream, self.noted.shared) == (0x4711, STREAM, kernel.shared_bytes)
-            assert (*self.noted.grid, *self.noted.block) == (blocks, 1, 1, kernel.threads, 1, 1)
+            assert (*self.noted.grid, *self.noted.block) == (*grid, kernel.threads, 1, 1)
             assert kernel.function.__name__ in self.noted.name.decode(), (kernel.name, self.noted.name)
             for (offset, size), kind, value in zip(entry.parameters, kernel.parameter_kinds, values):
                 read = bytes(self.noted.parameters[offset : offset + size])
@@ -129,10 +129,10 @@ def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, int, Sequence[Ar
 
     found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
 
-    def note(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+    def note(kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         name = kernel.function.__name__
         kind = kernel.name.split(",")[0] + str(kernel.cluster) if "gemm" in name else name
-        found.setdefault(kind, (kernel, blocks, args))
+        found.setdefault(kind, (kernel, grid, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
         for case in CASES if every_product else [case for case in CASES if case in each_once()]:
@@ -147,9 +147,9 @@ def of_attention_ops(start: Executor) -> list[Kernel]:
 
     launched: list[Kernel] = []
 
-    def note(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+    def note(kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         launched.append(kernel)
-        start(kernel, blocks, args)
+        start(kernel, grid, args)
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):
         run_ops(PROBLEMS["thd"], "cpu")

@@ -31,8 +31,8 @@ def test_readme_has_the_numbers_of_the_comparison() -> None:
 
 
 H200 = [
-    json.loads((ROOT / f"benchmarks/results/2026-11-26-h200-{suite}.json").read_text())
-    for suite in ("models", "products", "attention", "attention-heads", "casts")
+    json.loads((ROOT / f"benchmarks/results/2026-11-{suite}.json").read_text())
+    for suite in ("27-h200-models", "26-h200-products", "27-h200-attention", "27-h200-casts", "27-h200-hardware")
 ]
 
 

@@ -31,7 +31,7 @@ from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring,
 from cuda_kernels.attention.products import found_again, make_product, make_register_product
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import block_index, make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import MULTIPLYING, accumulator_origin
 from cuda_kernels.device.fragments import exp2_columns, rows_amax, score_gradients_columns, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
@@ -95,7 +95,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     @device
     def scratch_of(scratch):
         """Address of this thread's sums in scratch memory. Computed on use, to save registers in the loop."""
-        return scratch + (i64(shfl_sync_0(cuda.blockIdx.x)) * block_floats + sums_floats + cuda.threadIdx.x) * 4
+        return scratch + (i64(shfl_sync_0(block_index())) * block_floats + sums_floats + cuda.threadIdx.x) * 4
 
     @device
     def produce(smem, maps, tile, kv_head, shape):

@@ -18,10 +18,10 @@ from cuda_kernels.attention.host.kernels import (
     operand_on,
     uses_scratch,
 )
-from cuda_kernels.attention.host.order import heads_at_once
+from cuda_kernels.attention.host.order import grid_of_tiles
 from cuda_kernels.attention.host.tiles import PackedRows, most_seen
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.host.launch import Argument, address_on, named_launch
+from cuda_kernels.host.launch import Argument, Grid, address_on, named_launch
 from cuda_kernels.host.tensor_maps import Box
 
 
@@ -77,26 +77,22 @@ class BackwardLaunch:
         self._problem, self._device = problem, device
         seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
         needs_scratch = uses_scratch(device) and seen_by_a_key > flush
-        key_blocks = problem.keys.blocks * heads[1]
-        self._scratch_floats = key_blocks * scratch_floats(spec) if needs_scratch else 0
-        blocks = problem.queries.blocks * heads[0]
+        self._scratch_floats = problem.keys.blocks * heads[1] * scratch_floats(spec) if needs_scratch else 0
         scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
         of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
         delta = attention_delta_kernel(spec.head_dim)
-        self._delta = named_launch(
-            delta, blocks, device, heads=heads[0], rows_q=problem.queries.total, **of_queries
-        )  # fmt: skip
         # Blocks of queries read K, V and transposed K; blocks of keys read Q and dO, both also transposed.
-        bytes_of_head = 3 * spec.head_dim * problem.keys.total / group
-        at_once = heads_at_once(heads[0], problem.queries.blocks, bytes_of_head, device)
-        scalars = {**problem.sizes(heads[0], at_once), **seen.limits(), **scales, **of_queries}
+        of_keys_and_values = 3 * spec.head_dim * problem.keys.total / group
+        query_grid = grid_of_tiles(heads[0], problem.queries.blocks, of_keys_and_values, device)
+        of_queries_and_gradients = 4 * spec.head_dim * problem.queries.total * group
+        key_grid = grid_of_tiles(heads[1], problem.keys.blocks, of_queries_and_gradients, device)
+        self._delta = named_launch(delta, query_grid, device, rows_q=problem.queries.total, **of_queries)
+        scalars = {**problem.sizes(), **seen.limits(), **scales, **of_queries}
         of_tile = blocks_of_tile(spec, device)
-        self._dq = named_launch(dq_kernel(spec, device), blocks * of_tile, device, **scalars)
-        bytes_of_head = 4 * spec.head_dim * problem.queries.total * group
-        at_once = heads_at_once(heads[1], problem.keys.blocks, bytes_of_head, device)
-        scalars = {**problem.sizes(heads[1], at_once), **seeing.limits(), **scales, **of_keys}
+        self._dq = named_launch(dq_kernel(spec, device), _wider(query_grid, of_tile), device, **scalars)
+        scalars = {**problem.sizes(), **seeing.limits(), **scales, **of_keys}
         kernels = dkv_kernels(spec, device, flush)
-        self._dkv = [named_launch(kernel, key_blocks * of_tile, device, **scalars) for kernel in kernels]
+        self._dkv = [named_launch(kernel, _wider(key_grid, of_tile), device, **scalars) for kernel in kernels]
         self._pointer = address_on(device)
         row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
         self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)
@@ -165,6 +161,11 @@ class BackwardLaunch:
             left = absent if scratch is None else self._pointer(scratch)
             for launch in self._dkv:
                 launch.run(*maps, *map(self._pointer, inputs), left)
+
+
+def _wider(grid: Grid, blocks_of_tile: int) -> Grid:
+    """The grid with several blocks per tile and head."""
+    return grid[0] * blocks_of_tile, *grid[1:]
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

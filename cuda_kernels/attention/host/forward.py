@@ -15,7 +15,7 @@ from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
-from cuda_kernels.attention.host.order import heads_at_once
+from cuda_kernels.attention.host.order import grid_of_tiles
 from cuda_kernels.attention.host.tiles import (
     PackedRows,
     RowSpace,
@@ -135,13 +135,9 @@ class AttentionProblem:
         """Number of query heads per head of keys and values."""
         return self.heads[0] // self.heads[1]
 
-    def sizes(self, heads: int, heads_at_once: int) -> dict[str, int]:
-        """Sizes for a kernel with a block per tile and per each of ``heads``, by the names of its parameters.
-
-        ``heads_at_once``: see :func:`cuda_kernels.attention.host.order.heads_at_once`.
-        """
-        rows = {"rows_q": self.queries.total, "rows_k": self.keys.total}
-        return {"heads": heads, "heads_at_once": heads_at_once, "group": self.group, **rows}
+    def sizes(self) -> dict[str, int]:
+        """Sizes by the names of kernels' parameters."""
+        return {"group": self.group, "rows_q": self.queries.total, "rows_k": self.keys.total}
 
     @property
     def scale_of_exponent(self) -> float:
@@ -285,13 +281,11 @@ class ForwardLaunch:
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._pointer = address_on(device)
-        blocks = problem.queries.blocks * problem.heads[0]
         bytes_of_head = 2 * spec.head_dim * problem.keys.total / problem.group  # K and V
-        at_once = heads_at_once(problem.heads[0], problem.queries.blocks, bytes_of_head, device)
-        sizes = problem.sizes(problem.heads[0], at_once)
-        scalars = {**sizes, **problem.visible.limits(), "c": problem.scale_of_exponent}
+        grid = grid_of_tiles(problem.heads[0], problem.queries.blocks, bytes_of_head, device)
+        scalars = {**problem.sizes(), **problem.visible.limits(), "c": problem.scale_of_exponent}
         self._launches = [
-            named_launch(kernel, blocks, device, **scalars, **stride_parameters(strides))
+            named_launch(kernel, grid, device, **scalars, **stride_parameters(strides))
             for kernel in forward_kernels(spec, device)
         ]
 

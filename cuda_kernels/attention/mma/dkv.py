@@ -61,7 +61,6 @@ from cuda_kernels.device.ptx import (
     shared_load_4,
     warp_any,
 )
-from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
@@ -237,14 +236,15 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         shared_bytes: the shared memory of a block, in bytes.
     """
     with_dv, with_dk, head_dim, v_offset = result != "dk", result != "dv", spec.head_dim, spec.panels * TILE
-    copy_keys, part_of, store = make_row_copy(ROWS, head_dim), make_part_of(head_dim), make_gradient_store(spec)
+    copy_keys, store = make_row_copy(ROWS, head_dim), make_gradient_store(spec)
+    part_of, part_again = make_part_of(head_dim)
 
     def mma_attention_dkv(
         k, v, q, do, q_t, do_t, statistics, table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
-        heads, heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(cuda.blockIdx.x, table, (heads, heads_at_once))
+        tile, head, first_channel = part_of(table)
         packed_row = tile[TILE_ROW]
         in_k = (i64(head) * rows_k + packed_row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (packed_row >> 7)) * 4
@@ -257,8 +257,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,
             load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block), left, right,
         )  # fmt: skip
-        # Loaded again, so that they do not occupy registers in the loop.
-        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, (heads, heads_at_once))
+        tile, head, first_channel = part_again(table)
         strides = stride_b, stride_l, stride_h
         if with_dv:
             store(dv, _ONE, dv_out, tile, head, first_channel, strides)
@@ -267,7 +266,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
     parameters = {
         **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "heads heads_at_once group rows_q rows_k left right"),
+        **typed(i32, "group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

@@ -47,7 +47,6 @@ from cuda_kernels.device.ptx import (
     quotient,
     store_f32,
 )
-from cuda_kernels.device.sm90 import shfl_sync_0
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
 from cuda_kernels.kernel import Kernel, typed
 
@@ -129,14 +128,15 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             first on.
         shared_bytes: the shared memory of a block, in bytes.
     """
-    head_dim, part_of, store = spec.head_dim, make_part_of(spec.head_dim), make_gradient_store(spec)
+    head_dim, store = spec.head_dim, make_gradient_store(spec)
+    part_of, part_again = make_part_of(head_dim)
 
     def mma_attention_dq(
         q, do, k, v, k_t, table, scale_inv_k, scale_inv_v, statistics, out,
-        heads, heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(cuda.blockIdx.x, table, (heads, heads_at_once))
+        tile, head, first_channel = part_of(table)
         kv_head = quotient(head, group)
         packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         row_in_tile, _ = own_place()
@@ -156,8 +156,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
             row_terms, (scale_inv_k + block, scale_inv_v + block), left, right,
         )  # fmt: skip
-        # Loaded again, so that they do not occupy registers in the loop.
-        tile, head, first_channel = part_of(shfl_sync_0(cuda.blockIdx.x), table, (heads, heads_at_once))
+        tile, head, first_channel = part_again(table)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0 and first_channel == 0:
@@ -167,7 +166,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
     parameters = {
         **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "heads heads_at_once group rows_q rows_k left right"),
+        **typed(i32, "group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

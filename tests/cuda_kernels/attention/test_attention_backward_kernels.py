@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,23 @@ def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
         errors.append(error(on.dv, on.packed(given(problem).right[2])))
     assert errors[0] < 1e-2
     assert errors[1] < errors[0] / 2
+
+
+@needs_compilers
+def test_memory_for_sums_need_not_be_zeroed(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three flushes of 128 queries: the first one stores."""
+    emulator.races = False
+    problem = Problem((400,), (20,), 1, 1, flush=128)
+    empty = torch.empty
+
+    def poisoned(*size: int, **options: Any) -> torch.Tensor:
+        return empty(*size, **options).fill_(torch.nan)
+
+    on = OnDevice(given(problem), "cpu")
+    monkeypatch.setattr(torch, "empty", poisoned)
+    on.run_dkv(given(problem).statistics())
+    for found, right in zip((on.dk, on.dv), given(problem).right[1:]):
+        assert error(found, on.packed(right)) < 1e-2
 
 
 @thorough
