@@ -10,7 +10,11 @@ from torch import Tensor
 
 from lightning_fp8.attention.ops import Attention, AttentionCall, Band, Gradients, Kept, attention_tables
 from lightning_fp8.attention.ops.attention import reference_attention_backward, reference_attention_forward
-from lightning_fp8.attention.ops.codes import reference_attention_cast, reference_attention_forward_of_codes
+from lightning_fp8.attention.ops.codes import (
+    QueriesKept,
+    reference_attention_cast,
+    reference_attention_forward_of_codes,
+)
 from lightning_fp8.attention.ops.cuda import (
     attention_backward_on_cuda,
     attention_cast_on_cuda,
@@ -25,6 +29,10 @@ CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 
 
+MOST_HEADS = 3
+"""Heads that are drawn. Those of larger tensors repeat them, so that the specification computes these only."""
+
+
 def drawn(
     shape: tuple[int, ...], heads: int, channels: int, seed: int, *, mean: float = 0.0, device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16, shifted: int = 0,
@@ -34,9 +42,15 @@ def drawn(
     ``shifted``: elements before the first one, so that no vector is aligned.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, 2 * heads, channels, generator=generator) + mean
+    x = torch.randn(*shape, MOST_HEADS if heads > MOST_HEADS else 2 * heads, channels, generator=generator) + mean
+    x = _repeated(x, 2 * heads, -2)
     memory = torch.empty(x.numel() + shifted, dtype=dtype, device=device)
     return memory[shifted:].view(x.shape).copy_(x)[..., heads:, :]
+
+
+def _repeated(x: Tensor, heads: int, dim: int) -> Tensor:
+    """``heads`` heads along ``dim``, which repeat those of ``x``."""
+    return x if x.shape[dim] == heads else x.index_select(dim, torch.arange(heads) % x.shape[dim])
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,12 @@ class Problem:
     shifted: tuple[int, int, int, int] = (0, 0, 0, 0)
     scale: float | None = None
     longest_query: int | None = None
+
+    @property
+    def distinct_heads(self) -> int:
+        """The number of query heads after which heads repeat; all of them if they share heads of keys."""
+        heads, key_heads = self.heads
+        return min(heads, MOST_HEADS) if heads == key_heads else heads
 
     def shape(self, which: int) -> tuple[int, ...]:
         """Shape of queries (0) or keys (1), without heads and channels."""
@@ -116,7 +136,7 @@ def check_forward(problem: Problem, device: str) -> tuple[Tensor, Kept]:
     with nan_in_new_memory():
         o, kept = attention_forward_on_cuda(*on, problem.call(device))
     o, kept = o.cpu(), Kept(*(each.cpu() for each in kept))
-    right_o, right = reference_attention_forward(q, k, v, call)
+    right_o, right = _right_forward(problem, q, k, v, call)
     require(o.is_contiguous(), "o is not contiguous")
     _require_near("o", o, right_o, problem.tolerance(device))
     for name in ("q8", "q_scale_inv", "v8", "v_scale_inv"):
@@ -133,41 +153,55 @@ def check_forward(problem: Problem, device: str) -> tuple[Tensor, Kept]:
 def check_backward(problem: Problem, device: str, forward: tuple[Tensor, Kept] | None = None) -> None:
     """Compare the backward op with the CPU, given the results ``forward``, or else the CPU's."""
     (q, k, v, do), call = problem.tensors("cpu"), problem.call("cpu")
-    o, kept = forward or reference_attention_forward(q, k, v, call)
+    o, kept = forward or _right_forward(problem, q, k, v, call)
     do_on, rows = problem.tensors(device)[3], problem.rows(1)
     with nan_in_new_memory():
         gradients = attention_backward_on_cuda(
             do_on, o.to(device), Kept(*(each.to(device) for each in kept)), rows, problem.call(device)
         )
-    expected: Gradients = reference_attention_backward(do, o, kept, rows, call)
+    few, heads = problem.distinct_heads, problem.heads
+    of_few = Kept(*(each[:few] for each in kept)) if few < heads[0] else kept
+    expected: Gradients = reference_attention_backward(do[..., :few, :], o[..., :few, :], of_few, rows, call)
     for name, which, actual, truth in zip(("dq", "dk", "dv"), (0, 1, 1), gradients, expected):
         require(actual.is_contiguous(), f"{name} is not contiguous")
-        _require_near(name, actual.cpu(), truth, problem.tolerance(device))
+        _require_near(name, actual.cpu(), _repeated(truth, heads[which], -2), problem.tolerance(device))
         if problem.qkv_format == "thd":
             tail = actual[sum(each[which] for each in problem.lengths) :]
             require(not tail.any(), f"{name} is not 0 after the last sequence")
 
 
 def check_cast(x: Tensor, device: str) -> None:
-    """Compare the cast of keys or values ``[B, L, H, D]`` to codes."""
-    for name, actual, expected in zip(
-        ("codes", "scale_inv"), attention_cast_on_cuda(x.to(device)), reference_attention_cast(x)
-    ):
-        assert_same(actual, expected, name)
+    """Compare the cast of keys or values ``[B, L, H, D]`` to codes; they are :func:`drawn`."""
+    few = reference_attention_cast(x[..., :MOST_HEADS, :])
+    for name, actual, expected in zip(("codes", "scale_inv"), attention_cast_on_cuda(x.to(device)), few):
+        assert_same(actual, _repeated(expected, x.shape[-2], 0), name)
 
 
 def check_forward_of_codes(problem: Problem, device: str) -> None:
     """Compare the forward op over codes of keys and values."""
     (q, k, v, _), call, rows = problem.tensors("cpu"), problem.call("cpu"), problem.rows(1)
-    k8, k_scale_inv, v8, v_scale_inv = codes = *reference_attention_cast(k), *reference_attention_cast(v)
-    on = k8.to(device), k_scale_inv.to(device), v8.to(device), v_scale_inv.to(device)
+    few, (heads, key_heads) = problem.distinct_heads, problem.heads
+    k, v = (x[..., : min(few, key_heads), :] for x in (k, v))
+    codes = *reference_attention_cast(k), *reference_attention_cast(v)
+    k8, k_scale_inv, v8, v_scale_inv = (_repeated(each, key_heads, 0).to(device) for each in codes)
+    on = k8, k_scale_inv, v8, v_scale_inv
     with nan_in_new_memory():
         o, kept = attention_forward_of_codes_on_cuda(problem.tensors(device)[0], *on, rows, problem.call(device))
-    right_o, right = reference_attention_forward_of_codes(q, *codes, rows, call)
+    right_o, of_few = reference_attention_forward_of_codes(q[..., :few, :], *codes, rows, call)
+    right_o, right = _repeated(right_o, heads, -2), QueriesKept(*(_repeated(each, heads, 0) for each in of_few))
     _require_near("o", o.cpu(), right_o, problem.tolerance(device))
     _require_statistics(kept.m, kept.l, right.m, right.l, device)
     assert_same(kept.q8, right.q8, "q8")
     assert_same(kept.q_scale_inv, right.q_scale_inv, "q_scale_inv")
+
+
+def _right_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+    """The specification's results of the forward op."""
+    few, heads = problem.distinct_heads, problem.heads[0]
+    if few == heads:
+        return reference_attention_forward(q, k, v, call)
+    o, kept = reference_attention_forward(q[..., :few, :], k[..., :few, :], v[..., :few, :], call)
+    return _repeated(o, heads, -2), Kept(*(_repeated(each, heads, 0) for each in kept))
 
 
 def _require_statistics(m: Tensor, l: Tensor, right_m: Tensor, right_l: Tensor, device: str) -> None:  # noqa: E741

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from lightning_fp8.ops.memory import ALIGNMENT, PlainKey
 
+MOST_ROWS = 1021
+"""Rows that are drawn. Those of larger tensors repeat them, which is faster; no size of a tile divides this prime."""
+
 
 def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """``[rows, columns]`` over many binades, with zeros of both signs and some tiny numbers."""
+    if rows > MOST_ROWS:
+        return _repeated(sample(MOST_ROWS, columns, dtype, seed), rows)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
@@ -22,6 +27,8 @@ def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor
 
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
     """``[rows, columns]`` whose magnitude varies by row, as activations' does, with zeros of both signs."""
+    if rows > MOST_ROWS:
+        return _repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
@@ -85,6 +92,11 @@ def moved(x: Any, device: str) -> Any:
     if not isinstance(x, Tensor) or device == "cpu":
         return x
     return _laid_out(x, x.stride(), x.data_ptr() % ALIGNMENT // x.element_size(), device)
+
+
+def _repeated(x: Tensor, rows: int) -> Tensor:
+    """The rows of ``x`` again and again, ``rows`` in all."""
+    return x.repeat(-(-rows // x.shape[0]), 1)[:rows]
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...], offset: int, device: str) -> Tensor:
