@@ -36,9 +36,10 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     """``o`` and the statistics ``m`` and ``l`` of the reference's ``forward``.
 
     Parameters are the tensor maps of Q, K and transposed V (layouts: :mod:`.spec`); the addresses of the table of
-    tiles, of the ``scale_inv`` of Q, K and V, of out, m and l; the number of query heads per head of K and V, the
-    packed rows of queries and of keys, the band's limits; the softmax scale times log2(e), which is positive; and the
-    strides of out in elements, between sequences, rows and heads. The grid is that of :func:`.tiles.tile_of`.
+    tiles, of the ``scale_inv`` of Q, K and V, of out, m and l; the number of heads at once, and of query heads
+    per head of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale times log2(e),
+    which is positive; and the strides of out in elements, between sequences, rows and heads. The grid is that of
+    :func:`.tiles.tile_of`.
     """
     stages, offsets = forward_stages(spec), forward_offsets(spec)
     head_dim = spec.head_dim
@@ -79,11 +80,11 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
 
     def attention_forward(
         map_q, map_k, map_v, table, scale_inv_q, scale_inv_k, scale_inv_v, out, m, l,  # noqa: E741
-        group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = address_of(map_q), address_of(map_k), address_of(map_v)
         smem = dynamic_shared()
-        tile, head, wg_idx, warp = begin(smem, maps, table, (group, rows_q, rows_k))
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads_at_once, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
             kv_head = quotient(head, group)
             query_block = i64(head) * (rows_q >> 7) + (tile[TILE_ROW] >> 7)
@@ -93,7 +94,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
                 scale_inv_q + query_block * 4, scale_inv_k + key_block * 4, scale_inv_v + key_block * 4,
                 left, right, c,
             )  # fmt: skip
-            tile, head = tile_again(table)
+            tile, head = tile_again(table, heads_at_once)
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
             inverse, inverse_below, seen, seen_below = store_statistics(
@@ -107,7 +108,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     parameters = {
         **typed(tensor_map, "map_q map_k map_v"),
         **typed(i64, "table scale_inv_q scale_inv_k scale_inv_v out m l"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         "c": f32,
         **typed(i64, "stride_b stride_l stride_h"),
     }

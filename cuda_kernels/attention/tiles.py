@@ -15,7 +15,7 @@ from cuda_kernels.attention.spec import (
 )
 from cuda_kernels.device.fragments import mask_rows
 from cuda_kernels.device.language import cuda, device, i32, i64
-from cuda_kernels.device.ptx import load_16_if
+from cuda_kernels.device.ptx import load_16_if, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
 
 
@@ -35,27 +35,33 @@ def load_tile(table, index):
 
 
 @device
-def tile_of(table):
-    """A block's tile and head.
-
-    The grid is ``[heads at once, tiles, heads / heads at once]``. Blocks run in this order, the first dimension first:
-    all tiles of some heads, those with the most work first, and then those of the next heads, whose operands replace
-    the first ones' in the L2 cache.
-    """
-    return load_tile(table, cuda.blockIdx.y), i32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+def located(block, section, table, heads_at_once):
+    """The tile and the head of a block of a section."""
+    tile_idx = quotient(block, heads_at_once)
+    return load_tile(table, tile_idx), i32(section * heads_at_once + block - tile_idx * heads_at_once)
 
 
 @device
-def tile_again(table):
+def tile_of(table, heads_at_once):
+    """A block's tile and head.
+
+    The grid is ``[tiles * heads_at_once, heads / heads_at_once]``. Each of its sections has all tiles of some heads,
+    those with the most work first. GPUs start blocks in the order of the first dimension, then the second, though CUDA
+    does not promise it; so the operands of one section replace those of the one before in the L2 cache.
+    """
+    return located(cuda.blockIdx.x, cuda.blockIdx.y, table, heads_at_once)
+
+
+@device
+def tile_again(table, heads_at_once):
     """A block's tile and head, loaded again after a loop, so that they do not occupy registers in it."""
-    tile = load_tile(table, shfl_sync_0(cuda.blockIdx.y))
-    return tile, i32(shfl_sync_0(cuda.blockIdx.z) * cuda.gridDim.x + shfl_sync_0(cuda.blockIdx.x))
+    return located(shfl_sync_0(cuda.blockIdx.x), shfl_sync_0(cuda.blockIdx.y), table, heads_at_once)
 
 
 @device
 def block_index():
     """The index of a block in the grid."""
-    return i32((cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x)
+    return i32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
 
 
 @device

@@ -32,7 +32,7 @@ _REGISTERS = 240
 
 
 def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
-    """A device function ``(smem, maps, table, shape) -> tile, head, wg_idx, warp``, called first in a kernel.
+    """A device function ``(smem, maps, table, heads_at_once, shape) -> tile, head, wg_idx, warp``, called first.
 
     It initializes barriers, loads the block's tile and head, and allocates each warpgroup's registers. One thread of
     the warpgroup :data:`PRODUCER` copies all operands here, and returns when it is done.
@@ -43,7 +43,7 @@ def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
     """
 
     @device
-    def begin(smem, maps, table, shape):
+    def begin(smem, maps, table, heads_at_once, shape):
         grid_constant_params()
         wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
         if cuda.threadIdx.x == 0:
@@ -52,7 +52,7 @@ def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
             init_barriers(smem)
             fence_mbarrier_init()
         cuda.syncthreads()
-        tile, head = tile_of(table)
+        tile, head = tile_of(table, heads_at_once)
         if wg_idx == PRODUCER:
             warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
             if warp == 4 * PRODUCER and elect_sync():

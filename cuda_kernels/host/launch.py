@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Argument = Union[Tensor, "Map", bytes, int]
 Grid = tuple[int, int, int]
-"""The number of blocks in each dimension. Blocks start in the order of the first dimension, then the second."""
+"""The number of blocks in each dimension."""
 Executor = Callable[[Kernel, Grid, Sequence["Argument | float"]], None]
 
 

@@ -48,8 +48,9 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
     """Statistics of queries of ``head_dim`` channels, except ``CORRECTED``.
 
     Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's ``scale_inv``, o in bfloat16, m, l
-    and the statistics (:mod:`.statistics`); the packed rows of queries; and the strides of o in
-    elements, between sequences, rows and heads, which are multiples of 8.
+    and the statistics (:mod:`.statistics`); the number of heads at once and the packed rows of queries; and the strides
+    of o in elements, between sequences, rows and heads, which are multiples of 8. The grid is that of
+    :func:`cuda_kernels.attention.tiles.tile_of`.
     """
     assert head_dim in HEAD_DIMS
     threads_per_row = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # 16 channels each
@@ -77,9 +78,9 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
 
     def attention_delta(
         table, do, scale_inv_do, scale_inv_q, o, m, l, statistics,  # noqa: E741
-        rows_q, stride_b, stride_l, stride_h,
+        heads_at_once, rows_q, stride_b, stride_l, stride_h,
     ):  # fmt: skip
-        tile, head = tile_of(table)
+        tile, head = tile_of(table, heads_at_once)
         first_row, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
         block = (i64(head) * (rows_q >> 7) + (first_row >> 7)) * 4
         gradient_scale_inv = load_f32(scale_inv_do + block)
@@ -103,7 +104,7 @@ def attention_delta_kernel(head_dim: int) -> Kernel:
 
     parameters = {
         **typed(i64, "table do scale_inv_do scale_inv_q o m l statistics"),
-        "rows_q": i32,
+        **typed(i32, "heads_at_once rows_q"),
         **typed(i64, "stride_b stride_l stride_h"),
     }
     return Kernel(f"attention_delta(d={head_dim})", attention_delta, parameters, _THREADS)

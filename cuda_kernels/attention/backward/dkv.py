@@ -168,20 +168,20 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
     def attention_dkv(
         map_k, map_v, map_q, map_do, map_qt, map_dot, map_statistics,
         table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
-        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = (
             address_of(map_k), address_of(map_v), address_of(map_q), address_of(map_do), address_of(map_qt),
             address_of(map_dot), address_of(map_statistics),
         )  # fmt: skip
         smem = dynamic_shared()
-        tile, head, wg_idx, warp = begin(smem, maps, table, (group, rows_q, rows_k))
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads_at_once, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
             block = (i64(head) * (rows_k >> 7) + (tile[TILE_ROW] >> 7)) * 4
             key_factor, value_scale_inv = load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block)
             sums = consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch)
             if wide:
-                tile, head = tile_again(table)
+                tile, head = tile_again(table, heads_at_once)
             strides = stride_b, stride_l, stride_h
             store(sums, softmax_scale, smem + out_offset, dk_out, dv_out, tile, head, warp, strides)
 
@@ -189,7 +189,7 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
     parameters = {
         **typed(tensor_map, "map_k map_v map_q map_do map_qt map_dot map_statistics"),
         **typed(i64, "table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }
@@ -203,9 +203,9 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     Parameters are the tensor maps of K's, V's, Q's and dO's codes, of the transposed codes of Q and dO, and of the
     statistics, float32 ``[H 5, R]`` (:mod:`.statistics`), in boxes of 4 by 128; the addresses of the table of tiles of
     keys, with queries in tiles of 64, of the ``scale_inv`` of K and V, of dk, dv and :func:`scratch_floats` per block;
-    the number of query heads per head of keys, the packed rows of queries and of keys, the limits of the band of
-    queries that attend to a key; the softmax scale times log2(e), which is positive, and the softmax scale; and the
-    strides of dk and dv in elements, between sequences, rows and heads. The grid is that of
+    the number of heads of keys at once, and of query heads per head of keys, the packed rows of queries and of keys,
+    the limits of the band of queries that attend to a key; the softmax scale times log2(e), which is positive, and the
+    softmax scale; and the strides of dk and dv in elements, between sequences, rows and heads. The grid is that of
     :func:`cuda_kernels.attention.tiles.tile_of`.
 
     Args:

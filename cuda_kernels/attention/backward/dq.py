@@ -45,9 +45,9 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     Parameters are the tensor maps of Q's, dO's, K's and V's codes and of the transposed codes of K; the addresses of
     the table of tiles, of the ``scale_inv`` of K and V, of the statistics (:mod:`.statistics`) and of dq; the number of
-    query heads per head of K and V, the packed rows of queries and of keys, the band's limits; the softmax scale times
-    log2(e), which is positive, and the softmax scale; and the strides of dq in elements, between sequences, rows and
-    heads. The grid is that of :func:`cuda_kernels.attention.tiles.tile_of`.
+    heads at once, and of query heads per head of K and V, the packed rows of queries and of keys, the band's limits;
+    the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of dq in elements,
+    between sequences, rows and heads. The grid is that of :func:`cuda_kernels.attention.tiles.tile_of`.
     """
     wide = spec.panels > 1
     tiles = make_wide_tiles(spec) if wide else make_tiles(spec)
@@ -70,11 +70,11 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
 
     def attention_dq(
         map_q, map_do, map_k, map_v, map_kt, table, scale_inv_k, scale_inv_v, statistics, out,
-        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         maps = address_of(map_q), address_of(map_do), address_of(map_k), address_of(map_v), address_of(map_kt)
         smem = dynamic_shared()
-        tile, head, wg_idx, warp = begin(smem, maps, table, (group, rows_q, rows_k))
+        tile, head, wg_idx, warp = begin(smem, maps, table, heads_at_once, (group, rows_q, rows_k))
         if wg_idx != PRODUCER:
             lane = cuda.threadIdx.x & 31
             row_in_tile = warp * 16 + (lane >> 2)
@@ -90,7 +90,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right
             )
             if wide:
-                tile, head = tile_again(table)
+                tile, head = tile_again(table, heads_at_once)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:
@@ -101,7 +101,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     parameters = {
         **typed(tensor_map, "map_q map_do map_k map_v map_kt"),
         **typed(i64, "table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

@@ -18,10 +18,9 @@ from cuda_kernels.attention.host.kernels import (
     operand_on,
     uses_scratch,
 )
-from cuda_kernels.attention.host.order import grid_of_tiles
 from cuda_kernels.attention.host.tiles import PackedRows, most_seen
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.host.launch import Argument, Grid, address_on, named_launch
+from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.tensor_maps import Box
 
 
@@ -82,17 +81,15 @@ class BackwardLaunch:
         of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
         delta = attention_delta_kernel(spec.head_dim)
         # Blocks of queries read K, V and transposed K; blocks of keys read Q and dO, both also transposed.
-        of_keys_and_values = 3 * spec.head_dim * problem.keys.total / group
-        query_grid = grid_of_tiles(heads[0], problem.queries.blocks, of_keys_and_values, device)
-        of_queries_and_gradients = 4 * spec.head_dim * problem.queries.total * group
-        key_grid = grid_of_tiles(heads[1], problem.keys.blocks, of_queries_and_gradients, device)
-        self._delta = named_launch(delta, query_grid, device, rows_q=problem.queries.total, **of_queries)
-        scalars = {**problem.sizes(), **seen.limits(), **scales, **of_queries}
+        query_order, key_order = problem.order_of_queries(3, device), problem.order_of_keys(4, device)
+        of_delta = {"heads_at_once": query_order.heads_at_once, "rows_q": problem.queries.total}
+        self._delta = named_launch(delta, query_order.grid(), device, **of_delta, **of_queries)
+        scalars = {**problem.sizes(query_order), **seen.limits(), **scales, **of_queries}
         of_tile = blocks_of_tile(spec, device)
-        self._dq = named_launch(dq_kernel(spec, device), _wider(query_grid, of_tile), device, **scalars)
-        scalars = {**problem.sizes(), **seeing.limits(), **scales, **of_keys}
+        self._dq = named_launch(dq_kernel(spec, device), query_order.grid(of_tile), device, **scalars)
+        scalars = {**problem.sizes(key_order), **seeing.limits(), **scales, **of_keys}
         kernels = dkv_kernels(spec, device, flush)
-        self._dkv = [named_launch(kernel, _wider(key_grid, of_tile), device, **scalars) for kernel in kernels]
+        self._dkv = [named_launch(kernel, key_order.grid(of_tile), device, **scalars) for kernel in kernels]
         self._pointer = address_on(device)
         row_box, transposed_box = Box(ROWS, 128), Box(min(spec.head_dim, 128), 128)
         self._of_queries, self._of_keys = operand_on(device, row_box), operand_on(device, row_box)
@@ -161,11 +158,6 @@ class BackwardLaunch:
             left = absent if scratch is None else self._pointer(scratch)
             for launch in self._dkv:
                 launch.run(*maps, *map(self._pointer, inputs), left)
-
-
-def _wider(grid: Grid, blocks_of_tile: int) -> Grid:
-    """The grid with several blocks per tile and head."""
-    return grid[0] * blocks_of_tile, *grid[1:]
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

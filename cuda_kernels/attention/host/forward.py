@@ -15,7 +15,7 @@ from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
-from cuda_kernels.attention.host.order import grid_of_tiles
+from cuda_kernels.attention.host.order import Order, order_of
 from cuda_kernels.attention.host.tiles import (
     PackedRows,
     RowSpace,
@@ -135,9 +135,25 @@ class AttentionProblem:
         """Number of query heads per head of keys and values."""
         return self.heads[0] // self.heads[1]
 
-    def sizes(self) -> dict[str, int]:
-        """Sizes by the names of kernels' parameters."""
-        return {"group": self.group, "rows_q": self.queries.total, "rows_k": self.keys.total}
+    def sizes(self, order: Order) -> dict[str, int]:
+        """Sizes for a launch in this order, by the names of kernels' parameters."""
+        rows = {"rows_q": self.queries.total, "rows_k": self.keys.total}
+        return {"heads_at_once": order.heads_at_once, "group": self.group, **rows}
+
+    def order_of_queries(self, copies: int, device: torch.device) -> Order:
+        """The order of tiles of queries; their blocks read so many copies of a head's keys or values."""
+        bytes_of_head = copies * self.spec.head_dim * self._read_together(self.keys)
+        return order_of(self.heads[1], self.queries.blocks, bytes_of_head, device, self.group)
+
+    def order_of_keys(self, copies: int, device: torch.device) -> Order:
+        """The order of tiles of keys; their blocks read so many copies of a group's queries or their gradients."""
+        bytes_of_head = copies * self.spec.head_dim * self._read_together(self.queries) * self.group
+        return order_of(self.heads[1], self.keys.blocks, bytes_of_head, device)
+
+    def _read_together(self, others: RowSpace) -> int:
+        """Rows of the sequences whose blocks run together: without a mask one, since tiles are in their order."""
+        in_order = self.visible.left is None and self.visible.right is None and not others.ragged
+        return others.length_or_total if in_order else others.total
 
     @property
     def scale_of_exponent(self) -> float:
@@ -281,11 +297,10 @@ class ForwardLaunch:
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._pointer = address_on(device)
-        bytes_of_head = 2 * spec.head_dim * problem.keys.total / problem.group  # K and V
-        grid = grid_of_tiles(problem.heads[0], problem.queries.blocks, bytes_of_head, device)
-        scalars = {**problem.sizes(), **problem.visible.limits(), "c": problem.scale_of_exponent}
+        order = problem.order_of_queries(2, device)  # K and V
+        scalars = {**problem.sizes(order), **problem.visible.limits(), "c": problem.scale_of_exponent}
         self._launches = [
-            named_launch(kernel, grid, device, **scalars, **stride_parameters(strides))
+            named_launch(kernel, order.grid(), device, **scalars, **stride_parameters(strides))
             for kernel in forward_kernels(spec, device)
         ]
 

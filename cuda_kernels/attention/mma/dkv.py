@@ -241,10 +241,10 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
     def mma_attention_dkv(
         k, v, q, do, q_t, do_t, statistics, table, scale_inv_k, scale_inv_v, dk_out, dv_out, scratch,
-        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(table)
+        tile, head, first_channel = part_of(table, heads_at_once)
         packed_row = tile[TILE_ROW]
         in_k = (i64(head) * rows_k + packed_row) * head_dim
         block = (i64(head) * (rows_k >> 7) + (packed_row >> 7)) * 4
@@ -257,7 +257,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
             smem, tile, (q, do, q_t + of_channel, do_t + of_channel, statistics), rows_q, i32(head * group), group,
             load_f32(scale_inv_k + block) * c, load_f32(scale_inv_v + block), left, right,
         )  # fmt: skip
-        tile, head, first_channel = part_again(table)
+        tile, head, first_channel = part_again(table, heads_at_once)
         strides = stride_b, stride_l, stride_h
         if with_dv:
             store(dv, _ONE, dv_out, tile, head, first_channel, strides)
@@ -266,7 +266,7 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
 
     parameters = {
         **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

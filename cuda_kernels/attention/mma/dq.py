@@ -133,10 +133,10 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
     def mma_attention_dq(
         q, do, k, v, k_t, table, scale_inv_k, scale_inv_v, statistics, out,
-        group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, softmax_scale, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head, first_channel = part_of(table)
+        tile, head, first_channel = part_of(table, heads_at_once)
         kv_head = quotient(head, group)
         packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         row_in_tile, _ = own_place()
@@ -156,7 +156,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             (q + in_q, do + in_q, k + in_k, v + in_k, k_t + in_kt, i64(rows_k)),
             row_terms, (scale_inv_k + block, scale_inv_v + block), left, right,
         )  # fmt: skip
-        tile, head, first_channel = part_again(table)
+        tile, head, first_channel = part_again(table, heads_at_once)
         mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
         rest, rest_below = quad_sum(rest), quad_sum(rest_below)
         if cuda.threadIdx.x & 3 == 0 and first_channel == 0:
@@ -166,7 +166,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
 
     parameters = {
         **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         **typed(f32, "c softmax_scale"),
         **typed(i64, "stride_b stride_l stride_h"),
     }

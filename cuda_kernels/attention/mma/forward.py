@@ -132,10 +132,10 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
 
     def mma_attention_forward(
         q, k, v_t, table, scale_inv_q, scale_inv_k, scale_inv_v, out, m, l,  # noqa: E741
-        group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
+        heads_at_once, group, rows_q, rows_k, left, right, c, stride_b, stride_l, stride_h,
     ):  # fmt: skip
         smem = dynamic_shared()
-        tile, head = tile_of(table)
+        tile, head = tile_of(table, heads_at_once)
         kv_head = quotient(head, group)
         packed_row, others = tile[TILE_ROW], tile[TILE_OTHERS]
         query_block = (i64(head) * (rows_q >> 7) + (packed_row >> 7)) * 4
@@ -147,7 +147,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             v_t + i64(kv_head) * head_dim * rows_k + others,
             i64(rows_k), load_f32(scale_inv_q + query_block) * c, (scale_inv_k, scale_inv_v), key_block, left, right,
         )  # fmt: skip
-        tile, head = tile_again(table)
+        tile, head = tile_again(table, heads_at_once)
         sequence, out_row, out_rows = tile[TILE_SEQUENCE], tile[TILE_OUT_ROW], tile[TILE_OUT_ROWS]
         lane = cuda.threadIdx.x & 31
         row_in_tile = i32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
@@ -162,7 +162,7 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
 
     parameters = {
         **typed(i64, "q k v_t table scale_inv_q scale_inv_k scale_inv_v out m l"),
-        **typed(i32, "group rows_q rows_k left right"),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
         "c": f32,
         **typed(i64, "stride_b stride_l stride_h"),
     }

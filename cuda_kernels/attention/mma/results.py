@@ -7,7 +7,7 @@ from typing import Any
 
 from cuda_kernels.attention.mma.operands import CHANNELS
 from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID, AttentionSpec
-from cuda_kernels.attention.tiles import load_tile
+from cuda_kernels.attention.tiles import located
 from cuda_kernels.device.fragments import scale_seen_rows, store_fragment_global
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.sm90 import shfl_sync_0
@@ -22,27 +22,28 @@ def own_place():
 
 @cache
 def make_part_of(head_dim: int) -> tuple[Any, Any]:
-    """Device functions ``table -> tile, head, first_channel``: a block's part of a gradient; after a loop, the second.
+    """Device functions ``(table, heads_at_once) -> tile, head, first_channel``: a block's part of a gradient.
+
+    The second function is for after a loop: it loads all again, so that they do not occupy registers in it.
 
     If a head has more channels than a block computes, consecutive blocks share a tile, so that the second one finds
     most of its operands in the cache. The grid is that of :func:`cuda_kernels.attention.tiles.tile_of`, with these
-    blocks in the first dimension. The second function loads all again, so that they do not occupy registers in a loop.
+    blocks in the first dimension.
     """
     shift = (head_dim // CHANNELS).bit_length() - 1 if head_dim > CHANNELS else 0
 
     @device
-    def located(table, x, y, z):
-        head = i32(z * (cuda.gridDim.x >> shift) + (x >> shift))
-        return load_tile(table, y), head, i32((x & ((1 << shift) - 1)) * CHANNELS)
+    def part(block, section, table, heads_at_once):
+        tile, head = located(i32(block >> shift), section, table, heads_at_once)
+        return tile, head, i32((block & ((1 << shift) - 1)) * CHANNELS)
 
     @device
-    def part_of(table):
-        return located(table, cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z)
+    def part_of(table, heads_at_once):
+        return part(cuda.blockIdx.x, cuda.blockIdx.y, table, heads_at_once)
 
     @device
-    def part_again(table):
-        x, y, z = shfl_sync_0(cuda.blockIdx.x), shfl_sync_0(cuda.blockIdx.y), shfl_sync_0(cuda.blockIdx.z)
-        return located(table, x, y, z)
+    def part_again(table, heads_at_once):
+        return part(shfl_sync_0(cuda.blockIdx.x), shfl_sync_0(cuda.blockIdx.y), table, heads_at_once)
 
     return part_of, part_again
 
