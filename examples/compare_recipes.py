@@ -200,30 +200,32 @@ def differences(runs: dict[str, dict[str, Any]], recipe: str, seeds: int, order:
     return [runs[name]["val_loss"] / runs[baseline]["val_loss"] - 1 for name, baseline in of_seeds]
 
 
+T_OF_95_PERCENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t of a two-sided interval of 95 %, for 2 to 10 seeds."""
+
+
 def conclusion(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, orders: int = 1) -> str:
     """What the differences of the recipes say beside the noise; nothing for a single seed."""
     if seeds < 2:
         return ""
+    lines = []
     noise = [abs(each) for order in range(1, orders) for each in differences(runs, "bf16", seeds, order)]
-    sentences = []
     if noise:
-        sentences.append(
-            f"In single seeds, BF16 on other data differs from BF16 by {min(noise):.2%} to {max(noise):.2%}."
-        )
-    found, most = [], []
+        span = f"{min(noise):.2%} to {max(noise):.2%}"
+        lines.append(f"In single seeds, BF16 on other data differs from BF16 by {span}.")
+    t = T_OF_95_PERCENT[min(seeds, 10) - 2]
+    lines.append(f"The mean difference of a recipe from BF16, in an interval of 95 % (Student's t, {seeds} seeds):\n")
+    clear = []
     for recipe in recipes:
         if recipe != "bf16":
             each = differences(runs, recipe, seeds)
-            mean, error = statistics.mean(each), statistics.stdev(each) / seeds**0.5
-            most.append(f"{mean + 2 * error:.2%} ({recipe})")
-            if abs(mean) > 2 * error:
-                found.append(recipe)
-    exceeding = f"The mean of {', '.join(found)}" if found else "No recipe's mean"
-    sentences += [
-        f"{exceeding} differs from BF16 by more than two standard errors.",
-        f"These runs cannot exclude differences up to the mean plus two standard errors: {', '.join(most)}.",
-    ]
-    return " ".join(sentences) + "\n\n"
+            mean, reach = statistics.mean(each), t * statistics.stdev(each) / seeds**0.5
+            worse = sum(one > 0 for one in each)
+            lines.append(f"- {recipe}: {mean - reach:+.2%} to {mean + reach:+.2%}, worse in {worse} of {seeds} seeds")
+            clear += [recipe] * (abs(mean) > reach)
+    without = f"The interval of {', '.join(clear)} does not contain 0." if clear else "Every interval contains 0."
+    lines.append(f"\n{without} More seeds would make them narrower.")
+    return "\n".join(lines) + "\n\n"
 
 
 def distances_table(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int) -> str:

@@ -378,7 +378,8 @@ def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
     if isinstance(fields.get("fp8_format"), str):
         name = fields["fp8_format"]
         if name.upper() not in Format.__members__:
-            raise ValueError(f"fp8_format={name!r} is unknown; use one of {_quoted(Format.__members__)}")
+            supported = _quoted(each.name for each in cls._formats)
+            raise ValueError(f"fp8_format={name!r} is unknown; use one of {supported}")
         fields["fp8_format"] = Format[name.upper()]
     return cls(**fields)
 

@@ -36,10 +36,9 @@ class Started(NamedTuple):
 
 
 class Launches:
-    """The launches of the ops for a problem, in order, for each pass; their memory is kept alive.
+    """The launches of the ops for a problem, in order, for each pass; their memory is kept alive with this object.
 
-    Without ``backward`` only the forward pass, which more GPUs support. When launched again, dK's and dV's sums in
-    global memory accumulate further, so these results are meaningless.
+    Without ``backward`` only the forward pass, which more GPUs support.
 
     Raises:
         NoKernel: an op would fall back to the specification.

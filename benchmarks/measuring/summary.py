@@ -26,7 +26,7 @@ def summary(documents: Sequence[dict[str, Any]]) -> str:
     """A row per work of all runs, which have to be of one GPU.
 
     Raises:
-        ValueError: no run had a GPU, or they had several.
+        ValueError: no run had a GPU, or they had several, or several versions of torch.
     """
     cards = {(document["machine"]["card"] or {}).get("name") for document in documents}
     if len(cards) != 1 or None in cards or any(document["arguments"]["dry_run"] for document in documents):
@@ -38,9 +38,11 @@ def summary(documents: Sequence[dict[str, Any]]) -> str:
         for document in documents
         for row in rows_of(document["suites"].get(suite, []))
     ]
-    versions = documents[0]["machine"]["versions"]
+    torches = {document["machine"]["versions"]["torch"] for document in documents}
+    if len(torches) > 1:
+        raise ValueError(f"the README shows runs with one version of torch, not with {', '.join(sorted(torches))}")
     dates = " and ".join(sorted({document["date"][:10] for document in documents}))
-    title = f"FP8 on an {cards.pop()}, {dates}, torch {versions['torch']}"
+    title = f"FP8 on an {cards.pop()}, {dates}, torch {torches.pop()}"
     return markdown((title, "size", "speedup over BF16, unless noted"), rows)
 
 

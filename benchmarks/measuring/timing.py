@@ -105,7 +105,11 @@ def clock_of(device: torch.device) -> Clock:
 def measure(
     clock: Clock, contenders: Sequence[Contender], seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> list[Times]:
-    """Times of each contender, in rounds for about ``seconds`` per contender, after some warm-up rounds."""
+    """Times of each contender, in rounds for about ``seconds`` per contender, after some warm-up rounds.
+
+    Each round begins with another contender: a GPU whose clock depends on its power is slower after a contender that
+    takes more of it.
+    """
     rounds: list[list[float]] = []
     if seconds:
         gc.collect()
@@ -115,7 +119,9 @@ def measure(
             clock.round(contenders)
         end = now() + seconds * len(contenders)
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and now() < end):
-            rounds.append(clock.round(contenders))
+            first = len(rounds) % max(len(contenders), 1)
+            found = clock.round([*contenders[first:], *contenders[:first]])
+            rounds.append([*found[len(contenders) - first :], *found[: len(contenders) - first]])
     finally:
         gc.enable()
     return [Times.of(of_one) for of_one in zip(*rounds)]

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,10 @@ COMMANDS = {
 }
 """The module of each command, whose ``main`` takes the arguments."""
 
+NO_PLUGIN = (
+    "no layer is trained in FP8, because the Trainer has no FP8Precision: pass --config with a file of `lightning-fp8 "
+    "config RECIPE`, or add --trainer.plugins+=lightning_fp8.FP8Precision"
+)
 LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""
 
@@ -81,6 +86,8 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
         raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
+    from lightning_fp8 import FP8Precision
+
     class SaveConfigBesideLogs(SaveConfigCallback):
         """Do not save without a logger: in the working directory, config.yaml may be a file of the user."""
 
@@ -88,10 +95,15 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
             if trainer.loggers:
                 super().setup(trainer, pl_module, stage)
 
+    class CLI(LightningCLI):
+        def before_fit(self) -> None:
+            if not isinstance(self.trainer.precision_plugin, FP8Precision):
+                warnings.warn(NO_PLUGIN, UserWarning, stacklevel=2)
+
     # sys.path of a console script does not include the working directory, which may have the user's classes.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return LightningCLI(
+    return CLI(
         run=run,
         subclass_mode_model=True,
         subclass_mode_data=True,

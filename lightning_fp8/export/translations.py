@@ -236,7 +236,25 @@ def _quantize_linear(x: Value, scale_inv: Value, layout: Layout, rows: Any, floa
     code = _DTYPES[float8.dtype]
     if where:  # a zero point would need the shape of the scales, which may be dynamic
         return opset21.QuantizeLinear(x, scale_inv, None, output_dtype=code, **where)
-    return opset19.QuantizeLinear(x, scale_inv, _constant(0, code.numpy()))
+    return opset19.QuantizeLinear(_kept_apart(x), scale_inv, _constant(0, code.numpy()))
+
+
+_MOVES = frozenset({"Cast", "Identity", "Reshape", "Transpose"})
+"""Operations that do not change values. onnxruntime moves a cast with a constant scale in front of them."""
+
+
+def _kept_apart(x: Value) -> Value:
+    """``x``, whose ``Relu`` or ``Clip`` onnxruntime does not drop.
+
+    It takes the codes of a cast with a constant scale for unsigned integers, which cannot be negative, and drops a
+    ``Relu`` in front of it, with wrong results. ``Max`` with the smallest number changes no value, NaN included.
+    Weights stay as they are, since :func:`lightning_fp8.export.fp8_weights` looks for their casts.
+    """
+    root, producer = x, x.producer()
+    while producer is not None and producer.op_type in _MOVES:
+        root = producer.inputs[0]
+        producer = root.producer()
+    return x if producer is None else op.Max(x, _constant(-np.inf))
 
 
 def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[str, int]]:

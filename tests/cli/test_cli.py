@@ -135,6 +135,15 @@ def test_the_printed_configuration_is_the_plugin_at_its_defaults(
     assert repr(cli.trainer.precision_plugin) == repr(lightning_fp8.FP8Precision(name))
 
 
+def test_fit_without_the_plugin_warns(tmp_path: Path) -> None:
+    model = ["--model", "examples.train_gpt.GPT", "--data", "examples.train_gpt.StdlibBytes", "--data.length", "16"]
+    small = ["--model.width", "32", "--model.depth", "1", "--model.heads", "2"]
+    quick = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--trainer.logger", "false"]
+    quick += ["--trainer.default_root_dir", str(tmp_path), "--trainer.enable_checkpointing", "false"]
+    with pytest.warns(UserWarning, match=re.escape("--trainer.plugins+=lightning_fp8.FP8Precision")):
+        main(["fit", *model, *small, *quick])
+
+
 def test_fit_trains_from_yaml(tmp_path: Path) -> None:
     """What ran is saved beside the logs, and not over a file of the user's."""
     small = ["--model.width", "32", "--model.depth", "3", "--model.heads", "2", "--data.length", "16"]

@@ -119,11 +119,13 @@ def test_the_comparison_reports_means_spread_and_distance(compare_recipes: Modul
     assert rows[4] == "| mxfp8 | 2.0200 | 0.0400 | +1.00% | 1.00% | 5 | 2 |"
     assert rows[5] == "| bf16, other data | 1.9600 | 0.0800 | -2.00% | 2.00% | 5 | 0 |"
     follows = compare_recipes.conclusion(runs, recipes, seeds=2, orders=2)
-    assert "by 0.00% to 4.00%. No recipe's mean differs from BF16 by more than two standard errors." in follows
-    assert "two standard errors: 0.00% (rowwise), 3.00% (mxfp8)." in follows
+    assert "by 0.00% to 4.00%." in follows
+    # The standard error is 1 %, and t is 12.706.
+    assert "- mxfp8: -11.71% to +13.71%, worse in 1 of 2 seeds\n\nEvery interval contains 0." in follows
     for seed in (0, 1):
         runs[f"rowwise/{seed}"]["val_loss"] = 2.01 + 0.001 * seed
-    assert "The mean of rowwise differs from BF16 by more" in compare_recipes.conclusion(runs, recipes, seeds=2)
+        runs[f"mxfp8/{seed}"]["val_loss"] = 2.04
+    assert "The interval of rowwise, mxfp8 does not contain 0." in compare_recipes.conclusion(runs, recipes, seeds=2)
     assert not compare_recipes.conclusion(runs, recipes, seeds=1)
 
 

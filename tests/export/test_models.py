@@ -131,3 +131,24 @@ def test_onnxruntime_gives_the_modules_results(weights: str, calibrated: tuple) 
 def _high_precision(model: nn.Module, x: Tensor) -> np.ndarray:
     with fp8_autocast(enabled=False):
         return model(x).numpy()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6()], ids=["Relu", "Clip"])
+@pytest.mark.parametrize("shape", [(8, WIDTH), (2, 4, WIDTH)], ids=str)
+def test_an_activation_in_front_of_a_cast_is_kept(activation: nn.Module, shape: tuple[int, ...]) -> None:
+    """onnxruntime would drop it in front of a cast with a constant scale, as it may for unsigned integers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), activation, nn.Linear(2 * WIDTH, WIDTH)).eval()
+    convert_module(model, first_last_layers_bf16=False)
+    x = torch.randn(shape)
+    with fp8_autocast(enabled=False, calibrating=True), torch.no_grad():
+        model(x)
+    with fp8_autocast(fp8_recipe="delayed"):
+        program = in_onnx.to_onnx(model, x)
+        with torch.no_grad():
+            right = model(x)
+    for weights_in_fp8 in (False, True):
+        if weights_in_fp8:
+            fp8_weights(program)
+        (found,) = in_onnx.run(program, x)
+        np.testing.assert_allclose(found, right.numpy(), atol=1e-5)

@@ -82,10 +82,11 @@ def test_sums_of_many_queries_keep_their_digits(emulator: Emulator) -> None:
 
 
 @needs_compilers
-def test_memory_for_sums_need_not_be_zeroed(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=thorough)])
+def test_memory_for_sums_need_not_be_zeroed(head_dim: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three flushes of 128 queries: the first one stores."""
     emulator.races = False
-    problem = Problem((400,), (20,), 1, 1, flush=128)
+    problem = Problem((400,), (20,), 1, 1, head_dim=head_dim, flush=128)
     empty = torch.empty
 
     def poisoned(*size: int, **options: Any) -> torch.Tensor:
