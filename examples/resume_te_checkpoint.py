@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import FP8Callback, FP8Precision, convert_module, export_te_state_dict, fp8_autocast
+from lightning_fp8 import (
+    FP8Callback,
+    FP8Precision,
+    convert_module,
+    export_te_state_dict,
+    fp8_autocast,
+    update_fp8_scales,
+)
 
 
 class Net(L.LightningModule):
@@ -49,6 +56,7 @@ def write_1_7_checkpoint(path: Path, data: DataLoader[list[Tensor]]) -> None:
         with fp8_autocast():
             loss = F.mse_loss(model(batch), batch)
         loss.backward()
+        update_fp8_scales(model)
     file = torch.load(path, weights_only=True)
     file["state_dict"] = export_te_state_dict(model, "1.7")
     torch.save(file, path)
