@@ -33,7 +33,6 @@ from cuda_kernels.device.tile import (
     row_of_quad,
     row_storer,
     store_transposed,
-    tile_from_the_end,
 )
 from cuda_kernels.kernel import Kernel, typed
 
@@ -63,7 +62,7 @@ def quantize_tensor_kernel(
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
         tile_row, tile_col, first_row, column, full_tile = load_tile(
-            loader_args, tile_from_the_end(), rows, columns, registers
+            loader_args, cuda.blockIdx.x, rows, columns, registers
         )
 
         scale = _ZERO
@@ -126,7 +125,7 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
         lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
         tile_row, tile_col, first_row, column, full_tile = load_tile(
-            loader_args, tile_from_the_end(), rows, columns, registers
+            loader_args, cuda.blockIdx.x, rows, columns, registers
         )
         packed = cuda.local.array(WARP_ROWS, u32)
         overflows = u32(0)

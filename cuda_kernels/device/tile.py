@@ -61,16 +61,6 @@ def position(tile_idx, rows, columns):
     return tile_row, tile_col, rows - tile_row >= TILE and columns - tile_col >= TILE
 
 
-@device
-def tile_from_the_end():
-    """The tile of a block, if block 0 processes the last tile.
-
-    A kernel that reads a tensor after another one read or wrote it in ascending order starts with the tiles that are
-    still in the L2 cache.
-    """
-    return i32(cuda.gridDim.x - 1 - cuda.blockIdx.x)
-
-
 @dataclass(frozen=True, eq=False)
 class TileLoader:
     """How a cast loads a tile: from a tensor, or computed from tensors (prologue fusion).

@@ -214,16 +214,15 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
         scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
         if cuda.blockIdx.x == 0 and thread == 0:
             store_f32(out_scale_inv, divide(_ONE, scale))
-        # Backwards: the statistics' kernel has read the last rows last, and they are still in the L2 cache.
-        row = i64(rows) - 1 - i64(cuda.blockIdx.x) * rows_of_block - (thread >> shift)
-        while row >= 0:
+        row = i64(cuda.blockIdx.x) * rows_of_block + (thread >> shift)
+        while row < rows:
             registers = cuda.local.array(registers_of_row, u32)
             load_row(x + row * stride * itemsize, columns, thread_in_row, registers)
             m = load_f32(statistics + row * 4) if has_mean else _ZERO
             r = load_f32(rstd_pointer(statistics, rows) + row * 4)
             codes = code_address(out + row * out_stride, 0, thread_in_row)
             cast(registers, columns, thread_in_row, weight, bias, offset, m, r, scale, codes, out_stride, True)
-            row -= i64(cuda.gridDim.x) * rows_of_block
+            row += i64(cuda.gridDim.x) * rows_of_block
 
     return Kernel(
         f"cast_normalized({spec}, {fp8}, {row_layout})",

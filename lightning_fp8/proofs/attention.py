@@ -22,6 +22,7 @@ from lightning_fp8.attention.ops.cuda import (
     attention_forward_on_cuda,
 )
 from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, relative_error, require
+from lightning_fp8.proofs.drawing import repeated
 
 ALL = Band()
 CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
@@ -43,14 +44,9 @@ def drawn(
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, MOST_HEADS if heads > MOST_HEADS else 2 * heads, channels, generator=generator) + mean
-    x = _repeated(x, 2 * heads, -2)
+    x = repeated(x, 2 * heads, -2)
     memory = torch.empty(x.numel() + shifted, dtype=dtype, device=device)
     return memory[shifted:].view(x.shape).copy_(x)[..., heads:, :]
-
-
-def _repeated(x: Tensor, heads: int, dim: int) -> Tensor:
-    """``heads`` heads along ``dim``, which repeat those of ``x``."""
-    return x if x.shape[dim] == heads else x.index_select(dim, torch.arange(heads) % x.shape[dim])
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def check_backward(problem: Problem, device: str, forward: tuple[Tensor, Kept] |
     expected: Gradients = reference_attention_backward(do[..., :few, :], o[..., :few, :], of_few, rows, call)
     for name, which, actual, truth in zip(("dq", "dk", "dv"), (0, 1, 1), gradients, expected):
         require(actual.is_contiguous(), f"{name} is not contiguous")
-        _require_near(name, actual.cpu(), _repeated(truth, heads[which], -2), problem.tolerance(device))
+        _require_near(name, actual.cpu(), repeated(truth, heads[which], -2), problem.tolerance(device))
         if problem.qkv_format == "thd":
             tail = actual[sum(each[which] for each in problem.lengths) :]
             require(not tail.any(), f"{name} is not 0 after the last sequence")
@@ -174,7 +170,7 @@ def check_cast(x: Tensor, device: str) -> None:
     """Compare the cast of keys or values ``[B, L, H, D]`` to codes; they are :func:`drawn`."""
     few = reference_attention_cast(x[..., :MOST_HEADS, :])
     for name, actual, expected in zip(("codes", "scale_inv"), attention_cast_on_cuda(x.to(device)), few):
-        assert_same(actual, _repeated(expected, x.shape[-2], 0), name)
+        assert_same(actual, repeated(expected, x.shape[-2], 0), name)
 
 
 def check_forward_of_codes(problem: Problem, device: str) -> None:
@@ -183,12 +179,12 @@ def check_forward_of_codes(problem: Problem, device: str) -> None:
     few, (heads, key_heads) = problem.distinct_heads, problem.heads
     k, v = (x[..., : min(few, key_heads), :] for x in (k, v))
     codes = *reference_attention_cast(k), *reference_attention_cast(v)
-    k8, k_scale_inv, v8, v_scale_inv = (_repeated(each, key_heads, 0).to(device) for each in codes)
+    k8, k_scale_inv, v8, v_scale_inv = (repeated(each, key_heads, 0).to(device) for each in codes)
     on = k8, k_scale_inv, v8, v_scale_inv
     with nan_in_new_memory():
         o, kept = attention_forward_of_codes_on_cuda(problem.tensors(device)[0], *on, rows, problem.call(device))
     right_o, of_few = reference_attention_forward_of_codes(q[..., :few, :], *codes, rows, call)
-    right_o, right = _repeated(right_o, heads, -2), QueriesKept(*(_repeated(each, heads, 0) for each in of_few))
+    right_o, right = repeated(right_o, heads, -2), QueriesKept(*(repeated(each, heads, 0) for each in of_few))
     _require_near("o", o.cpu(), right_o, problem.tolerance(device))
     _require_statistics(kept.m, kept.l, right.m, right.l, device)
     assert_same(kept.q8, right.q8, "q8")
@@ -201,7 +197,7 @@ def _right_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, call: Atte
     if few == heads:
         return reference_attention_forward(q, k, v, call)
     o, kept = reference_attention_forward(q[..., :few, :], k[..., :few, :], v[..., :few, :], call)
-    return _repeated(o, heads, -2), Kept(*(_repeated(each, heads, 0) for each in kept))
+    return repeated(o, heads, -2), Kept(*(repeated(each, heads, 0) for each in kept))
 
 
 def _require_statistics(m: Tensor, l: Tensor, right_m: Tensor, right_l: Tensor, device: str) -> None:  # noqa: E741

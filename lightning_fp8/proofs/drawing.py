@@ -16,7 +16,7 @@ MOST_ROWS = 1021
 def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """``[rows, columns]`` over many binades, with zeros of both signs and some tiny numbers."""
     if rows > MOST_ROWS:
-        return _repeated(sample(MOST_ROWS, columns, dtype, seed), rows)
+        return repeated(sample(MOST_ROWS, columns, dtype, seed), rows, 0)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
@@ -28,7 +28,7 @@ def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
     """``[rows, columns]`` whose magnitude varies by row, as activations' does, with zeros of both signs."""
     if rows > MOST_ROWS:
-        return _repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows)
+        return repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows, 0)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
@@ -87,16 +87,16 @@ def sizes_of_blocks(rows: int, columns: int, seed: int, block: tuple[int | None,
     return sizes
 
 
+def repeated(x: Tensor, size: int, dim: int) -> Tensor:
+    """``x`` with ``size`` elements along ``dim``, which repeat its own."""
+    return x if x.shape[dim] == size else x.index_select(dim, torch.arange(size) % x.shape[dim])
+
+
 def moved(x: Any, device: str) -> Any:
     """Copy a tensor to ``device`` with its strides and alignment; other values are returned unchanged."""
     if not isinstance(x, Tensor) or device == "cpu":
         return x
     return _laid_out(x, x.stride(), x.data_ptr() % ALIGNMENT // x.element_size(), device)
-
-
-def _repeated(x: Tensor, rows: int) -> Tensor:
-    """The rows of ``x`` again and again, ``rows`` in all."""
-    return x.repeat(-(-rows // x.shape[0]), 1)[:rows]
 
 
 def _laid_out(x: Tensor, strides: tuple[int, ...], offset: int, device: str) -> Tensor:

@@ -123,11 +123,11 @@ def in_a_fresh_thread(work: Any) -> None:
         raise failed[0]
 
 
-def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, int, Sequence[Argument | float]]]:
+def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, Grid, Sequence[Argument | float]]]:
     """Launches of the test cases: of each kernel's function the first, and of products one for each way to scale."""
     from tests.cuda_kernels.cases.all_cases import CASES, each_once
 
-    found: dict[str, tuple[Kernel, int, Sequence[Argument | float]]] = {}
+    found: dict[str, tuple[Kernel, Grid, Sequence[Argument | float]]] = {}
 
     def note(kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         name = kernel.function.__name__

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from cuda_kernels.host import launch, proofs
-from cuda_kernels.host.launch import Argument
+from cuda_kernels.host.launch import Argument, Grid
 from cuda_kernels.host.proofs import Card
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops import plans, proving
@@ -53,7 +53,7 @@ class FaultyEmulator(Emulator):
 
         super().__init__(races=False, rewrite=rewrite)
 
-    def __call__(self, kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> None:
+    def __call__(self, kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         ptx = self.rewrite(kernel, ptx_of(kernel))
         if ptx.endswith("// hangs"):
             if os.environ.get("LIGHTNING_FP8_TRAP"):
@@ -62,7 +62,7 @@ class FaultyEmulator(Emulator):
                 pass
         if ptx.endswith("// crashes"):
             os.abort()
-        super().__call__(kernel, blocks, args)
+        super().__call__(kernel, grid, args)
 
 
 @contextmanager

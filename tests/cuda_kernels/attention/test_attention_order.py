@@ -14,7 +14,7 @@ from cuda_kernels.attention.host.forward import AttentionProblem, Visible
 from cuda_kernels.attention.host.order import Order, assuming_l2_bytes, order_of
 from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launch import Grid
+from cuda_kernels.host.launch import Grid, executing
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops.plans import clear_plan_cache
 from lightning_fp8.proofs.attention import Problem, check_backward, check_forward
@@ -102,8 +102,6 @@ class NotesGrids(Emulator):
 )
 def test_sections_of_heads_compute_the_same(architecture: str, heads: tuple[int, int], channels: int) -> None:
     """All kernels of both passes, in more than one section, against the specification."""
-    from cuda_kernels.host.launch import executing
-
     problem, emulator = Problem("bshd", ((260, 260),), heads, channels, uniform=True), NotesGrids()
     clear_plan_cache()
     with assuming_l2_bytes(0), executing(emulator, architecture):
