@@ -293,8 +293,9 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         # dK's product with the codes of the last tile's dS is delayed to the next tile; before the first, they are 0.
         late, late_stage, late_columns = no_codes(), i32(-1), i32(0)
         mbarrier_wait(smem + full_kv, 0)
+        first_stage, end_stage = i32(first_tile >> 1), i32((last_tile + 1) >> 1)
         for _ in range(group):
-            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
+            for i in range(first_stage, end_stage):
                 if accumulated == flush_stages:  # dK lacks the last tile's product, which starts its next sums
                     leave(dv, p_limits, scratch_of(scratch), more == 0)
                     leave(dk, ds_limits, scratch_of(scratch) + dk_scratch, more == 0)
@@ -302,7 +303,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     accumulated, more = i32(0), i32(1)
                 mbarrier_wait(smem + full + 8 * stage_idx, phase)
                 mbarrier_wait(smem + full_qt + 8 * stage_idx, phase)
-                for half in range(2):
+                for half in range(i32(0), i32(2)):
                     of_rows = stage_idx * TILE + half * (QUERIES * 128)
                     of_columns = i32(stage_idx * transposed_bytes + half * QUERIES)
                     wgmma_fence()
@@ -312,7 +313,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                     query = i32(half * QUERIES + col_in_tile)
                     query_scale_inv, gradient_scale_inv = scales_of(smem, stage_idx, query)
                     scores = scores_wait_2(scores)
-                    if 2 * i + half < whole_first or 2 * i + half >= whole_last:
+                    tile_idx = i32(2 * i + half)
+                    if tile_idx < whole_first or tile_idx >= whole_last:
                         scores = hide(scores, visible, i32(i * ROWS + half * QUERIES))
                     factor = float_max(key_factor * query_scale_inv, SMALLEST)
                     p = exp2(scores, factor, statistic(smem, stage_idx, TOTAL, query))

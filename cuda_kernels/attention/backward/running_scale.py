@@ -76,20 +76,20 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int) -> Runni
     store_to_global = add_rows_to_global(sums_count, threads, True)
 
     @device
-    def refit_sums(sums, amax, amax_below, limits):
-        """``sums`` and the limits of both rows' scales, after a tile with these largest magnitudes."""
-        limit, limit_below = limits
-        if warp_any(outgrown(amax, limit) or outgrown(amax_below, limit_below)):
-            limit, factor = refitted(amax, limit)
-            limit_below, factor_below = refitted(amax_below, limit_below)
-            sums = scale_sums(sums, factor, factor_below)
-        return sums, (limit, limit_below)
+    def words_of(x, factor, limits):
+        largest = factor * LARGEST_CODE
+        return codes_of(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1]))
 
     @device
     def rounded(x, amax, amax_below, factor, sums, limits):
-        sums, limits = refit_sums(sums, quad_max(amax) * factor, quad_max(amax_below) * factor, limits)
-        largest = factor * LARGEST_CODE
-        words = codes_of(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1]))
+        # Limits change rarely. Until then the four threads of a row need no common maximum, and the codes do not wait
+        # for the vote.
+        words = words_of(x, factor, limits)
+        if warp_any(outgrown(amax * factor, limits[0]) or outgrown(amax_below * factor, limits[1])):
+            limit, factor_of_sums = refitted(quad_max(amax) * factor, limits[0])
+            limit_below, factor_below = refitted(quad_max(amax_below) * factor, limits[1])
+            sums, limits = scale_sums(sums, factor_of_sums, factor_below), (limit, limit_below)
+            words = words_of(x, factor, limits)
         return words, sums, limits
 
     @device
