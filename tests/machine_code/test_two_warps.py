@@ -7,6 +7,7 @@ import re
 import pytest
 
 from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
@@ -62,7 +63,7 @@ def test_turns_keep_exponentials_apart() -> None:
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 WIDE = AttentionSpec(128, "bfloat16")
-FORWARD, DKV = attention_forward_kernel(WIDE), attention_dkv_kernel(WIDE)
+FORWARD, DKV, DQ = attention_forward_kernel(WIDE), attention_dkv_kernel(WIDE), attention_dq_kernel(WIDE)
 
 
 def names_of_a_round(kernel: Kernel) -> list[str]:
@@ -119,14 +120,31 @@ def test_dkv_multiplies_ds_with_q_during_the_next_tile() -> None:
     assert "0x1" in names[waits[1]]
 
 
+@thorough
+@needs_compilers
+def test_dq_multiplies_during_the_next_tile() -> None:
+    """Scores of the next tile are issued before this tile's codes of dS, and waited for behind its product with K; the
+    product for dP is issued before the exponentials."""
+    names = names_of_a_round(DQ)
+    products, exponentials, waits = places(names, "QGMMA"), places(names, "MUFU.EX2"), places(names, "DEPBAR")
+    codes = places(names, "F2FP.SATFINITE.E4M3")
+    assert [is_from_registers(names[place]) for place in products] == [False] * 4 + [True] * 4 + [False] * 4
+    assert waits[0] < products[0] < codes[0] < codes[-1] < products[4] < waits[1] < waits[2] < products[8]
+    assert ["0x0" in names[place] for place in waits] == [True, False, True]
+    assert sum(products[8] < place for place in exponentials) >= 60
+
+
 NARROW = attention_forward_kernel(AttentionSpec(64, "bfloat16"))
 CLOCKS = {
     "forward": (FORWARD, 2, (1603, 2028), (1111, 1393)),
     "forward of 64 channels": (NARROW, 1, (1330, 1814), (1334, 1470)),
-    "dkv": (DKV, 1, (1267, 1419), (1121, 1295)),
+    "dkv": (DKV, 1, (1267, 1419), (951, 1167)),
+    "dq": (DQ, 1, (1910, 2953), (1516, 1722)),
+    "dq of 64 channels": (attention_dq_kernel(AttentionSpec(64, "bfloat16")), 1, (1417, 1644), (1312, 1808)),
 }
-"""Tiles of a round; then the model's clocks of a tile, of one warpgroup alone and of both, as commit 54aa829 had it,
-with each product waited for in its own tile and turns given before the maxima, and as it is."""
+"""Tiles of a round; then the model's clocks of a tile, of one warpgroup alone and of both, as commit 54aa829 had it (dQ:
+00f5020), with each product waited for in its own tile and turns given before the maxima, and as it is. At 64 channels
+those of dQ of both are 1,531 to 1,808, by how far the warpgroups are apart; before, they were 1,644 for any."""
 
 
 @thorough

@@ -62,6 +62,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     transposed_bytes = head_dim * 128
     scores_count, sums_count = ROWS // 2, head_dim // 2
     zero_scores, zero_sums = zeros(scores_count), zeros(sums_count)
+    same_size = sums_count == scores_count
     scores_of, products_of = make_product(ROWS, spec.k_steps), make_register_product(head_dim, ROWS // 32)
     scores_wait_1, scores_wait_0 = wgmma_wait(scores_count, 1), wgmma_wait(scores_count, 0)
     sums_wait_0 = wgmma_wait(sums_count, 0)
@@ -87,52 +88,113 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             stage_idx, phase = next_stage(stage_idx, phase)
 
     @device
+    def start_scores(block, registers, stage_idx, phase):
+        """Issue S = Q Kᵀ of the tile in a stage, once it is loaded."""
+        smem, desc_q = block[0], block[1]
+        mbarrier_wait(smem + full + 8 * stage_idx, phase)
+        wgmma_fence()
+        return scores_of(registers, desc_q, smem_descriptor(smem + k_offset + stage_idx * TILE), 0)
+
+    @device
+    def start_dp(block, registers, stage_idx):
+        """Issue dP = dO Vᵀ."""
+        smem, desc_do = block[0], block[2]
+        wgmma_fence()
+        return scores_of(registers, desc_do, smem_descriptor(smem + v_offset + stage_idx * TILE), 0)
+
+    @device
+    def start_part(block, registers, words, stage_idx):
+        """Issue a tile's part of dQ, the product of the codes of dS and K."""
+        wgmma_fence()
+        return products_of(registers, words, smem_descriptor(block[0] + kt_offset + stage_idx * transposed_bytes), 0)
+
+    @device
+    def scales_of(block, j):
+        """The ``scale_inv`` of K and V of tile ``j``, by coherent loads, which are not moved across barriers."""
+        scale_inv_k, scale_inv_v = block[5]
+        return load_f32(scale_inv_k + i64(j) * 4), load_f32(scale_inv_v + i64(j) * 4)
+
+    @device
+    def probabilities(block, j, scores, key_scale_inv):
+        query_factor, _, total, total_below, _, _ = block[3]
+        visible, whole_first, whole_last = block[4]
+        if j < whole_first or j >= whole_last:
+            scores = hide(scores, visible, i32(j * ROWS))
+        return exp2(scores, float_max(query_factor * key_scale_inv, SMALLEST), -total, -total_below)
+
+    @device
+    def gradients(block, p, dp, rests, value_scale_inv):
+        """dS of a tile; and the sums of its rows, added to ``rests``."""
+        _, gradient_scale_inv, _, _, delta, delta_below = block[3]
+        ds = gradients_of(dp, p, gradient_scale_inv * value_scale_inv, delta, delta_below)
+        more, more_below = sum_of(ds)
+        return ds, (rests[0] + more, rests[1] + more_below)
+
+    @device
+    def rounded(ds):
+        """Codes of dS, and the units of its rows."""
+        amax, amax_below = amax_of(ds)
+        scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
+        return codes_of(ds, scale, scale_below), (unit, unit_below)
+
+    @device
+    def release(block, stage_idx):
+        if cuda.threadIdx.x & 127 == 0:
+            mbarrier_arrive(block[0] + empty + 8 * stage_idx)
+
+    @device
+    def step(block, j, state):
+        """dS of tile ``j`` and its part of dQ, and P of the next tile and its product for dP.
+
+        Three sets of registers suffice at 128 channels: each product is written to those that have just been read. The
+        assembler cannot move these reads behind the product, as it does if there are more.
+        """
+        stage_idx, phase, p, dp, dq, rests, key_scale_inv, value_scale_inv = state
+        next_key_scale_inv, next_value_scale_inv = scales_of(block, i32(j + 1))
+        next_idx, next_phase = next_stage(stage_idx, phase)
+        dp = scores_wait_0(dp)
+        ds, rests = gradients(block, p, dp, rests, value_scale_inv)
+        scores = start_scores(block, dp, next_idx, next_phase)
+        words, units = rounded(ds)
+        part = start_part(block, ds if same_size else zero_sums(), words, stage_idx)
+        scores = scores_wait_1(scores)
+        next_p = probabilities(block, i32(j + 1), scores, next_key_scale_inv)
+        part = sums_wait_0(part)
+        release(block, stage_idx)
+        dq = promote(dq, part, units[0] * key_scale_inv, units[1] * key_scale_inv)
+        next_dp = start_dp(block, part if same_size else zero_scores(), next_idx)
+        return next_idx, next_phase, next_p, next_dp, dq, rests, next_key_scale_inv, next_value_scale_inv
+
+    @device
     def consume(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right):
-        scale_inv_k, scale_inv_v = scale_inv_k + key_block * 4, scale_inv_v + key_block * 4
         first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
-        query_factor, gradient_scale_inv, total, total_below, delta, delta_below = row_terms
-        wg_thread = cuda.threadIdx.x & 127
         row_in_tile, col_in_tile = accumulator_origin(wg_idx)
-        visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
         own = wg_idx * HALF_TILE
-        desc_q, desc_do = smem_descriptor(smem + q_offset + own), smem_descriptor(smem + do_offset + own)
-        dq, rest, rest_below = zero_sums(), _ZERO, _ZERO
-        next_key_scale_inv, next_value_scale_inv = np.float32(1), np.float32(1)
-        if first_tile < last_tile:
-            next_key_scale_inv, next_value_scale_inv = (
-                load_f32(scale_inv_k + i64(first_tile) * 4),
-                load_f32(scale_inv_v + i64(first_tile) * 4),
-            )
-        stage_idx, phase = i32(0), i32(0)
+        block = (
+            smem,
+            smem_descriptor(smem + q_offset + own),
+            smem_descriptor(smem + do_offset + own),
+            row_terms,
+            (visible_columns(tile, row_in_tile, col_in_tile, left, right), whole_first, whole_last),
+            (scale_inv_k + key_block * 4, scale_inv_v + key_block * 4),
+        )
+        dq, rests = zero_sums(), (_ZERO, _ZERO)
         mbarrier_wait(smem + full_q, 0)
-        for j in range(first_tile, last_tile):
-            key_scale_inv, value_scale_inv = next_key_scale_inv, next_value_scale_inv
-            # Coherent loads, which are not moved across barriers: scales of the next tile, a whole tile ahead.
-            ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
-            next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
-            mbarrier_wait(smem + full + 8 * stage_idx, phase)
-            wgmma_fence()
-            scores = scores_of(zero_scores(), desc_q, smem_descriptor(smem + k_offset + stage_idx * TILE), 0)
-            dp = scores_of(zero_scores(), desc_do, smem_descriptor(smem + v_offset + stage_idx * TILE), 0)
-            scores = scores_wait_1(scores)
-            if j < whole_first or j >= whole_last:
-                scores = hide(scores, visible, i32(j * ROWS))
-            p = exp2(scores, float_max(query_factor * key_scale_inv, SMALLEST), -total, -total_below)
-            dp = scores_wait_0(dp)
-            ds = gradients_of(dp, p, gradient_scale_inv * value_scale_inv, delta, delta_below)
-            more, more_below = sum_of(ds)
-            rest, rest_below = rest + more, rest_below + more_below
-            amax, amax_below = amax_of(ds)
-            scale, scale_below, unit, unit_below = tile_scales(amax, amax_below)
-            words = codes_of(ds, scale, scale_below)
-            wgmma_fence()
-            part = products_of(zero_sums(), words, smem_descriptor(smem + kt_offset + stage_idx * transposed_bytes), 0)
-            part = sums_wait_0(part)
-            if wg_thread == 0:
-                mbarrier_arrive(smem + empty + 8 * stage_idx)
-            dq = promote(dq, part, unit * key_scale_inv, unit_below * key_scale_inv)
-            stage_idx, phase = next_stage(stage_idx, phase)
-        return dq, rest, rest_below
+        if first_tile < last_tile:
+            key_scale_inv, value_scale_inv = scales_of(block, first_tile)
+            scores = scores_wait_0(start_scores(block, zero_scores(), i32(0), i32(0)))
+            dp = start_dp(block, zero_scores(), i32(0))
+            p = probabilities(block, first_tile, scores, key_scale_inv)
+            state = i32(0), i32(0), p, dp, dq, rests, key_scale_inv, value_scale_inv
+            for j in range(first_tile, i32(last_tile - 1)):
+                state = step(block, i32(j), state)
+            stage_idx, _, p, dp, dq, rests, key_scale_inv, value_scale_inv = state
+            ds, rests = gradients(block, p, scores_wait_0(dp), rests, value_scale_inv)
+            words, units = rounded(ds)
+            part = sums_wait_0(start_part(block, zero_sums(), words, stage_idx))
+            release(block, stage_idx)
+            dq = promote(dq, part, units[0] * key_scale_inv, units[1] * key_scale_inv)
+        return dq, rests[0], rests[1]
 
     return DqTiles(
         offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out_dtype)
