@@ -50,7 +50,8 @@ def provenance(document: dict[str, Any]) -> str:
     machine = document["machine"]
     card, versions = machine["card"], machine["versions"]
     where = f"{card['name']}, driver {card.get('driver_version', '?')}" if card else machine["processor"]
-    commit = f"commit {document['commit'][:10]}" if document["commit"] else f"sources {machine['sources']}"
+    commit, dash, changed = (document["commit"] or "").partition("-")
+    commit = f"commit {commit[:10]}{dash}{changed}" if commit else f"sources {machine['sources']}"
     dry = "Dry run, the numbers mean nothing: " if document["arguments"]["dry_run"] else ""
     return f"{dry}{where}, torch {versions['torch']}, numba-cuda {versions['numba-cuda']}, {commit}, {document['date']}"
 

@@ -7,6 +7,7 @@ compared with each other, and alternate, so that a slowdown of the machine affec
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -107,10 +108,11 @@ def measure(
 ) -> list[Times]:
     """Times of each contender, in rounds for about ``seconds`` per contender, after some warm-up rounds.
 
-    Each round begins with another contender: a GPU whose clock depends on its power is slower after a contender that
-    takes more of it.
+    Each round has another random order, the same in every run: a GPU whose clock depends on its power is slower after
+    a contender that takes more of it, and so no contender may follow the same one in most rounds.
     """
     rounds: list[list[float]] = []
+    orders = random.Random(0)
     if seconds:
         gc.collect()
     gc.disable()
@@ -119,9 +121,9 @@ def measure(
             clock.round(contenders)
         end = now() + seconds * len(contenders)
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and now() < end):
-            first = len(rounds) % max(len(contenders), 1)
-            found = clock.round([*contenders[first:], *contenders[:first]])
-            rounds.append([*found[len(contenders) - first :], *found[: len(contenders) - first]])
+            order = orders.sample(range(len(contenders)), len(contenders))
+            times = dict(zip(order, clock.round([contenders[index] for index in order])))
+            rounds.append([times[index] for index in range(len(contenders))])
     finally:
         gc.enable()
     return [Times.of(of_one) for of_one in zip(*rounds)]

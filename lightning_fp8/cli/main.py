@@ -33,8 +33,8 @@ COMMANDS = {
 """The module of each command, whose ``main`` takes the arguments."""
 
 NO_PLUGIN = (
-    "no layer is trained in FP8, because the Trainer has no FP8Precision: pass --config with a file of `lightning-fp8 "
-    "config RECIPE`, or add --trainer.plugins+=lightning_fp8.FP8Precision"
+    "the Trainer has no FP8Precision. Unless the model converts its layers itself, none is trained in FP8: pass "
+    "--config with a file of `lightning-fp8 config RECIPE`, or add --trainer.plugins+=lightning_fp8.FP8Precision"
 )
 LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""

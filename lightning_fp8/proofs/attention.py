@@ -36,14 +36,15 @@ MOST_HEADS = 3
 
 def drawn(
     shape: tuple[int, ...], heads: int, channels: int, seed: int, *, mean: float = 0.0, device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16, shifted: int = 0,
+    dtype: torch.dtype = torch.bfloat16, shifted: int = 0, most_heads: int = MOST_HEADS,
 ) -> Tensor:  # fmt: skip
     """Random ``[*shape, heads, channels]`` with contiguous channels and strided rows, as a slice of one projection.
 
-    ``shifted``: elements before the first one, so that no vector is aligned.
+    ``shifted``: elements before the first one, so that no vector is aligned. More heads than ``most_heads`` repeat
+    these.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, MOST_HEADS if heads > MOST_HEADS else 2 * heads, channels, generator=generator) + mean
+    x = torch.randn(*shape, most_heads if heads > most_heads else 2 * heads, channels, generator=generator) + mean
     x = repeated(x, 2 * heads, -2)
     memory = torch.empty(x.numel() + shifted, dtype=dtype, device=device)
     return memory[shifted:].view(x.shape).copy_(x)[..., heads:, :]
@@ -64,6 +65,8 @@ class Problem:
         shifted: an argument of :func:`drawn` for each of q, k, v and the gradient.
         scale: the factor of the scores; None is ``1 / sqrt(channels)``.
         longest_query: upper bound of the query sequences' lengths, if given.
+        most_heads: an argument of :func:`drawn`. It must not divide the number of heads of a section: if it did,
+            equal places of two sections would hold the same operands.
     """
 
     qkv_format: str
@@ -79,12 +82,13 @@ class Problem:
     shifted: tuple[int, int, int, int] = (0, 0, 0, 0)
     scale: float | None = None
     longest_query: int | None = None
+    most_heads: int = MOST_HEADS
 
     @property
     def distinct_heads(self) -> int:
         """The number of query heads after which heads repeat; all of them if they share heads of keys."""
         heads, key_heads = self.heads
-        return min(heads, MOST_HEADS) if heads == key_heads else heads
+        return min(heads, self.most_heads) if heads == key_heads else heads
 
     def shape(self, which: int) -> tuple[int, ...]:
         """Shape of queries (0) or keys (1), without heads and channels."""
@@ -101,7 +105,7 @@ class Problem:
         q, k, v, do = (
             drawn(
                 self.shape(which), self.heads[which], self.channels, seed, mean=seed == 1, device=device,
-                dtype=self.dtype, shifted=self.shifted[seed],
+                dtype=self.dtype, shifted=self.shifted[seed], most_heads=self.most_heads,
             )
             for seed, which in enumerate((0, 1, 1, 0))
         )  # fmt: skip

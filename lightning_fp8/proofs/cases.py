@@ -8,6 +8,7 @@ rather than taken from the key: another plan with the same machine code needs no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.host.order import assuming_l2_bytes, least_heads
 from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_selection, launch
@@ -332,7 +334,7 @@ Shifts = tuple[int, int, int, int]
 
 
 def _problems(
-    call_key: Any, dtype: torch.dtype, channels: int, shifted: Shifts, lengths_come: bool = True
+    call_key: Any, dtype: torch.dtype, channels: int, shifted: Shifts, lengths_come: bool = True, backward: bool = False
 ) -> Iterator[tuple[str, Callable[[str], Problem]]]:
     """Problems by name, as functions of a device: masks, head groups, formats and ways to pass lengths.
 
@@ -340,6 +342,7 @@ def _problems(
 
     Args:
         lengths_come: whether the op supports sequence lengths.
+        backward: whether the op is the backward pass, which adds to sums in global memory if there are many queries.
     """
     centered = call_key[0][4]
     common: dict[str, Any] = {"channels": channels, "centered": centered, "dtype": dtype, "shifted": shifted}
@@ -354,12 +357,18 @@ def _problems(
             "thd", lengths, heads=(2, 1), band=Band(right=0), tail=140, shared=True, longest_query=140, **common
         )
         problems["padded"] = Problem("sbhd", ((140, 20), (60, 130)), heads=(2, 2), tail=2, **common)
+    if backward:
+        problems["long"] = Problem("bshd", ((FLUSH + 80, 130),), heads=(2, 1), uniform=True, **common)
     for name, problem in problems.items():
         yield name, partial(_same, problem)
-    # Three tiles per head, in two sections of heads.
-    yield "waves", lambda device: Problem(
-        "bshd", ((260, 260),), heads=(2 * least_heads(3, torch.device(device)),) * 2, uniform=True, **common
-    )  # fmt: skip
+
+    def waves(device: str) -> Problem:
+        """Three tiles per head, in two sections of heads."""
+        section = least_heads(3, torch.device(device))
+        most_heads = next(few for few in itertools.count(3) if section % few)
+        return Problem("bshd", ((260, 260),), (2 * section,) * 2, uniform=True, most_heads=most_heads, **common)
+
+    yield "waves", waves
 
 
 CAUSAL = Band(right=0, bottom_right=True)
@@ -381,7 +390,7 @@ def _attention_forward(q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_k
 
 
 def _attention_backward(do_key: PlainKey, heads: int, key_rows: int, call_key: Any) -> Iterator[Case]:
-    problems = _problems(call_key, do_key[0], do_key[1][-1], (0, 0, 0, _shift(do_key)))
+    problems = _problems(call_key, do_key[0], do_key[1][-1], (0, 0, 0, _shift(do_key)), backward=True)
     return _attention(attention.check_backward, problems)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -110,14 +111,44 @@ def test_median_and_quartiles() -> None:
     assert Times(8.0, 4.0, 12.0, 7) / 4 == Times(2.0, 1.0, 3.0, 7)
 
 
-def test_contenders_alternate_and_the_first_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+class ClockByName:
+    """Each contender takes what it says; a round is that many times longer than the one before."""
+
+    def __init__(self, growth: float) -> None:
+        self.growth, self.rounds = growth, 0
+        self.order: list[float] = []
+
+    def round(self, contenders: Sequence[Contender]) -> list[float]:
+        self.rounds += 1
+        times = [contender.call() for contender in contenders]
+        self.order += times  # type: ignore[arg-type]
+        return [time * self.growth**self.rounds for time in times]  # type: ignore[operator]
+
+
+def contenders_taking(*seconds: float) -> list[Contender]:
+    return [Contender(lambda time=time: time) for time in seconds]
+
+
+def test_the_first_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "WARM_UP_ROUNDS", 2)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 3)
-    order: list[str] = []
-    contenders = [Contender(lambda name=name: order.append(name)) for name in "ab"]
-    clock = ScriptedClock([(100, 100), (100, 100), (1, 10), (30, 2), (3, 20)])
-    assert measure(clock, contenders, seconds=0) == [Times(2, 1.5, 2.5, 3), Times(20, 15, 25, 3)]
-    assert "".join(order) == "abababbaab", "each round begins with another one"
+    assert measure(ClockByName(10), contenders_taking(1, 5), seconds=0) == [
+        Times(10**4, 5.5 * 10**3, 5.5 * 10**4, 3),
+        Times(5 * 10**4, 27.5 * 10**3, 27.5 * 10**4, 3),
+    ]
+
+
+def test_no_contender_follows_the_same_one_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are those of their contender all the same."""
+    monkeypatch.setattr(timing, "LEAST_ROUNDS", 60)
+    for count in (3, 5, 7):
+        clock, seconds = ClockByName(1), [*range(1, count + 1)]
+        assert [each.median for each in measure(clock, contenders_taking(*seconds), seconds=0)] == seconds
+        rounds = [clock.order[start : start + count] for start in range(0, len(clock.order), count)]
+        assert all(sorted(each) == seconds for each in rounds)
+        counted = clock.order[timing.WARM_UP_ROUNDS * count :]
+        follows = Counter(zip(counted, counted[1:]))
+        assert max(follows.values()) < 60 / 2
 
 
 def test_rounds_fill_the_seconds_of_all_contenders(monkeypatch: pytest.MonkeyPatch) -> None:

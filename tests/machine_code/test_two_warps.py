@@ -142,9 +142,11 @@ CLOCKS = {
     "dq": (DQ, 1, (1910, 2953), (1516, 1722)),
     "dq of 64 channels": (attention_dq_kernel(AttentionSpec(64, "bfloat16")), 1, (1417, 1644), (1312, 1808)),
 }
-"""Tiles of a round; then the model's clocks of a tile, of one warpgroup alone and of both, as commit 54aa829 had it (dQ:
-00f5020), with each product waited for in its own tile and turns given before the maxima, and as it is. At 64 channels
-those of dQ of both are 1,531 to 1,808, by how far the warpgroups are apart; before, they were 1,644 for any."""
+"""Tiles of a round; then the model's clocks of a tile, of one warpgroup alone and of both: before and after.
+
+Before, each product was waited for in its own tile, and turns were given before the maxima (commit 54aa829; dQ:
+00f5020). At 64 channels those of dQ of both are 1,531 to 1,808, by how far the warpgroups are apart; before, 1,644.
+"""
 
 
 @thorough

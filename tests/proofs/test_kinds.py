@@ -113,6 +113,52 @@ def test_a_dropped_arrive_is_found(name: str) -> None:
             proof_cases.ALL[name].run("cpu")
 
 
+def without_loops(ptx: str) -> str:
+    """Branches back to a label are left out: what a loop does is done once."""
+    lines, labels = [], set()
+    for line in ptx.splitlines():
+        labels |= {*re.findall(r"^(\$L\w+):", line)}
+        target = re.search(r"@%p\d+ bra\s+(\$L\w+);", line)
+        lines += [] if target and target[1] in labels else [line]
+    assert len(lines) < len(ptx.splitlines())
+    return "\n".join(lines)
+
+
+SLIPS = {
+    "the first tile of a block alone": ("amax", "amax", without_loops, {"waves"}),
+    "sums in global memory are replaced": (
+        "attention backward, 64 channels",
+        "attention_dkv",
+        lambda ptx: ptx.replace("red.global.add.f32", "st.global.f32"),
+        {"long"},
+    ),
+    "the first sums are added to what memory holds": (
+        "attention backward, 64 channels",
+        "attention_dkv",
+        lambda ptx: ptx.replace("st.global.f32", "red.global.add.f32"),
+        {"long"},
+    ),
+}
+"""What only one of a kind's cases finds: the kind, a change of one of its kernels, and the case."""
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    "slip", [slip if SLIPS[slip][0] == "amax" else pytest.param(slip, marks=thorough) for slip in SLIPS]
+)
+def test_a_slip_that_needs_many_rows_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changed, change, finding = SLIPS[slip]
+    monkeypatch.setattr("cuda_kernels.host.launch.multiprocessors", lambda device: 2)
+    for case in KINDS[name].cases():
+        emulator = Emulator(rewrite=lambda kernel, ptx: change(ptx) if changed in kernel.name else ptx, races=False)
+        with executing(emulator):
+            if case.name in finding:
+                with pytest.raises(WrongResult):
+                    proof_cases.run(KINDS[name], case, "cpu")
+            elif case.name in ("small", "ragged"):
+                proof_cases.run(KINDS[name], case, "cpu")
+
+
 def test_what_memory_holds_does_not_pass() -> None:
     """Of every kind: kernels that compute nothing leave what memory holds, which no comparison takes."""
     for case in proof_cases.FIRST:

@@ -151,7 +151,10 @@ class AttentionProblem:
         return order_of(self.heads[1], self.keys.blocks, bytes_of_head, device)
 
     def _read_together(self, others: RowSpace) -> int:
-        """Rows of the sequences whose blocks run together: without a mask one, since tiles are in their order."""
+        """Rows of the sequences whose blocks run together: without a mask one, since tiles are in their order.
+
+        An estimate for padded batches with lengths, whose longest sequences come first.
+        """
         in_order = self.visible.left is None and self.visible.right is None and not others.ragged
         return others.length_or_total if in_order else others.total
 
