@@ -35,6 +35,7 @@ from lightning_fp8.convert.blocks import (
     linear_names,
     matrices_of,
 )
+from lightning_fp8.convert.first_step import watch_regions
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -254,6 +255,7 @@ def convert_module(
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
+    watch_regions(model)
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
@@ -30,6 +33,32 @@ STEPS = 50
 
 NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
+
+
+_converted: list[list[weakref.ref[LinearLayer]]] = []
+"""The layers of each model of ``convert_module`` that has not trained yet."""
+
+
+def watch_regions(model: nn.Module) -> None:
+    """Warn at the first optimizer step after a training forward if its layers ran outside every region."""
+    _converted.append([weakref.ref(module) for module in model.modules() if isinstance(module, LinearLayer)])
+
+
+def _after_step(*_: Any) -> None:
+    for references in list(_converted):
+        layers = [layer for reference in references if (layer := reference()) is not None]
+        trained = [layer for layer in layers if layer.record.fp8 or layer.record.high_precision]
+        if trained or not layers:
+            _converted.remove(references)
+        if trained and all(layer.record.outside and not layer.record.fp8 for layer in trained):
+            warnings.warn(
+                "a model of convert_module has trained in high precision: its forward ran outside every fp8_autocast. "
+                "Run it inside `with fp8_autocast():`",
+                stacklevel=2,
+            )
+
+
+register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 class StepFlops(FlopCounterMode):

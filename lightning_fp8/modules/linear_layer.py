@@ -162,7 +162,7 @@ class LinearLayer(WeightCachingModule):
             return context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
-        (self._record or self.record).note(context.enabled and self.fp8, self.training)
+        (self._record or self.record).note(context.enabled and self.fp8, self.training, context.outside)
         return context
 
     def running_context(self) -> FP8Context:

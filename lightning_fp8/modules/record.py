@@ -17,31 +17,33 @@ class LayerRecord:
     Attributes:
         fp8: the number of training forwards (``module.training``) that multiplied in FP8.
         high_precision: the number of training forwards that did not multiply in FP8.
+        outside: how many of these ran outside every ``fp8_autocast``.
         evaluations: the number of forwards outside training, in either precision.
     """
 
-    __slots__ = ("evaluations", "fp8", "high_precision")
+    __slots__ = ("evaluations", "fp8", "high_precision", "outside")
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Start anew."""
-        self.fp8 = self.high_precision = self.evaluations = 0
+        self.fp8 = self.high_precision = self.outside = self.evaluations = 0
 
     @property
     def ran(self) -> bool:
         """Whether the layer was called at all."""
         return bool(self.fp8 or self.high_precision or self.evaluations)
 
-    def note(self, fp8: bool, training: bool) -> None:
-        """Count one forward."""
+    def note(self, fp8: bool, training: bool, outside: bool = False) -> None:
+        """Count one forward; ``outside`` says whether it ran outside every region."""
         if not training:
             self.evaluations += 1
         elif fp8:
             self.fp8 += 1
         else:
             self.high_precision += 1
+            self.outside += outside
 
     def __repr__(self) -> str:
         return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)})"

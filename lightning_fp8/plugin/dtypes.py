@@ -31,10 +31,11 @@ def weights_and_compute_dtypes(
             f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
             "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
         )
-    if weights != compute == torch.float16:
+    if compute == torch.float16:
+        name = "weights_dtype" if weights == compute else "compute_dtype"
         rank_zero_warn(
-            "compute_dtype=torch.float16 runs without a loss scaler: small gradients become 0; compute in "
-            "bfloat16, or scale the loss yourself"
+            f"{name}=torch.float16 runs without a loss scaler: small gradients become 0; compute in bfloat16, or "
+            "scale the loss yourself"
         )
     return weights, compute
 

@@ -36,6 +36,7 @@ from lightning_fp8.convert.conversion import (
 )
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy, Skip
+from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
 from lightning_fp8.delayed.owners import all_slots, owned_by
 from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
@@ -195,6 +196,12 @@ class FP8FabricPrecision(FabricPrecision):
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
+            if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
+                rank_zero_warn(
+                    "attention=True has no effect: no module of the model calls "
+                    "torch.nn.functional.scaled_dot_product_attention, is a lightning_fp8.DotProductAttention, or is "
+                    "attention of transformers"
+                )
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 import lightning_fp8
-from lightning_fp8 import FP8Precision, convert_module
+from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
 from lightning_fp8.convert.conversion import ConversionSummary, plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.scaled import LINEAR_ROLES, Role
@@ -190,3 +193,43 @@ def test_the_way_out_where_nothing_runs_in_fp8_fits_the_reasons(
     said = str(caught[0].message).splitlines()[0]
     assert hint in said
     assert ("first_last" in said) == ("first_last" in hint)
+
+
+Region = Callable[[], AbstractContextManager[Any]]
+
+
+def trained(model: nn.Module, region: Region, steps: int = 2) -> list[str]:
+    """The warnings of a loop that evaluates outside ``region``, too."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model.eval()
+            model(torch.randn(16, 16))
+            model.train()
+            with region():
+                loss = model(torch.randn(16, 16)).sum()
+            model.eval()
+            model(torch.randn(16, 16))
+            loss.backward()
+            optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+def test_training_outside_every_region_warns_once() -> None:
+    def converted() -> nn.Module:
+        return convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+
+    (said,) = trained(converted(), nullcontext)
+    assert said.startswith("a model of convert_module has trained in high precision")
+    assert not trained(converted(), fp8_autocast)
+    assert not trained(converted(), partial(fp8_autocast, enabled=False)), "a baseline in high precision"
+    plugin = FP8FabricPrecision("tensorwise", weights_dtype=torch.float32)
+    assert not trained(convert_module(plugin.convert_module(converted())), plugin.forward_context)
+
+
+def test_attention_where_there_is_none() -> None:
+    with pytest.warns(UserWarning, match="attention=True has no effect"):
+        FP8FabricPrecision("tensorwise", attention=True).convert_module(
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        )

@@ -304,12 +304,13 @@ def test_inputs_reach_the_module_in_the_weights_dtype() -> None:
 
 
 def test_float16_has_no_loss_scaler_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="without a loss scaler"):
+    with pytest.warns(UserWarning, match="^compute_dtype=torch.float16 runs without a loss scaler"):
         FP8Precision(weights_dtype=torch.float32, compute_dtype=torch.float16)
+    with pytest.warns(UserWarning, match="^weights_dtype=torch.float16 runs without a loss scaler"):
+        FP8Precision(weights_dtype=torch.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FP8Precision(weights_dtype=torch.float32, compute_dtype=torch.bfloat16)
-        FP8Precision(weights_dtype=torch.float16)
 
 
 def test_values_that_mean_the_same_are_taken() -> None:
