@@ -22,10 +22,10 @@ def normalize(
 ) -> Tensor:
     """The norm of ``x [..., *shape]`` over its last dimensions, in ``dtype``, or in the dtype of x if it is None.
 
-    ``weight`` and ``bias`` have the shape ``shape``.
+    ``weight`` and ``bias`` have the shape ``shape``. The result does not depend on the strides of ``x``.
     """
     dtype = dtype or x.dtype
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = (x if x.dtype == torch.float64 else x.float()).contiguous()  # else torch's rms_norm sums in another order
     gamma = None if weight is None else weight.to(wide.dtype)
     if gamma is not None and norm.zero_centered:
         gamma = gamma + 1.0

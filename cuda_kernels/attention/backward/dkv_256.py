@@ -83,7 +83,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     sums_wait_0 = wgmma_wait(sums_count, 0)
     hide, exp2 = make_band_mask(scores_count), exp2_columns(scores_count)
     gradients_of, amax_of = score_gradients_columns(scores_count), rows_amax(scores_count)
-    rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
+    rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING, early=not is_dk)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out_dtype)
     next_stage, _ = stage_counters(WIDE_STAGES)

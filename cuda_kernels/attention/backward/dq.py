@@ -7,7 +7,8 @@ magnitude, and multiplies it, from registers, with K. The product is scaled and 
 cores' short accumulator (about 14 bits, DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products.
 
 Up to 128 channels, the next tile's product for S runs during this tile's codes of dS, and its product for dP during its
-exponentials (:mod:`.dq_tiles`). The warpgroups are not synchronized. The rows of dS are also summed. With exact arithmetic these sums are 0; :mod:`.dkv` corrects D by them. Numerics: the reference's ``_dq``.
+exponentials (:mod:`.dq_tiles`). The warpgroups are not synchronized. The rows of dS are also summed. With exact
+arithmetic these sums are 0; :mod:`.dkv` corrects D by them. Numerics: the reference's ``_dq``.
 """
 
 from __future__ import annotations

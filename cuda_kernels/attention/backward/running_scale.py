@@ -69,8 +69,11 @@ class RunningRows(NamedTuple):
 
 
 @cache
-def make_running_rows(scores_count: int, sums_count: int, threads: int) -> RunningRows:
-    """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads."""
+def make_running_rows(scores_count: int, sums_count: int, threads: int, early: bool = True) -> RunningRows:
+    """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads.
+
+    ``early``: codes do not wait for the vote on new limits. This takes as many registers as they have.
+    """
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
     store_to_global = add_rows_to_global(sums_count, threads, True)
@@ -82,13 +85,15 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int) -> Runni
 
     @device
     def rounded(x, amax, amax_below, factor, sums, limits):
-        # Limits change rarely. Until then the four threads of a row need no common maximum, and the codes do not wait
-        # for the vote.
-        words = words_of(x, factor, limits)
+        # Limits change rarely. Until then the four threads of a row need no common maximum.
+        words = words_of(x, factor, limits) if early else ()
         if warp_any(outgrown(amax * factor, limits[0]) or outgrown(amax_below * factor, limits[1])):
             limit, factor_of_sums = refitted(quad_max(amax) * factor, limits[0])
             limit_below, factor_below = refitted(quad_max(amax_below) * factor, limits[1])
             sums, limits = scale_sums(sums, factor_of_sums, factor_below), (limit, limit_below)
+            if early:
+                words = words_of(x, factor, limits)
+        if not early:
             words = words_of(x, factor, limits)
         return words, sums, limits
 

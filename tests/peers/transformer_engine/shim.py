@@ -159,12 +159,19 @@ class Finder(MetaPathFinder, Loader):
 
 
 class OnCpu(TorchFunctionMode):
-    """Functions of torch whose ``device`` is CUDA run on the CPU."""
+    """Functions of torch whose ``device`` is CUDA run on the CPU.
+
+    There, LayerNorm of 16 bits sums the bias's gradient in 16 bits: it is computed in float32, as CUDA does.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if function is torch.nn.functional.layer_norm and args[0].dtype != torch.float32:
+            full = [each.float() if isinstance(each, torch.Tensor) else each for each in args]
+            of_weights = {name: each.float() for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
+            return function(*full, **{**kwargs, **of_weights}).to(args[0].dtype)
         return function(*args, **kwargs)
 
 
