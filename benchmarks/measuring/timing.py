@@ -7,7 +7,6 @@ compared with each other, and alternate, so that a slowdown of the machine affec
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -103,16 +102,27 @@ def clock_of(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
+def orders(count: int) -> list[list[int]]:
+    """Orders in which each of ``count`` contenders follows each other one equally often, in every place.
+
+    A balanced design: E. J. Williams, Experimental designs balanced for the estimation of residual effects of
+    treatments, Australian Journal of Scientific Research A 2 (1949).
+    """
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    found = [[(index + shift) % count for index in first] for shift in range(count)]
+    return found + [order[::-1] for order in found] * (count % 2) or [[]]
+
+
 def measure(
     clock: Clock, contenders: Sequence[Contender], seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> list[Times]:
     """Times of each contender, in rounds for about ``seconds`` per contender, after some warm-up rounds.
 
-    Each round has another random order, the same in every run: a GPU whose clock depends on its power is slower after
-    a contender that takes more of it, and so no contender may follow the same one in most rounds.
+    The order of a round follows :func:`orders`: a GPU whose clock depends on its power is slower after a contender
+    that takes more of it.
     """
     rounds: list[list[float]] = []
-    orders = random.Random(0)
+    in_turn = orders(len(contenders))
     if seconds:
         gc.collect()
     gc.disable()
@@ -121,7 +131,7 @@ def measure(
             clock.round(contenders)
         end = now() + seconds * len(contenders)
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and now() < end):
-            order = orders.sample(range(len(contenders)), len(contenders))
+            order = in_turn[len(rounds) % len(in_turn)]
             times = dict(zip(order, clock.round([contenders[index] for index in order])))
             rounds.append([times[index] for index in range(len(contenders))])
     finally:

@@ -6,14 +6,14 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
@@ -35,22 +35,45 @@ NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
 
 
-_converted: list[list[weakref.ref[LinearLayer]]] = []
-"""The layers of each model of ``convert_module`` that has not trained yet."""
+@dataclass(eq=False)
+class _Converted:
+    """A model of ``convert_module`` that no optimizer has stepped yet.
+
+    Attributes:
+        layers: its layers.
+        steps: optimizer steps since its conversion, of any optimizer.
+    """
+
+    layers: list[weakref.ref[LinearLayer]]
+    steps: int = 0
+
+
+_converted: list[_Converted] = []
 
 
 def watch_regions(model: nn.Module) -> None:
-    """Warn at the first optimizer step after a training forward if its layers ran outside every region."""
-    _converted.append([weakref.ref(module) for module in model.modules() if isinstance(module, LinearLayer)])
+    """Warn at the first optimizer step of ``model`` if all forwards with gradients ran outside every region.
+
+    Forwards in compiled code are not recorded, and then nothing is said. A model that the first :data:`STEPS` steps of
+    any optimizer do not train is not watched longer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+    if layers and all(each.layers[0]() is not layers[0] for each in _converted):
+        _converted.append(_Converted([weakref.ref(layer) for layer in layers]))
 
 
-def _after_step(*_: Any) -> None:
-    for references in list(_converted):
-        layers = [layer for reference in references if (layer := reference()) is not None]
-        trained = [layer for layer in layers if layer.record.fp8 or layer.record.high_precision]
-        if trained or not layers:
-            _converted.remove(references)
-        if trained and all(layer.record.outside and not layer.record.fp8 for layer in trained):
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if not _converted:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for each in list(_converted):
+        each.steps += 1
+        layers = [layer for reference in each.layers if (layer := reference()) is not None]
+        stepped = any(id(parameter) in held for layer in layers for parameter in layer.parameters(recurse=False))
+        if stepped or not layers or each.steps == STEPS:
+            _converted.remove(each)
+        ran_outside = any(layer.record.outside for layer in layers)
+        if stepped and ran_outside and not any(layer.record.fp8 or was_traced(*layer.features) for layer in layers):
             warnings.warn(
                 "a model of convert_module has trained in high precision: its forward ran outside every fp8_autocast. "
                 "Run it inside `with fp8_autocast():`",

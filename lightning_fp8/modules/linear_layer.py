@@ -162,7 +162,9 @@ class LinearLayer(WeightCachingModule):
             return context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
-        (self._record or self.record).note(context.enabled and self.fp8, self.training, context.outside)
+        (self._record or self.record).note(
+            context.enabled and self.fp8, self.training, context.outside and torch.is_grad_enabled()
+        )
         return context
 
     def running_context(self) -> FP8Context:

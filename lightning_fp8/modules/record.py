@@ -17,7 +17,7 @@ class LayerRecord:
     Attributes:
         fp8: the number of training forwards (``module.training``) that multiplied in FP8.
         high_precision: the number of training forwards that did not multiply in FP8.
-        outside: how many of these ran outside every ``fp8_autocast``.
+        outside: the number of forwards with gradients outside every ``fp8_autocast``, in training or not.
         evaluations: the number of forwards outside training, in either precision.
     """
 
@@ -36,14 +36,14 @@ class LayerRecord:
         return bool(self.fp8 or self.high_precision or self.evaluations)
 
     def note(self, fp8: bool, training: bool, outside: bool = False) -> None:
-        """Count one forward; ``outside`` says whether it ran outside every region."""
+        """Count one forward; ``outside`` says whether it ran with gradients outside every region."""
+        self.outside += outside
         if not training:
             self.evaluations += 1
         elif fp8:
             self.fp8 += 1
         else:
             self.high_precision += 1
-            self.outside += outside
 
     def __repr__(self) -> str:
         return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)})"

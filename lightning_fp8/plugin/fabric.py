@@ -198,9 +198,9 @@ class FP8FabricPrecision(FabricPrecision):
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
                 rank_zero_warn(
-                    "attention=True has no effect: no module of the model calls "
-                    "torch.nn.functional.scaled_dot_product_attention, is a lightning_fp8.DotProductAttention, or is "
-                    "attention of transformers"
+                    "attention=True: no module of the model was found that computes attention, and the table has none. "
+                    "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
+                    "FP8; attention by other functions does not"
                 )
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)

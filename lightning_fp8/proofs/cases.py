@@ -48,7 +48,7 @@ from lightning_fp8.proofs.casts import (
     check_transpose,
     check_update_scales,
 )
-from lightning_fp8.proofs.drawing import every_code, like, sample, values
+from lightning_fp8.proofs.drawing import every_code, like, sample, values, with_peaks
 from lightning_fp8.proofs.products import check_product
 from lightning_fp8.scaled import Cast
 
@@ -185,8 +185,8 @@ def _transpose(key: PlainKey) -> Iterator[Case]:
 
 def _observe(x_key: PlainKey) -> Iterator[Case]:
     def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
-        x = sample(rows, columns, x_key[0])
-        for amax in (0.25, 1e30):
+        for peak, amax in ((0, 0.25), (-1, 0.25), (-1, 1e30)):
+            x = with_peaks(sample(rows, columns, x_key[0]), peak)
             check_observe(like(x_key, _with_special(x) if special else x, gap), amax, device)
 
     return _sized(check, x_key[1][-1])
@@ -237,6 +237,10 @@ def _norm(
         if special:
             x[5, 7 % columns] = torch.nan
         parameters = _parameters(columns, weight_dtype, misalignment, has_bias)
+        if rows > 1:  # a row of which one channel has all, that of the largest gamma: no normalized value is larger
+            gamma = parameters[0].float() + formula.zero_centered
+            x[-1] = 0.0
+            x[-1, gamma.abs().argmax()] = 1.0
         inputs = like(x_key, x, gap), *parameters, formula
         _check_variant(norm_quantize_op, inputs, variant_of(variant_key), False, device)
 
@@ -357,8 +361,9 @@ def _problems(
             "thd", lengths, heads=(2, 1), band=Band(right=0), tail=140, shared=True, longest_query=140, **common
         )
         problems["padded"] = Problem("sbhd", ((140, 20), (60, 130)), heads=(2, 2), tail=2, **common)
+    problems["many keys"] = Problem("bshd", ((130, MANY_KEYS),), heads=(1, 1), uniform=True, **common)
     if backward:
-        problems["long"] = Problem("bshd", ((FLUSH + 80, 130),), heads=(2, 1), uniform=True, **common)
+        problems["many queries"] = Problem("bshd", ((FLUSH + 80, 130),), heads=(2, 1), uniform=True, **common)
     for name, problem in problems.items():
         yield name, partial(_same, problem)
 
@@ -372,6 +377,8 @@ def _problems(
 
 
 CAUSAL = Band(right=0, bottom_right=True)
+MANY_KEYS = 1300
+"""Keys of more tiles than twice the stages of any ring, each of which is then refilled twice."""
 
 
 def _same(problem: Problem, device: str) -> Problem:

@@ -16,25 +16,25 @@ MOST_ROWS = 1021
 def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """``[rows, columns]`` over many binades, with zeros of both signs and some tiny numbers."""
     if rows > MOST_ROWS:
-        return _largest_last(repeated(sample(MOST_ROWS, columns, dtype, seed), rows, 0))
+        return with_peaks(repeated(sample(MOST_ROWS, columns, dtype, seed), rows, 0))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= torch.exp2(torch.randint(-12, 8, (rows, columns), generator=generator).float())
     x[torch.rand(rows, columns, generator=generator) < 0.05] = 0.0
     x[torch.rand(rows, columns, generator=generator) < 0.05] = -0.0
-    return _largest_last(x.to(dtype))
+    return with_peaks(x.to(dtype))
 
 
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
     """``[rows, columns]`` whose magnitude varies by row, as activations' does, with zeros of both signs."""
     if rows > MOST_ROWS:
-        return _largest_last(repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows, 0))
+        return with_peaks(repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows, 0))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
     x[torch.rand(rows, columns, generator=generator) < 0.02] = 0.0
     x[torch.rand(rows, columns, generator=generator) < 0.02] = -0.0
-    return _largest_last(x.to(dtype))
+    return with_peaks(x.to(dtype))
 
 
 def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -92,9 +92,13 @@ def repeated(x: Tensor, size: int, dim: int) -> Tensor:
     return x if x.shape[dim] == size else x.index_select(dim, torch.arange(size) % x.shape[dim])
 
 
-def _largest_last(x: Tensor) -> Tensor:
-    """``x`` with the largest magnitude of each column in the last row: a kernel that omits rows finds another one."""
-    x[-1] = 2 * x.abs().amax(0)
+def with_peaks(x: Tensor, row: int = -1) -> Tensor:
+    """``x``, changed in place, with the largest magnitude of each column in one row, by default the last one.
+
+    A kernel that omits that row finds another maximum. A single row is left as it is.
+    """
+    if len(x) > 1:
+        x[row] = 2 * x.abs().amax(0)
     return x
 
 

@@ -138,17 +138,25 @@ def test_the_first_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_no_contender_follows_the_same_one_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are those of their contender all the same."""
-    monkeypatch.setattr(timing, "LEAST_ROUNDS", 60)
-    for count in (3, 5, 7):
-        clock, seconds = ClockByName(1), [*range(1, count + 1)]
-        assert [each.median for each in measure(clock, contenders_taking(*seconds), seconds=0)] == seconds
-        rounds = [clock.order[start : start + count] for start in range(0, len(clock.order), count)]
-        assert all(sorted(each) == seconds for each in rounds)
-        counted = clock.order[timing.WARM_UP_ROUNDS * count :]
-        follows = Counter(zip(counted, counted[1:]))
-        assert max(follows.values()) < 60 / 2
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_contender_follows_each_other_one_equally_often(count: int) -> None:
+    rounds = timing.orders(count)
+    assert all(sorted(each) == [*range(count)] for each in rounds)
+    follows = Counter(pair for each in rounds for pair in zip(each, each[1:]))
+    assert len(follows) == count * (count - 1)
+    assert len({*follows.values()}) <= 1
+    places = Counter((place, index) for each in rounds for place, index in enumerate(each))
+    assert len({*places.values()}) == 1
+
+
+def test_times_are_those_of_their_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rounds in (3, 20):
+        monkeypatch.setattr(timing, "LEAST_ROUNDS", rounds)
+        clock = ClockByName(1)
+        assert [each.median for each in measure(clock, contenders_taking(1, 2, 3, 4, 5), seconds=0)] == [1, 2, 3, 4, 5]
+        counted = [clock.order[start : start + 5] for start in range(0, len(clock.order), 5)][timing.WARM_UP_ROUNDS :]
+        assert len({tuple(each) for each in counted}) == min(rounds, 10)
+    assert measure(ClockByName(1), [], seconds=0) == []
 
 
 def test_rounds_fill_the_seconds_of_all_contenders(monkeypatch: pytest.MonkeyPatch) -> None:

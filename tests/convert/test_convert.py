@@ -204,32 +204,52 @@ def trained(model: nn.Module, region: Region, steps: int = 2) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            model.eval()
-            model(torch.randn(16, 16))
-            model.train()
             with region():
                 loss = model(torch.randn(16, 16)).sum()
-            model.eval()
-            model(torch.randn(16, 16))
+            with torch.no_grad():
+                model.eval()(torch.randn(16, 16))
+            model.train()
             loss.backward()
             optimizer.step()
     return [str(each.message) for each in caught]
 
 
-def test_training_outside_every_region_warns_once() -> None:
-    def converted() -> nn.Module:
-        return convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+def converted() -> nn.Module:
+    return convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
 
-    (said,) = trained(converted(), nullcontext)
+
+def test_training_outside_every_region_warns_once() -> None:
+    model = converted()
+    (said,) = trained(convert_module(model), nullcontext)
     assert said.startswith("a model of convert_module has trained in high precision")
+    assert not trained(model, nullcontext)
     assert not trained(converted(), fp8_autocast)
     assert not trained(converted(), partial(fp8_autocast, enabled=False)), "a baseline in high precision"
     plugin = FP8FabricPrecision("tensorwise", weights_dtype=torch.float32)
     assert not trained(convert_module(plugin.convert_module(converted())), plugin.forward_context)
 
 
+def test_forwards_outside_a_region_that_train_nothing() -> None:
+    teacher, student, waiting = converted(), converted(), converted()
+    with torch.no_grad():
+        teacher(torch.randn(16, 16))
+        student(torch.randn(16, 16))
+    waiting(torch.randn(16, 16)).sum()
+    assert not trained(student, fp8_autocast)
+    (said,) = trained(waiting, nullcontext)
+    assert "has trained in high precision" in said
+
+
+def test_training_in_eval_mode_outside_every_region() -> None:
+    model = converted().eval()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model(torch.randn(16, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="has trained in high precision"):
+        optimizer.step()
+
+
 def test_attention_where_there_is_none() -> None:
-    with pytest.warns(UserWarning, match="attention=True has no effect"):
+    with pytest.warns(UserWarning, match="attention=True: no module of the model was found that computes attention"):
         FP8FabricPrecision("tensorwise", attention=True).convert_module(
             nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         )

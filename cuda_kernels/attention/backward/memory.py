@@ -22,8 +22,10 @@ _OWN = 2 * TILE + 8 * WARP_BYTES + 256
 
 
 def dq_stages(spec: AttentionSpec) -> int:
-    """Stages of the ring of keys: K, V and transposed K of 128 keys."""
-    return min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + spec.head_dim * 128))
+    """Stages of the ring of keys: K, V and transposed K of 128 keys. One is released after the next is used."""
+    stages = min(4, (SHARED_BYTES["90a"] - _OWN) // (2 * TILE + spec.head_dim * 128))
+    assert stages > 1
+    return stages
 
 
 def dq_offsets(spec: AttentionSpec) -> dict[str, int]:

@@ -282,6 +282,8 @@ CASES = [
     _case(check_nan, "backward", "nan", Problem((130,), (140,), out="bfloat16")),
     _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
+    _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=96)),
+    _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=128)),
     _case(check_dkv, "dkv", "many queries", Problem((780,), (128,), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((20,), (400,), head_dim=256)),
     _case(check_dkv, "dkv", "many queries", Problem((300,), (20,), 2, 2, head_dim=256, flush=128)),
