@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from lightning_fp8.recipes import RECIPES, Recipe
 Spec = tuple[type[FP8FabricPrecision], Mapping[str, Any]]
 """The class of a plugin and its arguments, as YAML has them."""
 
+_IN_YAML = ("FP8Precision", "FP8Callback", "FP8Monitor", "FP8FabricPrecision")
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 
 
@@ -37,7 +39,7 @@ def extend_parsers() -> None:
 
     @wraps(report)
     def error(self: ArgumentParser, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-        said = complaints(plugins_in_message(message))
+        said = complaints(plugins_in_message(message)) or misnamed(message)
         if said and self.exit_on_error:
             self.exit(2, f"error: {said}\n")
         report(self, said or message, *args, **kwargs)
@@ -78,6 +80,18 @@ def plugins_in_message(message: str) -> Iterator[Spec]:
         except (ValueError, SyntaxError):  # it quotes an object
             continue
         yield from plugins_in(value)
+
+
+def misnamed(message: str) -> str:
+    """The class paths in a parser's error ``message`` that this package does not have; empty if there are none."""
+    package = sys.modules["lightning_fp8"]
+    names = dict.fromkeys(re.findall(r"class_path '?lightning_fp8\.(\w+)'?\b", message))
+    return "\n".join(
+        f"there is no lightning_fp8.{name}; use one of "
+        + ", ".join(f"lightning_fp8.{each}" for each in get_close_matches(name, _IN_YAML, len(_IN_YAML), 0))
+        for name in names
+        if not hasattr(package, name)
+    )
 
 
 def complaints(plugins: Iterable[Spec]) -> str:

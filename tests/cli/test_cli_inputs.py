@@ -110,6 +110,17 @@ def test_a_wrong_value_among_arguments(capsys: pytest.CaptureFixture[str]) -> No
     assert_short(capsys.readouterr().err, "FP8Precision: recipe 'float8' is unknown; use one of 'delayed'")
 
 
+@pytest.mark.parametrize("where", ["plugins", "callbacks"])
+def test_a_misspelled_class(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"class_path": "lightning_fp8.FP8Precison" if where == "plugins" else "lightning_fp8.FP8Moniter"}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {where: [given], "logger": False}}))
+    with pytest.raises(SystemExit) as stopped:
+        LightningCLI(BoringModel, args=["fit", "--config", str(tmp_path / "my.yaml")], save_config_callback=None)
+    assert stopped.value.code == 2
+    nearest = "lightning_fp8.FP8Precision" if where == "plugins" else "lightning_fp8.FP8Monitor"
+    assert_short(capsys.readouterr().err, f"there is no {given['class_path']}; use one of {nearest}, ")
+
+
 class MyPrecision(FP8Precision):
     """A user's own."""
 
