@@ -28,13 +28,13 @@ def sample(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor
 def values(rows: int, columns: int, dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> Tensor:
     """``[rows, columns]`` whose magnitude varies by row, as activations' does, with zeros of both signs."""
     if rows > MOST_ROWS:
-        return with_peaks(repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows, 0))
+        return repeated(values(MOST_ROWS, columns, dtype, seed, spread), rows, 0)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= spread * torch.exp2(torch.randn(rows, 1, generator=generator))
     x[torch.rand(rows, columns, generator=generator) < 0.02] = 0.0
     x[torch.rand(rows, columns, generator=generator) < 0.02] = -0.0
-    return with_peaks(x.to(dtype))
+    return x.to(dtype)
 
 
 def every_code(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
