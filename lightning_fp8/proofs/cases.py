@@ -237,10 +237,10 @@ def _norm(
         if special:
             x[5, 7 % columns] = torch.nan
         parameters = _parameters(columns, weight_dtype, misalignment, has_bias)
-        if rows > 1:  # a row of which one channel has all, that of the largest gamma: no normalized value is larger
+        if rows > 1:  # one value alone, far above epsilon, in the channel of the largest gamma: the largest result
             gamma = parameters[0].float() + formula.zero_centered
             x[-1] = 0.0
-            x[-1, gamma.abs().argmax()] = 1.0
+            x[-1, gamma.abs().argmax()] = 64.0
         inputs = like(x_key, x, gap), *parameters, formula
         _check_variant(norm_quantize_op, inputs, variant_of(variant_key), False, device)
 

@@ -72,7 +72,7 @@ class RunningRows(NamedTuple):
 def make_running_rows(scores_count: int, sums_count: int, threads: int, early: bool = True) -> RunningRows:
     """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads.
 
-    ``early``: codes do not wait for the vote on new limits. This takes as many registers as they have.
+    ``early``: codes do not wait for the vote on new limits. They then need registers of their own.
     """
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
