@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
+import itertools
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,57 @@ def test_layers_compute_with_the_values(make: Callable[[], nn.Module], recipe: A
             assert (of_plain - of_held).norm() <= 0.15 * of_plain.norm() + 1e-3 * largest
         else:
             assert torch.equal(of_plain, of_held)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_errors_are_those_of_casts_of_plain_weights(recipe: str) -> None:
+    """Against a layer of torch's in float64: the other scale, a power of two, costs nothing of the gradients."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return TransformerLayer(128, 512, 4, hidden_dropout=0.0, attention_dropout=0.0)
+
+    plain = make()
+    with fp8_model_init():
+        held = make()
+    activation = functools.partial(F.gelu, approximate="tanh")
+    exact = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, activation=activation, norm_first=True).double()
+    qkv, mlp = "self_attention.layernorm_qkv", "layernorm_mlp"
+    sources = {
+        "self_attn.in_proj_weight": [f"{qkv}.{part}_weight" for part in ("query", "key", "value")],
+        "self_attn.in_proj_bias": [f"{qkv}.{part}_bias" for part in ("query", "key", "value")],
+        "self_attn.out_proj.weight": ["self_attention.proj.weight"],
+        "self_attn.out_proj.bias": ["self_attention.proj.bias"],
+        "linear1.weight": [f"{mlp}.fc1_weight"],
+        "linear1.bias": [f"{mlp}.fc1_bias"],
+        "linear2.weight": [f"{mlp}.fc2_weight"],
+        "linear2.bias": [f"{mlp}.fc2_bias"],
+        "norm1.weight": [f"{qkv}.layer_norm_weight"],
+        "norm1.bias": [f"{qkv}.layer_norm_bias"],
+        "norm2.weight": [f"{mlp}.layer_norm_weight"],
+        "norm2.bias": [f"{mlp}.layer_norm_bias"],
+    }
+    values = plain.state_dict()
+    exact.load_state_dict({name: torch.cat([values[part] for part in parts]) for name, parts in sources.items()})
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(64, 2, 128, generator=generator) for _ in range(2))
+    mask = nn.Transformer.generate_square_subsequent_mask(64, dtype=torch.float64)
+    exact(x.double(), src_mask=mask, is_causal=True).backward(gradient.double())
+
+    def gradients(layer: nn.Module, names: Iterable[str]) -> Tensor:
+        return torch.cat([layer.get_parameter(name).grad.flatten().double() for name in names])  # type: ignore[union-attr]
+
+    wanted = gradients(exact, sources)
+    decibels: list[float] = []
+    for layer in (plain, held):
+        with fp8_autocast(fp8_recipe=recipe):
+            y = layer(x)
+        y.backward(gradient)
+        errors = gradients(layer, itertools.chain.from_iterable(sources.values())) - wanted
+        decibels.append(float(10 * torch.log10(wanted.square().sum() / errors.square().sum())))
+    assert len(in_fp8(held)) == 6
+    assert min(decibels) > 20
+    assert abs(decibels[0] - decibels[1]) < 0.5, decibels
 
 
 def test_blockwise_weights_keep_their_blocks() -> None:
