@@ -106,6 +106,7 @@ reciprocal_approx = asm("rcp.approx.ftz.f32 $0, $1;", f32, f32, pure=True)
 """Computed by the special-function unit: within 2 and 1 float32 ulps; values below 2**-126 are 0."""
 log2_approx = asm("lg2.approx.f32 $0, $1;", f32, f32, pure=True)
 float_max = asm("max.NaN.f32 $0, $1, $2;", f32, f32, f32, pure=True)
+float_min = asm("min.NaN.f32 $0, $1, $2;", f32, f32, f32, pure=True)
 """NaN if either operand is NaN."""
 permute_bytes = asm("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, const, pure=True)
 

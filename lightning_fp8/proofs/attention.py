@@ -64,6 +64,7 @@ class Problem:
         dtype: the dtype of q, k, v and the gradient.
         shifted: an argument of :func:`drawn` for each of q, k, v and the gradient.
         scale: the factor of the scores; None is ``1 / sqrt(channels)``.
+        magnitude: a factor of q and the gradient, as of a scaled loss; k is divided by it.
         longest_query: upper bound of the query sequences' lengths, if given.
         most_heads: an argument of :func:`drawn`. It must not divide the number of heads of a section: if it did,
             equal places of two sections would hold the same operands.
@@ -81,6 +82,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     shifted: tuple[int, int, int, int] = (0, 0, 0, 0)
     scale: float | None = None
+    magnitude: float = 1.0
     longest_query: int | None = None
     most_heads: int = MOST_HEADS
 
@@ -109,7 +111,7 @@ class Problem:
             )
             for seed, which in enumerate((0, 1, 1, 0))
         )  # fmt: skip
-        return q, k, v, do
+        return q.mul_(self.magnitude), k.div_(self.magnitude), v, do.mul_(self.magnitude)
 
     def call(self, device: str) -> AttentionCall:
         config = Attention(self.qkv_format, self.band, self.centered, self.longest_query)

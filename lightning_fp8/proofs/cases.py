@@ -352,7 +352,9 @@ def _problems(
     common: dict[str, Any] = {"channels": channels, "centered": centered, "dtype": dtype, "shifted": shifted}
     problems = {
         "small": Problem("bshd", ((128, 128),), heads=(2, 2), uniform=True, **common),
-        "causal": Problem("bshd", ((140, 300),), heads=(4, 1), band=CAUSAL, uniform=True, scale=0.03, **common),
+        "causal": Problem(
+            "bshd", ((140, 300),), heads=(4, 1), band=CAUSAL, uniform=True, scale=0.03, magnitude=1000, **common
+        ),
         "window": Problem("bshd", ((260, 260),), heads=(2, 1), band=Band(40, 20), uniform=True, **common),
     }  # fmt: skip
     if lengths_come:

@@ -1,7 +1,7 @@
 """A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
 
-The limit starts as the largest magnitude of the first tile in which the row is not 0. Sums in units of the scale are
-rescaled when it changes, by powers of two and so exactly. As the reference's ``round_rows_running``.
+The limit starts as the largest magnitude of the first tile in which the row exceeds :data:`START`. Sums in units of the
+scale are rescaled when it changes, by powers of two and so exactly. As the reference's ``round_rows_running``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.device.codec import INFINITY_BITS
 from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, scale_rows
 from cuda_kernels.device.language import device
-from cuda_kernels.device.ptx import bits, from_bits, reciprocal_approx, warp_any
+from cuda_kernels.device.ptx import bits, float_min, from_bits, reciprocal_approx, warp_any
 
 START = NO_AMAX
-"""The limit of a row that has been 0 so far."""
+"""The limit of a row that has been at most this so far."""
 
-_ONE, _INFINITY = np.float32(1), np.float32(np.inf)
+_ONE, _INFINITY, _LARGEST = np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
 _TWO_TO_127 = np.uint32(0x7F000000)
 
@@ -43,8 +43,17 @@ def refitted(amax, limit):
     grown = limit * from_bits(power)
     # Restart if doubling is impossible: the limit is not set, or a value is NaN, inf or out of float32's range.
     if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
-        return amax, _ONE
+        return amax, reciprocal_approx(ratio)
     return grown, from_bits(_TWO_TO_127 - power)
+
+
+@device
+def row_scale(factor, limit):
+    """What turns a row's values before ``factor`` into codes.
+
+    It is finite for every factor, so that a row of zeros has codes of 0 while its limit is :data:`START`.
+    """
+    return float_min(factor * LARGEST_CODE * reciprocal_approx(limit), _LARGEST)
 
 
 class RunningRows(NamedTuple):
@@ -80,8 +89,7 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int, early: b
 
     @device
     def words_of(x, factor, limits):
-        largest = factor * LARGEST_CODE
-        return codes_of(x, largest * reciprocal_approx(limits[0]), largest * reciprocal_approx(limits[1]))
+        return codes_of(x, row_scale(factor, limits[0]), row_scale(factor, limits[1]))
 
     @device
     def rounded(x, amax, amax_below, factor, sums, limits):

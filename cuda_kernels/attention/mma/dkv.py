@@ -22,12 +22,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuda_kernels.attention.backward.running_scale import START, refitted
+from cuda_kernels.attention.backward.running_scale import START, refitted, row_scale
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
     GRADIENT_SCALE_INV,
-    LARGEST_CODE,
     QUERY_SCALE_INV,
     SMALLEST,
     STATISTICS,
@@ -57,7 +56,6 @@ from cuda_kernels.device.ptx import (
     float_max,
     from_bits,
     load_f32,
-    reciprocal_approx,
     shared_load_4,
     warp_any,
 )
@@ -126,9 +124,7 @@ def make_rounded(num_registers: int) -> Any:
     def rounded(x, factor, amax, amax_below, limits):
         limit, _ = refitted(quad_max(amax) * factor, limits[0])
         limit_below, _ = refitted(quad_max(amax_below) * factor, limits[1])
-        largest = factor * LARGEST_CODE
-        words = codes_of(x, largest * reciprocal_approx(limit), largest * reciprocal_approx(limit_below))
-        return words, (limit, limit_below)
+        return codes_of(x, row_scale(factor, limit), row_scale(factor, limit_below)), (limit, limit_below)
 
     return rounded
 

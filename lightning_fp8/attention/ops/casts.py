@@ -116,22 +116,26 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return _round(x, scaling.current_scale(amax, E4M3.max), amax)
 
 
+START = 2.0**-119
+"""What code 448 represents in a row that has been at most this so far: its scale is float32's largest."""
+
+
 def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`round_rows` with a scale that is kept from tile to tile, and halved only when values exceed its range.
 
-    A row starts with ``448 / amax`` of the first tile in which it is not 0. A kernel that accumulates in units of the
-    scale rescales when it changes, exactly, since by a power of two.
+    A row starts with ``448 / amax`` of the first tile in which it exceeds :data:`START`. A kernel that accumulates in
+    units of the scale rescales when it changes, exactly, since by a power of two.
 
     Args:
         x: float32 ``[..., N]``; overwritten.
-        fitted: float32 ``[..., 1]``, the value that code 448 represents so far, initially 0; updated.
+        fitted: float32 ``[..., 1]``, the value that code 448 represents so far, initially :data:`START`; updated.
     """
     amax = x.abs().amax(-1, keepdim=True)
     ratio = amax / fitted
     power = scaling.floor_power_of_2(ratio)
     grown = fitted * torch.where(power < ratio, 2 * power, power)
-    # Start anew if it cannot be doubled: fitted is 0, a value is NaN, or the ratio overflows float32.
-    grown = torch.where(torch.isfinite(grown), grown, amax)
+    # Start anew if it was not set, or cannot be doubled: a value is NaN, or the ratio overflows float32.
+    grown = torch.where(torch.isfinite(grown) & (fitted > START), grown, amax)
     fitted.copy_(torch.where(amax <= fitted, fitted, grown))
     return _round(x, scaling.current_scale(fitted, E4M3.max), fitted)
 

@@ -25,7 +25,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention.ops.casts import Codes, round_rows, round_rows_running
+from lightning_fp8.attention.ops.casts import START, Codes, round_rows, round_rows_running
 from lightning_fp8.attention.ops.masks import Band, Lengths
 from lightning_fp8.attention.ops.tiles import TiledCall
 from lightning_fp8.formats import E4M3
@@ -168,7 +168,7 @@ def _dk_dv(
     score_of_key, value_scale_inv = _flat(k.by_row()) * call.c, _flat(v.by_row())
 
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    fitted_p, fitted_ds = keys.new_zeros(*keys.shape[:2], 1), keys.new_zeros(*keys.shape[:2], 1)
+    fitted_p, fitted_ds = (keys.new_full((*keys.shape[:2], 1), START) for _ in range(2))
     for head in range(call.group):
         for block, query_slice, key_slice in call.tiles_of_queries():
             q_tile, do_tile = queries[:, head, query_slice], gradients[:, head, query_slice]

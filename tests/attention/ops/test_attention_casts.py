@@ -14,7 +14,7 @@ from lightning_fp8.attention.ops import (
     Band,
     cast,
 )
-from lightning_fp8.attention.ops.casts import round_rows, round_rows_running
+from lightning_fp8.attention.ops.casts import START, round_rows, round_rows_running
 from tests.attention.ops.attention_cases import CAUSAL, NAMES, drawn, error, fp8
 from tests.float8_reference import cast as cast_by_definition
 
@@ -77,14 +77,15 @@ def test_what_is_not_finite_becomes_nan_and_leaves_scales_alone(value: float) ->
 
 def test_a_running_scale_stays_or_halves() -> None:
     rows = {
-        (0.0, 3.0, 2.9, 3.1, 5.9, 6.0, 6.1): (0.0, 3.0, 3.0, 6.0, 6.0, 6.0, 12.0),
+        (0.0, 3.0, 2.9, 3.1, 5.9, 6.0, 6.1): (START, 3.0, 3.0, 6.0, 6.0, 6.0, 12.0),
         (1.0, 2.0, 4.0, 33.0): (1.0, 2.0, 4.0, 64.0),
-        (1e-44, 1e-3, 1e-3): (1e-44, 1e-3, 1e-3),  # a ratio beyond float32
+        (1e-44, 1e-36, 1e-3, 1e-3): (START, START, 1e-3, 1e-3),
+        (1e-30, 1e20): (1e-30, 1e20),  # a ratio beyond float32
         (2.0, math.nan, 1.0): (2.0, math.nan, 1.0),  # the sum holds NaN by then
         (2.0, math.inf, 1.0): (2.0, math.inf, math.inf),
     }
     for values, expected in rows.items():
-        fitted, found = torch.zeros(1, 1), []
+        fitted, found = torch.full((1, 1), START), []
         for value in values:
             codes, inverse = round_rows_running(torch.tensor([[value, -value / 4]]), fitted)
             found.append(fitted.item())
@@ -100,6 +101,6 @@ def test_a_mean_that_overflows_is_not_taken() -> None:
 
 def test_a_row_with_an_inf_is_nan_not_saturated() -> None:
     x = torch.tensor([[1.0, math.inf], [3.0, -1.0]])
-    for codes, inverse in (round_rows(x.clone()), round_rows_running(x.clone(), torch.zeros(2, 1))):
+    for codes, inverse in (round_rows(x.clone()), round_rows_running(x.clone(), torch.full((2, 1), START))):
         assert torch.isnan(codes * inverse).all(1).tolist() == [True, False]
         torch.testing.assert_close((codes * inverse)[1], x[1], rtol=0.07, atol=0)

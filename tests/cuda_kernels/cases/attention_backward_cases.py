@@ -25,7 +25,7 @@ from lightning_fp8.proofs.cases import Case
 from tests.attention.ops.attention_cases import visible_keys
 from tests.cuda_kernels.cases.attention_kernel_cases import cumulated, in_packed_rows, moved, rows_of
 
-ALL, CAUSAL = Band(), Band(right=0)
+ALL, CAUSAL, BOTTOM_RIGHT = Band(), Band(right=0), Band(right=0, bottom_right=True)
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 CODES_THAT_MOVE = {"cpu": 2.0**-11, "cuda": 2.0**-7}
 """What float32's last bits make of a result, since they move some codes; on a card also about 14 bits of sums."""
@@ -40,6 +40,7 @@ class Problem:
         heads, sharing: of queries, and how many of them share a head of keys.
         ragged: the sequences lie one after the other; else in a padded batch.
         offset: what is added to V and dO, so that sums have a sign.
+        magnitude: a factor of Q and dO, as of a scaled loss; K is divided by it, so that scores stay the same.
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
     """
 
@@ -52,6 +53,7 @@ class Problem:
     out: str = "float32"
     ragged: bool = False
     offset: float = 0.0
+    magnitude: float = 1.0
     flush: int = FLUSH
 
     @property
@@ -117,12 +119,14 @@ def given(problem: Problem) -> Given:
     generator = torch.Generator().manual_seed(sum(problem.queries) + problem.head_dim)
     lengths, shared = problem.lengths, problem.heads // problem.sharing
 
-    def drawn(heads: int, of: Tensor, offset: float = 0.0, centered: bool = False) -> Codes:
+    def drawn(heads: int, of: Tensor, offset: float = 0.0, centered: bool = False, factor: float = 1.0) -> Codes:
         shape = len(of), heads, int(of.max()), problem.head_dim
-        return cast(torch.randn(shape, generator=generator) + offset, centered, of)
+        return cast((torch.randn(shape, generator=generator) + offset) * factor, centered, of)
 
-    q, k = drawn(problem.heads, lengths.queries), drawn(shared, lengths.keys, centered=True)
-    v, do = drawn(shared, lengths.keys, problem.offset), drawn(problem.heads, lengths.queries, problem.offset)
+    q = drawn(problem.heads, lengths.queries, factor=problem.magnitude)
+    k = drawn(shared, lengths.keys, centered=True, factor=1 / problem.magnitude)
+    v = drawn(shared, lengths.keys, problem.offset)
+    do = drawn(problem.heads, lengths.queries, problem.offset, factor=problem.magnitude)
     return with_results(problem, (do, q, k, v))
 
 
@@ -149,6 +153,17 @@ def with_nan(problem: Problem, which: int) -> Given:
     operands[which] = Codes(data, scale_inv)
     do_codes, *others = operands
     return with_results(problem, (do_codes, *others))  # type: ignore[arg-type]
+
+
+def with_faint_key(problem: Problem) -> Given:
+    """Key 0 has nearly no weight for the first 64 queries, 2**-106, and the most for the others."""
+    generator = torch.Generator().manual_seed(problem.head_dim)
+    shapes = ((1, problem.heads, rows[0], problem.head_dim) for rows in (problem.queries, problem.keys))
+    q, k = (torch.zeros(shape) for shape in shapes)
+    do, v = (torch.randn(x.shape, generator=generator) for x in (q, k))
+    q[:, :, :64, 0], q[:, :, 64:, 0] = 16, -16
+    k[:, :, 0, 0] = -106 / (16 * problem.scale * math.log2(math.e))
+    return with_results(problem, (cast(do), cast(q), cast(k), cast(v)))
 
 
 def nan_by_definition(given: Given) -> list[Tensor]:
@@ -255,6 +270,14 @@ def check_all(problem: Problem, device: str) -> None:
     on.assert_near("dq", "dk", "dv")
 
 
+def check_faint(problem: Problem, device: str) -> None:
+    on = OnDevice(with_faint_key(problem), device)
+    statistics = on.delta()
+    on.run_dq(statistics)
+    on.run_dkv(statistics)
+    on.assert_near("dq", "dk", "dv")
+
+
 def check_nan(problem: Problem, device: str, which: int = 0) -> None:
     """NaN in operand ``which``, dO by default, goes where torch's attention in float64 has it."""
     damaged = with_nan(problem, which)
@@ -279,6 +302,11 @@ CASES = [
     _case(check_all, "backward", "ragged", Problem((1, 140), (260, 3), 2, band=WINDOW, out="bfloat16", ragged=True)),
     _case(check_all, "backward", "cross", Problem((300,), (130,), 2, 2, head_dim=96, out="float16", flush=128)),
     _case(check_all, "backward", "window", Problem((150,), (140,), head_dim=256, band=WINDOW, out="bfloat16")),
+    _case(check_all, "backward", "large", Problem((192,), (197,), head_dim=64, band=BOTTOM_RIGHT, magnitude=1e4)),
+    _case(check_all, "backward", "large", Problem((192,), (197,), head_dim=128, band=BOTTOM_RIGHT, magnitude=1e4)),
+    _case(check_all, "backward", "large", Problem((192,), (197,), head_dim=256, band=BOTTOM_RIGHT, magnitude=1e4)),
+    _case(check_faint, "backward", "faint", Problem((128,), (128,), head_dim=64)),
+    _case(check_faint, "backward", "faint", Problem((128,), (128,), head_dim=256)),
     _case(check_nan, "backward", "nan", Problem((130,), (140,), out="bfloat16")),
     _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),

@@ -9,7 +9,16 @@ from unittest.mock import patch
 from cuda_kernels.host import launch
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.proofs.cases import Case
-from tests.cuda_kernels.cases.attention_backward_cases import WINDOW, Problem, check_all, check_dkv, check_dq, check_nan
+from tests.cuda_kernels.cases.attention_backward_cases import (
+    BOTTOM_RIGHT,
+    WINDOW,
+    Problem,
+    check_all,
+    check_dkv,
+    check_dq,
+    check_faint,
+    check_nan,
+)
 from tests.cuda_kernels.cases.attention_kernel_cases import CAUSAL, check_forward
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16
 
@@ -33,7 +42,6 @@ def _backward(check: Callable[[Problem, str], None], kernel: str, words: str, pr
     return Case(f"mma_attention_{kernel}-{problem.head_dim}-{words}", run)
 
 
-BOTTOM_RIGHT = Band(right=0, bottom_right=True)
 FORWARD = [
     _forward("causal", 128, rows=(130, 600), band=BOTTOM_RIGHT),
     _forward("padded", 128, rows=(200, 280), lengths=([200, 70, 0], [0, 280, 130]), band=CAUSAL),
@@ -53,6 +61,9 @@ BACKWARD = [
     _backward(check_all, "backward", "ragged causal", Problem((1, 140), (260, 3), 2, 1, 96, CAUSAL, ragged=True)),
     _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=96)),
     _backward(check_nan, "backward", "nan", Problem((130,), (140,), head_dim=128, out="bfloat16")),
+    _backward(check_all, "backward", "large", Problem((192,), (197,), head_dim=64, band=BOTTOM_RIGHT, magnitude=1e4)),
+    _backward(check_all, "backward", "large", Problem((70,), (75,), head_dim=256, band=BOTTOM_RIGHT, magnitude=1e4)),
+    _backward(check_faint, "backward", "faint", Problem((128,), (128,), head_dim=96)),
     _backward(check_all, "backward", "window", Problem((140,), (150,), 1, 1, 256, WINDOW, "bfloat16")),
     _backward(check_all, "backward", "ragged", Problem((1, 70), (140, 3), 2, 2, 256, CAUSAL, "bfloat16", ragged=True)),
     _backward(check_nan, "backward", "nan", Problem((130,), (20,), head_dim=256, out="bfloat16")),
