@@ -7,6 +7,7 @@ seconds and may fail, and tools start without Lightning. ``lightning_fp8.ops`` d
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_fp8.version import __version__
@@ -132,6 +133,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":
             raise
+        # A misspelled class_path in YAML: the plugins' hints shorten the parser's error.
+        if "jsonargparse" in sys.modules and not name.startswith("_"):
+            importlib.import_module(f"{__name__}.plugin")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 

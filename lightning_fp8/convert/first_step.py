@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
@@ -24,7 +21,7 @@ from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDec
 from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.record import LayerRecord, RegionWatch, was_traced
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
 
@@ -35,53 +32,12 @@ NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
 
 
-@dataclass(eq=False)
-class _Converted:
-    """A model of ``convert_module`` that no optimizer has stepped yet.
-
-    Attributes:
-        layers: its layers.
-        steps: optimizer steps since its conversion, of any optimizer.
-    """
-
-    layers: list[weakref.ref[LinearLayer]]
-    steps: int = 0
-
-
-_converted: list[_Converted] = []
-
-
 def watch_regions(model: nn.Module) -> None:
-    """Warn at the first optimizer step of ``model`` if all forwards with gradients ran outside every region.
-
-    Forwards in compiled code are not recorded, and then nothing is said. A model that the first :data:`STEPS` steps of
-    any optimizer do not train is not watched longer.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    if layers and all(each.layers[0]() is not layers[0] for each in _converted):
-        _converted.append(_Converted([weakref.ref(layer) for layer in layers]))
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if not _converted:
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for each in list(_converted):
-        each.steps += 1
-        layers = [layer for reference in each.layers if (layer := reference()) is not None]
-        stepped = any(id(parameter) in held for layer in layers for parameter in layer.parameters(recurse=False))
-        if stepped or not layers or each.steps == STEPS:
-            _converted.remove(each)
-        ran_outside = any(layer.record.outside for layer in layers)
-        if stepped and ran_outside and not any(layer.record.fp8 or was_traced(*layer.features) for layer in layers):
-            warnings.warn(
-                "a model of convert_module has trained in high precision: its forward ran outside every fp8_autocast. "
-                "Run it inside `with fp8_autocast():`",
-                stacklevel=2,
-            )
-
-
-register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+    """Warn once if ``model`` runs with gradients outside every region, as :class:`~.RegionWatch` does."""
+    watch = RegionWatch()
+    for module in model.modules():
+        if isinstance(module, LinearLayer) and module.fp8:
+            module.record.watch = watch
 
 
 class StepFlops(FlopCounterMode):

@@ -156,15 +156,15 @@ class LinearLayer(WeightCachingModule):
             if self.fp8:
                 (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
             return context
-        # Recomputation in the backward pass repeats a forward that has been counted.
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
-        if in_backward:
+        record, in_fp8 = self._record or self.record, context.enabled and self.fp8
+        if record.watch is not None:
+            record.note_region(in_fp8, context.outside)
+        if in_backward:  # recomputation, which repeats a forward that has been counted
             return context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
-        (self._record or self.record).note(
-            context.enabled and self.fp8, self.training, context.outside and torch.is_grad_enabled()
-        )
+        record.note(in_fp8, self.training)
         return context
 
     def running_context(self) -> FP8Context:

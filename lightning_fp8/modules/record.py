@@ -1,4 +1,4 @@
-"""LayerRecord counts a layer's forwards in FP8 and in high precision."""
+"""LayerRecord counts a layer's forwards in FP8 and in high precision, and warns about those outside every region."""
 
 from __future__ import annotations
 
@@ -6,7 +6,34 @@ import warnings
 
 import torch
 
+FORWARDS = 3
+"""The number of a layer's forwards outside every region before they are reported. Fewer may be a look at the output."""
+
 _traced: set[tuple[int, ...]] = set()
+
+
+class RegionWatch:
+    """Warns once if a model of ``convert_module`` runs with gradients outside every ``fp8_autocast``.
+
+    All layers of a model share one. Forwards in compiled code are not seen.
+
+    Attributes:
+        settled: whether a layer ran in FP8 with gradients, or the warning was issued.
+    """
+
+    __slots__ = ("settled",)
+
+    def __init__(self) -> None:
+        self.settled = False
+
+    def warn(self) -> None:
+        if not self.settled:
+            self.settled = True
+            warnings.warn(
+                f"{FORWARDS} forwards of a model of convert_module ran with gradients outside every fp8_autocast, in "
+                "high precision. Run training inside `with fp8_autocast():`, and evaluations inside torch.no_grad()",
+                stacklevel=2,
+            )
 
 
 class LayerRecord:
@@ -17,27 +44,28 @@ class LayerRecord:
     Attributes:
         fp8: the number of training forwards (``module.training``) that multiplied in FP8.
         high_precision: the number of training forwards that did not multiply in FP8.
-        outside: the number of forwards with gradients outside every ``fp8_autocast``, in training or not.
         evaluations: the number of forwards outside training, in either precision.
+        outside: the number of forwards with gradients outside every ``fp8_autocast``, while the layer is watched.
+        watch: the watch of the layer's model, if it is of ``convert_module``.
     """
 
-    __slots__ = ("evaluations", "fp8", "high_precision", "outside")
+    __slots__ = ("evaluations", "fp8", "high_precision", "outside", "watch")
 
     def __init__(self) -> None:
+        self.watch: RegionWatch | None = None
         self.clear()
 
     def clear(self) -> None:
         """Start anew."""
-        self.fp8 = self.high_precision = self.outside = self.evaluations = 0
+        self.fp8 = self.high_precision = self.evaluations = self.outside = 0
 
     @property
     def ran(self) -> bool:
         """Whether the layer was called at all."""
         return bool(self.fp8 or self.high_precision or self.evaluations)
 
-    def note(self, fp8: bool, training: bool, outside: bool = False) -> None:
-        """Count one forward; ``outside`` says whether it ran with gradients outside every region."""
-        self.outside += outside
+    def note(self, fp8: bool, training: bool) -> None:
+        """Count one forward."""
         if not training:
             self.evaluations += 1
         elif fp8:
@@ -45,8 +73,19 @@ class LayerRecord:
         else:
             self.high_precision += 1
 
+    def note_region(self, fp8: bool, outside: bool) -> None:
+        """What a watched layer's forward, or its recomputation, ran in."""
+        if self.watch is None or self.watch.settled or not torch.is_grad_enabled():
+            return
+        if fp8:
+            self.watch.settled = True
+        elif outside:
+            self.outside += 1
+            if self.outside == FORWARDS:
+                self.watch.warn()
+
     def __repr__(self) -> str:
-        return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)})"
+        return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__[:-1])})"
 
 
 @torch.compiler.assume_constant_result

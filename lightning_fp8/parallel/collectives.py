@@ -27,7 +27,7 @@ def start_gather(piece: Tensor, group: dist.ProcessGroup, dim: int) -> Pending:
     ranks = dist.get_world_size(group)
     piece = piece.contiguous()
     whole = piece.new_empty((ranks, *piece.shape))
-    work = all_gather(_bytes(whole).flatten(0, 1), _bytes(piece), group=group, async_op=True)
+    work: Any = all_gather(_bytes(whole).flatten(0, 1), _bytes(piece), group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()

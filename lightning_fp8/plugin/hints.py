@@ -22,7 +22,6 @@ from lightning_fp8.recipes import RECIPES, Recipe
 Spec = tuple[type[FP8FabricPrecision], Mapping[str, Any]]
 """The class of a plugin and its arguments, as YAML has them."""
 
-_IN_YAML = ("FP8Precision", "FP8Callback", "FP8Monitor", "FP8FabricPrecision")
 _TEXT_FOR_FLAGS = {"true": True, "false": False}
 
 
@@ -86,11 +85,10 @@ def misnamed(message: str) -> str:
     """The class paths in a parser's error ``message`` that this package does not have; empty if there are none."""
     package = sys.modules["lightning_fp8"]
     names = dict.fromkeys(re.findall(r"class_path '?lightning_fp8\.(\w+)'?\b", message))
+    nearest = {name: get_close_matches(name, package.__all__, 3, 0) for name in names if not hasattr(package, name)}
     return "\n".join(
-        f"there is no lightning_fp8.{name}; use one of "
-        + ", ".join(f"lightning_fp8.{each}" for each in get_close_matches(name, _IN_YAML, len(_IN_YAML), 0))
-        for name in names
-        if not hasattr(package, name)
+        f"there is no lightning_fp8.{name}; did you mean {' or '.join(f'lightning_fp8.{each}' for each in found)}?"
+        for name, found in nearest.items()
     )
 
 

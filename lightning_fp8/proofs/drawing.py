@@ -95,10 +95,14 @@ def repeated(x: Tensor, size: int, dim: int) -> Tensor:
 def with_peaks(x: Tensor, row: int = -1) -> Tensor:
     """``x``, changed in place, with the largest magnitude of each column in one row, by default the last one.
 
-    A kernel that omits that row finds another maximum. A single row is left as it is.
+    A kernel that omits that row finds another maximum, as does one that omits a sign: signs alternate by column, and
+    the largest of all is negative in the last row and positive in another one. A single row is left as it is.
     """
     if len(x) > 1:
-        x[row] = 2 * x.abs().amax(0)
+        peaks = 2 * x.abs().amax(0)
+        peaks[::2].neg_()
+        largest = peaks[peaks.abs().argmax()]
+        x[row] = peaks if bool(largest < 0) == (row == -1) else -peaks
     return x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_fp8 import FP8FabricPrecision, FP8Precision
 from lightning_fp8.cli.main import main
 from lightning_fp8.plugin.hints import complaints, plugins_in_message
 from tests.convert.test_globs import wide
+
+ROOT = Path(__file__).parents[2]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -118,7 +121,16 @@ def test_a_misspelled_class(where: str, tmp_path: Path, capsys: pytest.CaptureFi
         LightningCLI(BoringModel, args=["fit", "--config", str(tmp_path / "my.yaml")], save_config_callback=None)
     assert stopped.value.code == 2
     nearest = "lightning_fp8.FP8Precision" if where == "plugins" else "lightning_fp8.FP8Monitor"
-    assert_short(capsys.readouterr().err, f"there is no {given['class_path']}; use one of {nearest}, ")
+    assert_short(capsys.readouterr().err, f"there is no {given['class_path']}; did you mean {nearest} or ")
+
+
+def test_a_misspelled_class_in_a_program_that_does_not_import_this_package(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("trainer: {plugins: [{class_path: lightning_fp8.FP8Precison}], logger: false}")
+    program = "from lightning.pytorch import cli, demos; cli.LightningCLI(demos.boring_classes.BoringModel)"
+    command = [sys.executable, "-c", program, "fit", "--config", str(tmp_path / "my.yaml")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 2
+    assert_short(ran.stderr, "there is no lightning_fp8.FP8Precison; did you mean lightning_fp8.FP8Precision or ")
 
 
 class MyPrecision(FP8Precision):

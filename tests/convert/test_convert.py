@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning_utilities.core import rank_zero
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
@@ -198,7 +200,7 @@ def test_the_way_out_where_nothing_runs_in_fp8_fits_the_reasons(
 Region = Callable[[], AbstractContextManager[Any]]
 
 
-def trained(model: nn.Module, region: Region, steps: int = 2) -> list[str]:
+def trained(model: nn.Module, region: Region, steps: int = 4) -> list[str]:
     """The warnings of a loop that evaluates outside ``region``, too."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with warnings.catch_warnings(record=True) as caught:
@@ -221,7 +223,7 @@ def converted() -> nn.Module:
 def test_training_outside_every_region_warns_once() -> None:
     model = converted()
     (said,) = trained(convert_module(model), nullcontext)
-    assert said.startswith("a model of convert_module has trained in high precision")
+    assert said.startswith("3 forwards of a model of convert_module ran with gradients outside every fp8_autocast")
     assert not trained(model, nullcontext)
     assert not trained(converted(), fp8_autocast)
     assert not trained(converted(), partial(fp8_autocast, enabled=False)), "a baseline in high precision"
@@ -230,22 +232,51 @@ def test_training_outside_every_region_warns_once() -> None:
 
 
 def test_forwards_outside_a_region_that_train_nothing() -> None:
-    teacher, student, waiting = converted(), converted(), converted()
+    teacher, student, looked_at = converted(), converted(), converted().eval()
     with torch.no_grad():
-        teacher(torch.randn(16, 16))
-        student(torch.randn(16, 16))
-    waiting(torch.randn(16, 16)).sum()
+        for _ in range(5):
+            teacher(torch.randn(16, 16))
+            student(torch.randn(16, 16))
+    looked_at(torch.randn(16, 16))
     assert not trained(student, fp8_autocast)
-    (said,) = trained(waiting, nullcontext)
-    assert "has trained in high precision" in said
+    assert not trained(looked_at, fp8_autocast)
+
+
+def frozen_with_adapter(model: nn.Module) -> nn.Module:
+    return nn.Sequential(model.requires_grad_(False), nn.Linear(16, 16))
+
+
+def after_a_look_in_fp8(model: nn.Module) -> nn.Module:
+    with torch.no_grad(), fp8_autocast():
+        model(torch.randn(16, 16))
+    return model
+
+
+def converted_again(model: nn.Module) -> nn.Module:
+    return convert_module(nn.Sequential(*model.requires_grad_(False), *(nn.Linear(16, 16) for _ in range(4))))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.model, x.requires_grad_(), use_reentrant=True)
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, frozen_with_adapter, after_a_look_in_fp8, converted_again, Checkpointed])
+def test_usual_ways_to_train_outside_every_region(of: Callable[[nn.Module], nn.Module]) -> None:
+    (said,) = trained(of(converted()), nullcontext)
+    assert "outside every fp8_autocast" in said
 
 
 def test_training_in_eval_mode_outside_every_region() -> None:
     model = converted().eval()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    model(torch.randn(16, 16)).sum().backward()
-    with pytest.warns(UserWarning, match="has trained in high precision"):
-        optimizer.step()
+    for _ in range(2):
+        model(torch.randn(16, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="outside every fp8_autocast"):
+        model(torch.randn(16, 16))
 
 
 def test_attention_where_there_is_none() -> None:

@@ -146,7 +146,8 @@ PRODUCTS = {
 
 # --- All --------------------------------------------------------------------------------------------------------------
 
-TILES = tuple((tiles,) for tiles in range(MOST_TILES + 1))
+TILES = tuple((tiles,) for tiles in range(MOST_TILES + 2))
+"""One more: dQ does not release the last tile's stage."""
 
 
 def _sizes_of(scaling: Scaling) -> tuple[tuple[int, int], ...]:

@@ -13,7 +13,7 @@ from tests.cuda_kernels.emulated import needs_compilers
 from tests.protocols.faults import planted
 from tests.protocols.kernels import KERNELS, MOST_TILES, Pipelined
 from tests.protocols.order import every_interleaving
-from tests.protocols.protocol import Arrive, Copy, Multiply, Op, Place, Protocol, Wait
+from tests.protocols.protocol import Arrive, Copy, Multiply, Op, Place, Process, Protocol, Wait
 from tests.tiers import thorough
 
 pytestmark = needs_compilers
@@ -33,7 +33,11 @@ def protocol(kernel: Pipelined, size: tuple[int, ...]) -> Protocol:
 
 
 def count(programs: Protocol, kind: type) -> int:
-    return sum(isinstance(op, kind) for process in programs for op, _ in process.steps)
+    """In the program of one thread of each warp: how many programs a warp's threads have depends on the tiles."""
+    of_warps: dict[str, Process] = {}
+    for process in programs:
+        of_warps.setdefault(process.name.partition(", lanes")[0], process)
+    return sum(isinstance(op, kind) for process in of_warps.values() for op, _ in process.steps)
 
 
 @pytest.mark.parametrize("kernel", ROWS)

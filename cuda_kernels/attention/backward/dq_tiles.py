@@ -192,7 +192,6 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             ds, rests = gradients(block, p, scores_wait_0(dp), rests, value_scale_inv)
             words, units = rounded(ds)
             part = sums_wait_0(start_part(block, zero_sums(), words, stage_idx))
-            release(block, stage_idx)
             dq = promote(dq, part, units[0] * key_scale_inv, units[1] * key_scale_inv)
         return dq, rests[0], rests[1]
 
