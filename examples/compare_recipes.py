@@ -214,7 +214,8 @@ def conclusion(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, 
         span = f"{min(noise):.2%} to {max(noise):.2%}"
         lines.append(f"In single seeds, BF16 on other data differs from BF16 by {span}.")
     t = T_OF_95_PERCENT[min(seeds, 10) - 2]
-    lines.append(f"The mean difference of a recipe from BF16, in an interval of 95 % (Student's t, {seeds} seeds):\n")
+    sure = "at least 95 %" if seeds > 10 else "95 %"
+    lines.append(f"The mean difference of a recipe from BF16, in an interval of {sure} (Student's t, {seeds} seeds):\n")
     clear = []
     for recipe in recipes:
         if recipe != "bf16":
@@ -224,6 +225,8 @@ def conclusion(runs: dict[str, dict[str, Any]], recipes: list[str], seeds: int, 
             lines.append(f"- {recipe}: {mean - reach:+.2%} to {mean + reach:+.2%}, worse in {worse} of {seeds} seeds")
             clear += [recipe] * (abs(mean) > reach)
     without = f"The interval of {', '.join(clear)} does not contain 0." if clear else "Every interval contains 0."
+    if 0 < len(clear) < len(recipes) - 1:
+        without += " Among several intervals, one can miss 0 by chance."
     lines.append(f"\n{without} More seeds would make them narrower.")
     return "\n".join(lines) + "\n\n"
 

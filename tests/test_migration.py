@@ -535,6 +535,13 @@ def torchao() -> Any:
     return pytest.importorskip("torchao.float8")
 
 
+def test_a_filter_that_chooses_nothing_and_a_misspelled_recipe() -> None:
+    with pytest.warns(UserWarning, match="converts no layer"):
+        ao.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), module_filter_fn=lambda module, name: False)
+    with pytest.raises(ValueError, match=r"recipe_name='rowise' is unknown; use one of 'tensorwise', 'rowwise'$"):
+        ao.Float8LinearConfig.from_recipe_name("rowise")
+
+
 def test_configurations_have_torchaos_fields(torchao: Any) -> None:
     for name in ("CastConfig", "Float8GemmConfig", "Float8LinearConfig"):
         ours, theirs = ([field.name for field in fields(getattr(home, name))] for home in (ao, torchao))

@@ -103,7 +103,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def orders(count: int) -> list[list[int]]:
-    """Orders in which each of ``count`` contenders follows each other one equally often, in every place.
+    """Orders of ``count`` contenders: together, each is in each place, and follows each other one, equally often.
 
     A balanced design: E. J. Williams, Experimental designs balanced for the estimation of residual effects of
     treatments, Australian Journal of Scientific Research A 2 (1949).

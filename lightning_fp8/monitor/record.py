@@ -233,6 +233,8 @@ class Record:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
+            if "description" not in arrays:
+                raise ValueError("it has no description; FP8Monitor writes fp8_monitor.npz into the log_dir")
             described = json.loads(str(arrays["description"]))
             version, missing = described["version"], set(FIELDS) - set(described["fields"])
             if missing and version <= VERSION:

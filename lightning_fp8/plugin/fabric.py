@@ -144,7 +144,7 @@ class FP8FabricPrecision(FabricPrecision):
 
     def __str__(self) -> str:
         """The text in the Trainer's error about a plugin that it does not support."""
-        return f"{self!r}, which is for Fabric (the Trainer takes FP8Precision)"
+        return f"{self!r} (for Fabric; the Trainer takes FP8Precision)"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that strategies send to the processes they start, without weak references and first-step hooks."""
@@ -198,10 +198,12 @@ class FP8FabricPrecision(FabricPrecision):
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
                 rank_zero_warn(
-                    "attention=True: no module of the model was found that computes attention, and the table has none. "
+                    f"attention=True: no module of {type(module).__name__} was found that computes attention. "
                     "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
                     "FP8; attention by other functions does not"
                 )
+            if self.policy.fuse and not self.summary.norms and not self.summary.mlps:
+                rank_zero_warn(f"fuse=True: {type(module).__name__} has no norm and no MLP of a supported model family")
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fp8.arguments import require_bool, require_module
+from lightning_fp8.arguments import one_of, require_bool, require_module
 from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.foreign_names import answering
@@ -208,17 +208,14 @@ class Float8LinearConfig:
             ValueError: If the name is unknown.
             NotImplementedError: If the name is ``rowwise_with_gw_hp``.
         """
-        known = [name.value for name in Float8LinearRecipeName]
         name = recipe_name.value if isinstance(recipe_name, Float8LinearRecipeName) else recipe_name
-        if name not in known:
-            raise ValueError(f"recipe_name={recipe_name!r} is unknown; use one of {', '.join(map(repr, known))}")
         if name == Float8LinearRecipeName.ROWWISE_WITH_GW_HP.value:
             raise NotImplementedError(
                 f"recipe_name={name!r} is not supported: a single product cannot be kept in high precision; use "
                 "'rowwise', or fp8_autocast with Float8RowwiseScaling(backward_override='high_precision'), which keeps "
                 "both of the backward pass"
             )
-        if name == Float8LinearRecipeName.TENSORWISE.value:
+        if one_of("recipe_name", name, ("tensorwise", "rowwise")) == "tensorwise":
             return Float8LinearConfig()
         cast = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3.dtype)
         return Float8LinearConfig(
@@ -274,6 +271,8 @@ def convert_to_float8_training(
     context = FP8Context(config.recipe())
     for each in in_fp8:
         each.own_context = context  # type: ignore[assignment]
+    if not in_fp8:
+        warnings.warn("convert_to_float8_training converts no layer: module_filter_fn chose none", stacklevel=2)
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
         warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
     return module

@@ -280,7 +280,14 @@ def test_training_in_eval_mode_outside_every_region() -> None:
 
 
 def test_attention_where_there_is_none() -> None:
-    with pytest.warns(UserWarning, match="attention=True: no module of the model was found that computes attention"):
+    with pytest.warns(UserWarning, match="attention=True: no module of Sequential was found that computes attention"):
         FP8FabricPrecision("tensorwise", attention=True).convert_module(
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        )
+
+
+def test_fuse_where_nothing_fuses() -> None:
+    with pytest.warns(UserWarning, match="fuse=True: Sequential has no norm and no MLP of a supported model family"):
+        FP8FabricPrecision("tensorwise", fuse=True).convert_module(
             nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         )

@@ -73,7 +73,7 @@ def test_trainers_plugin_in_fabric() -> None:
 
 
 def test_fabrics_plugin_in_the_trainer_is_lightnings_own_error() -> None:
-    message = r"FP8FabricPrecision\(recipe=DelayedScaling\(\)\), which is for Fabric \(the Trainer takes FP8Precision\)"
+    message = r"FP8FabricPrecision\(recipe=DelayedScaling\(\)\) \(for Fabric; the Trainer takes FP8Precision\)"
     with pytest.raises(MisconfigurationException, match=message):
         trainer(FP8FabricPrecision())
 
