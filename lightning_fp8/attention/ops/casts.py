@@ -102,6 +102,11 @@ def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
     return most if lengths is None else lengths.to(x.device).clamp(1, most)[:, None, None, None]
 
 
+START = 2.0**-119
+"""Lower bound of amaxes of rows: a scale of 448 over it is finite. In a row whose scale is kept from tile to tile, code
+448 represents it until the row exceeds it."""
+
+
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row to E4M3 with its own scale, ``448 / amax``. Overwrites ``x``.
 
@@ -112,12 +117,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         The scaled E4M3 values, as float32 ``[..., N]``, and ``scale_inv [..., 1]``. ``scale_inv`` is NaN for a row with
         a non-finite value; otherwise an inf would go unnoticed, because the cast saturates it.
     """
-    amax = x.abs().amax(-1, keepdim=True)
+    amax = x.abs().amax(-1, keepdim=True).clamp(min=START)
     return _round(x, scaling.current_scale(amax, E4M3.max), amax)
-
-
-START = 2.0**-119
-"""What code 448 represents in a row that has been at most this so far: its scale is float32's largest."""
 
 
 def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:

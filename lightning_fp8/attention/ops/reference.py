@@ -13,7 +13,8 @@ base 2: log2(e) is included in the factor of the scores. The order of all operat
 deterministic.
 
 For speed, all rows that attend to a tile are computed at once, for all sequences and heads. A kernel may differ only in
-the order of float32 additions, and in the values of masked positions of tiles that contain NaN.
+the order of float32 additions, in the values of masked positions of tiles that contain NaN, and for scores beyond 1e5,
+whose exponents it rounds at other places.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def backward(
 
     Returns:
         ``dq [B, H, Lq, D]``, ``dk`` and ``dv [B, H / G, Lk, D]`` in ``dtype``. A row that attends to no key has
-        ``dq = 0`` and does not contribute to the others; a key without queries has ``dk = dv = 0``.
+        ``dq = 0`` and does not contribute to the others, if its ``q`` and ``do`` are finite. A key without queries has
+        ``dk = dv = 0``.
     """
     call = TiledCall(q, k, softmax_scale, band, lengths)
     # 2**(score - total) is a probability; 0 in rows without keys
