@@ -35,13 +35,13 @@ from lightning_fp8.convert.blocks import (
     linear_names,
     matrices_of,
 )
-from lightning_fp8.convert.first_step import watch_regions
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.record import RegionWatch
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
@@ -255,7 +255,10 @@ def convert_module(
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
-    watch_regions(model)
+    watch = RegionWatch()
+    for module in model.modules():
+        if isinstance(module, LinearLayer) and module.fp8:
+            module.record.watch = watch
     return model
 
 

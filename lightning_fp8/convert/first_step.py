@@ -21,7 +21,7 @@ from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDec
 from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import LayerRecord, RegionWatch, was_traced
+from lightning_fp8.modules.record import LayerRecord, was_traced
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
 
@@ -30,14 +30,6 @@ STEPS = 50
 
 NOT_YET = "it was not called in the first training step; others may call it"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
-
-
-def watch_regions(model: nn.Module) -> None:
-    """Warn once if ``model`` runs with gradients outside every region, as :class:`~.RegionWatch` does."""
-    watch = RegionWatch()
-    for module in model.modules():
-        if isinstance(module, LinearLayer) and module.fp8:
-            module.record.watch = watch
 
 
 class StepFlops(FlopCounterMode):

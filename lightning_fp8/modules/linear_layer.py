@@ -158,8 +158,7 @@ class LinearLayer(WeightCachingModule):
             return context
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         record, in_fp8 = self._record or self.record, context.enabled and self.fp8
-        if record.watch is not None:
-            record.note_region(in_fp8, context.outside)
+        record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
             return context
         if self._last_context is not context:

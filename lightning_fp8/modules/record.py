@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 import torch
 
@@ -49,7 +50,8 @@ class LayerRecord:
         watch: the watch of the layer's model, if it is of ``convert_module``.
     """
 
-    __slots__ = ("evaluations", "fp8", "high_precision", "outside", "watch")
+    COUNTS: ClassVar = ("evaluations", "fp8", "high_precision", "outside")
+    __slots__ = (*COUNTS, "watch")
 
     def __init__(self) -> None:
         self.watch: RegionWatch | None = None
@@ -74,7 +76,7 @@ class LayerRecord:
             self.high_precision += 1
 
     def note_region(self, fp8: bool, outside: bool) -> None:
-        """What a watched layer's forward, or its recomputation, ran in."""
+        """Tell the watch, if there is one, in what a forward or its recomputation ran."""
         if self.watch is None or self.watch.settled or not torch.is_grad_enabled():
             return
         if fp8:
@@ -85,7 +87,7 @@ class LayerRecord:
                 self.watch.warn()
 
     def __repr__(self) -> str:
-        return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__[:-1])})"
+        return f"LayerRecord({', '.join(f'{name}={getattr(self, name)}' for name in self.COUNTS)})"
 
 
 @torch.compiler.assume_constant_result

@@ -271,8 +271,10 @@ def convert_to_float8_training(
     context = FP8Context(config.recipe())
     for each in in_fp8:
         each.own_context = context  # type: ignore[assignment]
-    if not in_fp8:
-        warnings.warn("convert_to_float8_training converts no layer: module_filter_fn chose none", stacklevel=2)
+    if not chosen:
+        warnings.warn(
+            "convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2
+        )
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
         warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
     return module

@@ -20,8 +20,7 @@ from lightning_fp8.plugin.hints import complaints, plugins_in_message
 from tests.convert.test_globs import wide
 
 ROOT = Path(__file__).parents[2]
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.tiers import covering
 
 
 def counts(record: LayerRecord) -> dict[str, int]:
-    return {name: getattr(record, name) for name in record.__slots__ if name != "watch" and getattr(record, name)}
+    return {name: getattr(record, name) for name in record.COUNTS if getattr(record, name)}
 
 
 def test_forwards_are_counted_by_what_they_multiplied_in() -> None:

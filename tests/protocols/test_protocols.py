@@ -42,7 +42,8 @@ def count(programs: Protocol, kind: type) -> int:
 
 @pytest.mark.parametrize("kernel", ROWS)
 def test_no_interleaving_goes_wrong(kernel: Pipelined) -> None:
-    """From no tile to five: no deadlock, no stage overwritten while it is read, no phase missed or taken for another.
+    """From no tile to five, for attention to six: no deadlock, no stage overwritten while it is read, no
+    phase missed or taken for another.
 
     Forward's second warpgroup hands over a turn that nobody takes. It is harmless: all threads end, and none joins that
     barrier later.

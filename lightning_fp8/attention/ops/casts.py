@@ -103,8 +103,7 @@ def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
 
 
 START = 2.0**-119
-"""Lower bound of amaxes of rows: a scale of 448 over it is finite. In a row whose scale is kept from tile to tile, code
-448 represents it until the row exceeds it."""
+"""Lower bound of a row's amax: 448 divided by it is finite in float32."""
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -262,29 +262,29 @@ def check_dkv(problem: Problem, device: str) -> None:
     on.assert_near("dk", "dv")
 
 
-def check_all(problem: Problem, device: str) -> None:
-    on = OnDevice(given(problem), device)
+def run_all(given: Given, device: str) -> OnDevice:
+    """All kernels of the backward pass, one after the other."""
+    on = OnDevice(given, device)
     statistics = on.delta()
     on.run_dq(statistics)
     on.run_dkv(statistics)
+    return on
+
+
+def check_all(problem: Problem, device: str) -> None:
+    on = run_all(given(problem), device)
     on.assert_near("dq", "dk", "dv")
 
 
 def check_faint(problem: Problem, device: str) -> None:
-    on = OnDevice(with_faint_key(problem), device)
-    statistics = on.delta()
-    on.run_dq(statistics)
-    on.run_dkv(statistics)
+    on = run_all(with_faint_key(problem), device)
     on.assert_near("dq", "dk", "dv")
 
 
 def check_nan(problem: Problem, device: str, which: int = 0) -> None:
     """NaN in operand ``which``, dO by default, goes where torch's attention in float64 has it."""
     damaged = with_nan(problem, which)
-    on = OnDevice(damaged, device)
-    statistics = on.delta()
-    on.run_dq(statistics)
-    on.run_dkv(statistics)
+    on = run_all(damaged, device)
     for actual, truth in zip((on.dq, on.dk, on.dv), nan_by_definition(damaged)):
         assert truth.any()
         assert torch.equal(actual.cpu().isnan(), on.packed(truth))
