@@ -272,9 +272,7 @@ def convert_to_float8_training(
     for each in in_fp8:
         each.own_context = context  # type: ignore[assignment]
     if not chosen:
-        warnings.warn(
-            "convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2
-        )
+        warnings.warn("convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2)
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
         warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
     return module
