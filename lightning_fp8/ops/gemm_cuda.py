@@ -43,7 +43,14 @@ from lightning_fp8.ops.memory import (
     tensor_key,
 )
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned, proven, warn_of_fallback, warn_once
-from lightning_fp8.ops.torch_scaled_mm import Fit, is_refusal, multiplies_blocks, multiply, ways_to_fit
+from lightning_fp8.ops.torch_scaled_mm import (
+    Fit,
+    is_refusal,
+    multiplies_blocks,
+    multiplies_mx_blocks,
+    multiply,
+    ways_to_fit,
+)
 from lightning_fp8.scaled import Layout
 
 PLAN = "gemm"
@@ -54,6 +61,10 @@ Multiply = Callable[..., Tensor]
 
 SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
 """The pairs of layouts that kernels multiply."""
+MX_LAYOUTS = Layout.MX_1X32, Layout.MX_1X32
+"""A pair that only ``torch._scaled_mm`` multiplies."""
+
+_IN_BF16 = "The GEMM runs in BF16 instead, which is exact but slower"
 
 
 # --- The problem that kernels solve -----------------------------------------------------------------------------------
@@ -189,23 +200,26 @@ def build_gemm(bound: BoundGemm, choice: GemmChoice, plan_key: Sequence[Any] = (
 
 
 def _library(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
-    """``torch._scaled_mm`` in all ways that fit, each as the fallback of the one before, followed by a last fallback.
+    """``torch._scaled_mm``, followed by a last fallback.
 
     The last fallback is the reference, which multiplies in BF16. For scales along K, which the reference multiplies in
     float32, it is a kernel.
     """
-    problem, gemm = bound.problem, bound.gemm
-    run: Multiply = reference_gemm
-    said = "The GEMM runs in BF16 instead, which is exact but slower"
+    problem = bound.problem
+    run, said = reference_gemm, _IN_BF16
     if problem.spec.scaling.along_k:
         said = "The GEMM runs in float32 instead, which is slower"
         if legal_configs(problem):
             run, said = _kernel_when_called(bound, plan_key), "A kernel of this package is used instead"
-    ways = ways_to_fit(
-        (gemm.layout_a, gemm.layout_b), (problem.m, problem.n, problem.k), bound.b.data.dtype, gemm.out_dtype,
-        problem.spec.bias_dtype is not None, gemm.fast_accum,
-    )  # fmt: skip
-    for fit in reversed(ways):
+    return _in_all_ways(bound.a, bound.b, bound.gemm, problem.spec.bias_dtype is not None, run, said)
+
+
+def _in_all_ways(
+    a: GemmOperand, b: GemmOperand, gemm: Gemm, has_bias: bool, run: Multiply = reference_gemm, said: str = _IN_BF16
+) -> Multiply:
+    """``torch._scaled_mm`` in all ways that fit, each as the fallback of the one before, followed by ``run``."""
+    layouts, sizes = (gemm.layout_a, gemm.layout_b), (a.rows, b.rows, a.k)
+    for fit in reversed(ways_to_fit(layouts, sizes, b.data.dtype, gemm.out_dtype, has_bias, gemm.fast_accum)):
         run, said = ScaledMm(fit, run, said).run, "Its float32 result is scaled afterwards instead, which is slower"
     return run
 
@@ -309,12 +323,15 @@ def _plan_gemm(
     b = GemmOperand.from_key(gemm.layout_b, b_key, device)
     check_not_empty((a.rows, b.rows, a.k))
     layouts = gemm.layout_a, gemm.layout_b
-    if layouts not in SCALINGS:
+    has_mx_blocks = layouts == MX_LAYOUTS and multiplies_mx_blocks(device)
+    if layouts not in SCALINGS and not has_mx_blocks:
         if kernels:
             _warn_of_reference(device, layouts)
         return reference_gemm
     if not (a.is_aligned and b.is_aligned):
         return _multiply_aligned_copies
+    if has_mx_blocks:
+        return _in_all_ways(a, b, gemm, bias_plain_key is not None)
     bias_key = None if bias_plain_key is None else TensorKey(*bias_plain_key, device)
     out_key = None if out_plain_key is None else TensorKey(*out_plain_key, device)
     bound = bind_gemm(device, a, b, gemm, bias_key, out_key, has_amax, kernels)
@@ -335,7 +352,8 @@ def _warn_of_reference(device: torch.device, layouts: tuple[Layout, Layout]) -> 
         device,
         f"No FP8 GEMM multiplies operands scaled {layouts[0].code} and {layouts[1].code} in these formats on {device}; "
         "plain torch is used instead, which is slower. Kernels support recipe='blockwise' on compute capability 8.9, "
-        "9.0 and 12.0; torch._scaled_mm supports recipe='tensorwise' and 'rowwise' everywhere",
+        "9.0 and 12.0; torch._scaled_mm supports recipe='tensorwise' and 'rowwise' everywhere, and 'mxfp8' on compute "
+        "capability 10.0 and later from CUDA 12.8 on",
     )
 
 

@@ -14,6 +14,8 @@ The requirements on a GEMM ``[M, K] x [N, K]ᵀ`` are those of PyTorch's ``aten/
   bytes, and that lines of ``K / 128`` scales of 128x128 blocks are padded to multiples of 4; otherwise its results are
   silently wrong (PyTorch's pull request 166752). So M is padded to a multiple of 4 and K to a multiple of 512 or 128.
   K has at least two blocks, because one block would be taken for a single scale of a row.
+- E8M0 scales of 1x32 blocks (MXFP8) are supported on Blackwell from CUDA 12.8 on. cuBLASLt requires its own order of
+  these scales (:func:`in_tiles`). K is padded to a multiple of 32, so that it has whole blocks.
 - Two operands in E5M2 are not supported.
 """
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cuda_kernels.device.sizes import ceil_div
+from lightning_fp8.formats import E8M0_DTYPE
 from lightning_fp8.scaled import Layout
 
 SIZE_MULTIPLE = 16
@@ -36,6 +39,9 @@ _ROWS_MULTIPLE = 4
 _BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
 """The multiple that K is padded to, by the layout of B's blocks. K-major scales are also padded to whole 16 bytes."""
 _LEAST_K = 2 * 128
+_MX_BLOCK_K = 32
+_TILE_ROWS, _TILE_COLUMNS = 128, 4
+"""The tiles of cuBLASLt's E8M0 scales."""
 
 
 def multiplies_blocks(device: torch.device) -> bool:
@@ -43,9 +49,22 @@ def multiplies_blocks(device: torch.device) -> bool:
 
     It does on Hopper with cuBLASLt of CUDA 12.9, from PyTorch 2.9 on (pull request 158037).
     """
-    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     has_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return has_hopper and cuda >= (12, 9) and torch.__version__ >= (2, 9)  # type: ignore[operator]
+    return has_hopper and _cuda_version() >= (12, 9) and torch.__version__ >= (2, 9)  # type: ignore[operator]
+
+
+def multiplies_mx_blocks(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` supports E8M0 scales of 1x32 blocks on ``device``.
+
+    It does on GPUs with MX tensor cores, which PyTorch's tests take to be those of compute capability 10.0 and later
+    (``PLATFORM_SUPPORTS_MX_GEMM``), with cuBLASLt of CUDA 12.8.
+    """
+    has_mx = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return has_mx and _cuda_version() >= (12, 8)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
 
 
 class Fit(NamedTuple):
@@ -81,6 +100,10 @@ def ways_to_fit(
 ) -> list[Fit]:
     """The calls that can compute a GEMM of ``sizes`` m, n and k, fastest first."""
     m, n, k = sizes
+    if layouts[0] is Layout.MX_1X32:
+        n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, _MX_BLOCK_K)
+        takes_bias = out_dtype != torch.float32
+        return [Fit(*layouts, m, n, k, out_dtype, takes_bias, scales_afterwards=False, fast_accum=False)]
     if layouts[0].scales_along_k:
         m, n = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE)
         k = max(_round_up(k, _BLOCK_K[layouts[1]]), _LEAST_K)
@@ -106,8 +129,8 @@ def multiply(
     """
     m, n = len(a), len(b)
     given_a, given_b = (scale_a.new_ones(()),) * 2 if fit.scales_afterwards else (scale_a, scale_b)
-    codes_a, given_a = _padded(a, given_a, fit.layout_a, fit.m, fit.k)
-    codes_b, given_b = _padded(b, given_b, fit.layout_b, fit.n, fit.k)
+    codes_a, given_a = _fitted(a, given_a, fit.layout_a, fit.m, fit.k)
+    codes_b, given_b = _fitted(b, given_b, fit.layout_b, fit.n, fit.k)
     added = functional.pad(bias.to(fit.out_dtype), (0, fit.n - n)) if bias is not None and fit.takes_bias else None
 
     def call() -> Tensor:
@@ -129,6 +152,21 @@ def multiply(
     if bias is not None and added is None:
         result = result.add_(bias)
     return result.to(out_dtype).contiguous()
+
+
+def in_tiles(scale_inv: Tensor) -> Tensor:
+    """E8M0 scales ``[R, S]`` in the order that cuBLASLt reads, flat.
+
+    It reads tiles of 128 rows by 4 scales, along S first, and in each tile the scales of row r at byte
+    ``16 * (r % 32) + 4 * (r // 32)``. Incomplete tiles are padded with zeros. Source: "1D block scaling factors layout"
+    in NVIDIA's documentation of cuBLAS.
+    """
+    rows, columns = scale_inv.shape
+    codes = scale_inv.view(torch.uint8)
+    if rows % _TILE_ROWS or columns % _TILE_COLUMNS:
+        codes = functional.pad(codes, (0, -columns % _TILE_COLUMNS, 0, -rows % _TILE_ROWS))
+    tiles = codes.unflatten(1, (-1, _TILE_COLUMNS)).unflatten(0, (-1, 4, 32))  # [R / 128, 4, 32, S / 4, 4]
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(E8M0_DTYPE)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -153,13 +191,18 @@ def _retried(call: Callable[[], Tensor]) -> Tensor:
     return call()
 
 
-def _padded(data: Tensor, scale_inv: Tensor, layout: Layout, rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """An operand ``[R, K]`` and its scales, padded with zeros to ``rows`` and ``k``. It is only copied if necessary."""
+def _fitted(data: Tensor, scale_inv: Tensor, layout: Layout, rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """An operand ``[R, K]`` padded with zeros to ``rows`` and ``k``, and its scales.
+
+    It is only copied if necessary, except E8M0 scales.
+    """
+    if layout is Layout.MX_1X32:
+        scale_inv = in_tiles(scale_inv)
     if data.shape == (rows, k):
         return data, scale_inv
     missing = 0, k - data.shape[1], 0, rows - data.shape[0]
     codes = functional.pad(data.view(torch.uint8), missing).view(data.dtype)
-    if layout.has_one_scale:
+    if scale_inv.dim() < 2:
         return codes, scale_inv
     scale_rows, scale_columns = layout.scale_shape(rows, k)
     more_rows, more_columns = scale_rows - scale_inv.shape[0], scale_columns - scale_inv.shape[1]

@@ -380,7 +380,11 @@ def _by_whom(look: Look) -> tuple[str, str]:
         variable = "LIGHTNING_FP8_GEMM=cublaslt" if is_product else f"{CARRIED_VARIABLE}={OFF}"
         return ", ".join(look.kernels), f"{variable} continues without it"
     if is_product:
-        return "torch._scaled_mm or plain torch", "LIGHTNING_FP8_GEMM=numba continues with kernels of this package"
+        way_out = (
+            "LIGHTNING_FP8_GEMM=numba continues with kernels of this package, if one supports the recipe on this GPU; "
+            "otherwise use another recipe"
+        )
+        return "torch._scaled_mm or plain torch", way_out
     return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 disables torch.compile"
 
 

@@ -1,8 +1,8 @@
 """What multiplies by default, of every GEMM of every layer: where nothing was measured and no variable is set.
 
 What runs everywhere comes first. ``torch._scaled_mm`` takes one scale or one for each row, on every GPU with FP8, and
-blocks of 128 on Hopper from CUDA 12.9 on (``tests/ops/scaled_mm_stand_in.py`` has its checks). A kernel that may never
-have run on that card serves only what is left; plain torch serves the rest, and says so.
+blocks of 128 on Hopper from CUDA 12.9 on, and MXFP8 on Blackwell (``tests/ops/scaled_mm_stand_in.py`` has its checks).
+A kernel that may never have run on that card serves only what is left; plain torch serves the rest, and says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACKENDS = {
     ("row", "row"):          (LIBRARY, LIBRARY, LIBRARY, LIBRARY),
     ("1x128", "128x128"):    (OURS,    LIBRARY, SAID,    OURS),
     ("1x128", "1x128"):      (OURS,    LIBRARY, SAID,    OURS),
-    ("1x32", "1x32"):        (SAID,    SAID,    SAID,    SAID),
+    ("1x32", "1x32"):        (SAID,    SAID,    LIBRARY, LIBRARY),
 }  # fmt: skip
 ARCHITECTURES = {"89": (8, 9), "90a": (9, 0), "100": (10, 0), "120": (12, 0)}
 WITHOUT_BLOCKS = {
@@ -43,6 +43,8 @@ WITHOUT_BLOCKS = {
     ("1x128", "1x128"): (OURS, OURS, SAID, OURS),
 }
 """Of torch that is built with an older CUDA than 12.9."""
+WITHOUT_MX = {**WITHOUT_BLOCKS, ("1x32", "1x32"): (SAID, SAID, SAID, SAID)}
+"""Of torch that is built with an older CUDA than 12.8."""
 
 RECIPES_AND_FORMATS = {name: make_recipe(name) for name in RECIPES} | {
     "rowwise hybrid": Float8RowwiseScaling(fp8_format=Format.HYBRID)
@@ -89,25 +91,32 @@ def gemms_of(
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmChoice]]:
-    """What GEMMs were planned on a GPU that is not there."""
+    """What GEMMs ran on a GPU that is not there."""
     chosen: list[GemmChoice] = []
-    build = gemm_cuda.build_gemm
 
     def noted(bound: gemm_cuda.BoundGemm, choice: GemmChoice, plan_key: Any) -> Any:
+        if choice is Library.CUBLASLT:
+            return build(bound, choice, plan_key)
         chosen.append(choice)
-        return build(bound, choice, plan_key) if choice is Library.CUBLASLT else None
+        return reference_gemm
+
+    def library(*args: Any, **options: Any) -> Tensor:
+        chosen.append(Library.CUBLASLT)
+        return stand_in(*args, **options)
+
+    build = gemm_cuda.build_gemm
 
     monkeypatch.setattr(gemm_cuda, "build_gemm", noted)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "name_of", lambda device: "a GPU that nobody measured")
-    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    monkeypatch.setattr(torch, "_scaled_mm", library)
     monkeypatch.delenv(gemm_selection.CHOICE_VARIABLE, raising=False)
     yield chosen
     plans.clear_plan_cache()
 
 
 def backend_of(gemm: tuple[Any, ...], chosen: list[GemmChoice]) -> str:
-    """What multiplies on the GPU; the library's result is compared with the specification's."""
+    """What multiplies on the GPU; its result is compared with the specification's."""
     data_a, scale_a, data_b, scale_b, options, bias, amax, out = gemm
     del chosen[:]
     plans.clear_plan_cache()
@@ -119,12 +128,11 @@ def backend_of(gemm: tuple[Any, ...], chosen: list[GemmChoice]) -> str:
             torch.device("cuda", 0), operand_key(*a), operand_key(*b), options.flat,
             None if bias is None else tensor_key(bias), None if out is None else tensor_key(out), amax is not None,
         )  # fmt: skip
-        if chosen == [Library.CUBLASLT]:
-            copies = [None if out is None else out.clone() for _ in range(2)]
-            actual = run(*a, *b, options, bias, amax, copies[0])
-            right = reference_gemm(data_a, scale_a, data_b, scale_b, options, bias, amax, copies[1])
-            assert actual.stride() == right.stride()
-            torch.testing.assert_close(actual, right, rtol=2.0**-7, atol=2.0**-7 * float(right.abs().max()))
+        copies = [None if out is None else out.clone() for _ in range(2)]
+        actual = run(*a, *b, options, bias, amax, copies[0])
+        right = reference_gemm(data_a, scale_a, data_b, scale_b, options, bias, amax, copies[1])
+        assert actual.stride() == right.stride()
+        torch.testing.assert_close(actual, right, rtol=2.0**-7, atol=2.0**-7 * float(right.abs().max()))
     said = [str(each.message) for each in caught]
     if chosen == [Library.CUBLASLT]:
         assert not said
@@ -158,7 +166,7 @@ def test_what_runs_everywhere_comes_first(
     x = torch.randn(tokens, inputs, dtype=next(layer.parameters()).dtype, requires_grad=True)
     gemms = gemms_of(layer, x, RECIPES_AND_FORMATS[recipe], dtypes == "float32 and bfloat16", monkeypatch)
     assert len(gemms) == LAYERS[name]
-    for table, cuda in ((BACKENDS, "12.9"), (BACKENDS, "13.0"), (WITHOUT_BLOCKS, "12.8")):
+    for table, cuda in ((BACKENDS, "12.9"), (BACKENDS, "13.0"), (WITHOUT_BLOCKS, "12.8"), (WITHOUT_MX, "12.6")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         for column, (architecture, capability) in enumerate(ARCHITECTURES.items()):
             monkeypatch.setattr(launch, "architecture_of", lambda device, found=architecture: found)

@@ -5,7 +5,7 @@ Sizes and strides are checked by torch itself, on meta tensors. The rest is by P
 ``_check_deepseek_support``; of ``RowwiseScaledMM.cu`` (01386a0) ``check_inputs``; of ``CUDABlas.cpp``
 ``get_scale_mode``. Results of row scales are bfloat16 only: other dtypes are new, or cuBLASLt's on Hopper. How cuBLASLt
 lays out scales of blocks, whatever the strides, is in NVIDIA's documentation ("Scaling factors layouts") and in
-PyTorch's pull request 166752.
+PyTorch's pull request 166752. E8M0 scales are read one by one, at the address that this documentation gives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Refusal = RuntimeError
 
@@ -58,6 +59,8 @@ def _scales(
 ) -> tuple[Tensor, Tensor]:
     """The factors of all elements of ``a [M, K]`` and ``b [K, N]``."""
     (m, k), n = a.shape, b.shape[1]
+    if scale_a.dtype == scale_b.dtype == E8M0:
+        return _e8m0_scales(scale_a, m, k), _e8m0_scales(scale_b, n, k).t()
     if scale_a.numel() == scale_b.numel() == 1:
         return scale_a.double(), scale_b.double()
     if scale_a.shape == (m, 1) and scale_b.shape == (1, n):
@@ -80,3 +83,18 @@ def _scales(
     else:
         raise Refusal("Invalid scaling configuration.")
     return scale_a.repeat_interleave(128, 1).double(), of_b.double()
+
+
+def _e8m0_scales(given: Tensor, rows: int, k: int) -> Tensor:
+    """The scales of 1x32 blocks of all elements ``[rows, k]``."""
+    columns = -(-k // 32)
+    if not given.is_contiguous() or given.numel() != -(-rows // 128) * -(-columns // 4) * 512:
+        raise Refusal("Invalid scaling configuration.")
+    codes = given.view(torch.uint8).tolist()
+    read = torch.empty(rows, columns, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * -(-columns // 4) + column // 4
+            code = codes[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+            read[row, column] = 2.0 ** (code - 127) if code != 255 else float("nan")
+    return read.repeat_interleave(32, 1)[:, :k]

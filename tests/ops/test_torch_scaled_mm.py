@@ -16,10 +16,10 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops import gemm_cuda, plans, torch_scaled_mm
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import GemmOperand, Multiply, bind_gemm, build_gemm
-from lightning_fp8.ops.memory import TensorKey, operand_key
+from lightning_fp8.ops.memory import TensorKey, operand_key, tensor_key
 from lightning_fp8.proofs.drawing import numbers
 from lightning_fp8.proofs.products import aligned, operand
-from lightning_fp8.scaled import Layout
+from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.ops.scaled_mm_stand_in import BF16, E4M3, E5M2, FP16, FP32, stand_in
 from tests.tiers import every_pair
@@ -32,6 +32,18 @@ def library_gemm(a: tuple, b: tuple, gemm: Gemm, bias: torch.Tensor | None) -> M
     key_b = GemmOperand.from_key(gemm.layout_b, operand_key(*b), CPU)
     bias_key = None if bias is None else TensorKey(bias.dtype, bias.shape, (1,), 0, CPU)
     return build_gemm(bind_gemm(CPU, key_a, key_b, gemm, bias_key), Library.CUBLASLT)
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_cuda, "multiplies_mx_blocks", lambda device: True)
+
+
+def planned(
+    a: ScaledTensor, b: ScaledTensor, gemm: Gemm, bias: torch.Tensor | None, *, has_amax: bool = False
+) -> Multiply:
+    keys = operand_key(*aligned(a)), operand_key(*aligned(b)), gemm.flat
+    return gemm_cuda._plan_gemm(CPU, *keys, None if bias is None else tensor_key(bias), None, has_amax)
 
 
 @every_pair
@@ -151,6 +163,72 @@ def test_a_kernel_multiplies_refused_blocks(compiles: bool, monkeypatch: pytest.
     assert ["no compiler" in each for each in said[1:]] == [True] * (not compiles)
 
 
+@every_pair
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("bias_dtype", [None, BF16, FP32])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["43x43", "52x43", "43x52"])
+@pytest.mark.parametrize("sizes", [(1, 16, 32), (65, 112, 96), (197, 272, 240), (130, 257, 100), (31, 48, 1000)])
+def test_mx_blocks_on_blackwell(
+    out_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    formats: tuple[torch.dtype, torch.dtype],
+    sizes: tuple[int, int, int],
+    on_blackwell: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No call is refused; results are the exact ones, rounded once. Scales differ from block to block."""
+    m, n, k = sizes
+    a, b = (
+        operand(numbers(rows, k, seed, True) * 2.0 ** (torch.arange(k) // 32 % 5), dtype, Layout.MX_1X32, True)
+        for rows, seed, dtype in zip((m, n), (0, 1), formats)
+    )
+    assert k <= 32 or len(a.scale_inv.view(torch.uint8).unique()) > 1
+    bias = None if bias_dtype is None else numbers(1, n, 2, True)[0].to(bias_dtype)
+    amax, start = torch.tensor(0.0), numbers(m, n, 3, True)
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    gemm = Gemm(a.layout, b.layout, out_dtype)
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    exact = exact if bias is None else exact + bias.double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = planned(a, b, gemm, bias, has_amax=True)(*aligned(a), *aligned(b), gemm, bias, amax, None)
+        total = planned(a, b, gemm, bias)(*aligned(a), *aligned(b), gemm, bias, None, start.clone())
+    assert actual.dtype == out_dtype
+    assert actual.is_contiguous()
+    assert torch.equal(actual, exact.to(out_dtype))
+    assert amax == actual.abs().max()
+    assert torch.equal(total, start + actual)
+
+
+def test_mx_blocks_after_a_refusal(on_blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.dtype] = []
+
+    def refuses(*args: object, **named: torch.Tensor) -> None:
+        calls.append(named["scale_a"].dtype)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    plans.clear_plan_cache()
+    a, b = (operand(numbers(rows, 96, rows, True), E4M3, Layout.MX_1X32, True) for rows in (32, 48))
+    gemm = Gemm(a.layout, b.layout, BF16)
+    run = planned(a, b, gemm, None)
+    with pytest.warns(match="not here. The GEMM runs in BF16 instead, which is exact but slower.") as caught:
+        results = [run(*aligned(a), *aligned(b), gemm, None, None, None) for _ in range(2)]
+    assert len(caught) == 1
+    assert calls == [torch.float8_e8m0fnu]
+    exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
+    assert all(torch.equal(each, exact) for each in results)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 300])
+@pytest.mark.parametrize("columns", [1, 4, 9])
+def test_the_order_of_e8m0_scales_is_that_of_torchao(rows: int, columns: int) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    codes = torch.randint(0, 255, (columns, rows), dtype=torch.uint8).t()
+    actual = torch_scaled_mm.in_tiles(codes.view(torch.float8_e8m0fnu))
+    assert torch.equal(actual.view(torch.uint8), mx.to_blocked(codes.contiguous()))
+
+
 @pytest.mark.parametrize(
     ("device", "capability", "cuda", "takes"),
     [
@@ -171,6 +249,26 @@ def test_who_multiplies_blocks(
     assert torch_scaled_mm.multiplies_blocks(torch.device(device)) is takes
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0+cu129"))
     assert not torch_scaled_mm.multiplies_blocks(torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "cuda", "takes"),
+    [
+        ("cuda:0", (10, 0), "12.8", True),
+        ("cuda:0", (10, 3), "13.0", True),
+        ("cuda:0", (12, 0), "13.0", True),
+        ("cuda:0", (10, 0), "12.6", False),
+        ("cuda:0", (9, 0), "13.0", False),
+        ("cuda:0", (8, 9), "13.0", False),
+        ("cpu", (10, 0), "13.0", False),
+    ],
+)
+def test_who_multiplies_mx_blocks(
+    device: str, capability: tuple[int, int], cuda: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert torch_scaled_mm.multiplies_mx_blocks(torch.device(device)) is takes
 
 
 def test_the_stand_in_refuses() -> None:
