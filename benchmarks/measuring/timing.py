@@ -105,6 +105,8 @@ def clock_of(device: torch.device) -> Clock:
 def orders(count: int) -> list[list[int]]:
     """Orders of ``count`` contenders: together, each is in each place, and follows each other one, equally often.
 
+    This does not count the first contender of an order, which follows the last one of the order before.
+
     A balanced design: E. J. Williams, Experimental designs balanced for the estimation of residual effects of
     treatments, Australian Journal of Scientific Research A 2 (1949).
     """

@@ -255,11 +255,21 @@ def convert_module(
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
-    watch = RegionWatch()
+    elif fuse and not summary.fuses:
+        warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
+    watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
             module.record.watch = watch
     return model
+
+
+def nothing_fuses(model: nn.Module) -> str:
+    """The message that ``fuse=True`` has no effect."""
+    return (
+        f"fuse=True: no norm and no MLP of {type(model).__name__} can cast for FP8 layers; the table has the reasons "
+        "of those that it lists"
+    )
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:

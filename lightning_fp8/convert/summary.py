@@ -86,6 +86,11 @@ class ConversionSummary:
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
+    def fuses(self) -> bool:
+        """Whether a norm or an MLP casts for FP8 layers, with ``fuse=True``."""
+        return any(each.fp8 for each in (*self.norms, *self.mlps))
+
+    @property
     def share_of_parameters(self) -> float | None:
         """The share of the elements of all matrices that is in matrices that run in FP8; None without matrices."""
         total = sum(layer.parameters for layer in self.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,25 +14,30 @@ _traced: set[tuple[int, ...]] = set()
 
 
 class RegionWatch:
-    """Warns once if a model of ``convert_module`` runs with gradients outside every ``fp8_autocast``.
+    """Warns once if a model of ``convert_module`` runs with gradients enabled outside every ``fp8_autocast``.
 
-    All layers of a model share one. Forwards in compiled code are not seen.
+    All layers of a model share one. Forwards in compiled code are not seen. A copy starts anew.
 
     Attributes:
+        model: the name of the model's class.
         settled: whether a layer ran in FP8 with gradients, or the warning was issued.
     """
 
-    __slots__ = ("settled",)
+    __slots__ = ("model", "settled")
 
-    def __init__(self) -> None:
-        self.settled = False
+    def __init__(self, model: str) -> None:
+        self.model, self.settled = model, False
+
+    def __reduce__(self) -> Any:
+        return RegionWatch, (self.model,)
 
     def warn(self) -> None:
         if not self.settled:
             self.settled = True
             warnings.warn(
-                f"{FORWARDS} forwards of a model of convert_module ran with gradients outside every fp8_autocast, in "
-                "high precision. Run training inside `with fp8_autocast():`, and evaluations inside torch.no_grad()",
+                f"a layer of {self.model}, a model of convert_module, ran {FORWARDS} times outside every fp8_autocast "
+                "with gradients enabled, in high precision. Run training inside `with fp8_autocast():`, and "
+                "evaluations inside torch.no_grad()",
                 stacklevel=2,
             )
 
@@ -40,13 +45,14 @@ class RegionWatch:
 class LayerRecord:
     """The forwards of one layer since the record was last cleared.
 
-    Forwards in compiled code are not counted, nor are those that activation checkpointing repeats.
+    Forwards in compiled code are not counted. Those that activation checkpointing repeats only count as ``outside``.
 
     Attributes:
         fp8: the number of training forwards (``module.training``) that multiplied in FP8.
         high_precision: the number of training forwards that did not multiply in FP8.
         evaluations: the number of forwards outside training, in either precision.
-        outside: the number of forwards with gradients outside every ``fp8_autocast``, while the layer is watched.
+        outside: the number of forwards outside every ``fp8_autocast`` with gradients enabled, while the layer is
+            watched.
         watch: the watch of the layer's model, if it is of ``convert_module``.
     """
 

@@ -28,6 +28,7 @@ from lightning_fp8.convert.conversion import (
     apply_conversion,
     globs_without_layers,
     is_sharded,
+    nothing_fuses,
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
@@ -202,8 +203,8 @@ class FP8FabricPrecision(FabricPrecision):
                     "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
                     "FP8; attention by other functions does not"
                 )
-            if self.policy.fuse and not self.summary.norms and not self.summary.mlps:
-                rank_zero_warn(f"fuse=True: {type(module).__name__} has no norm and no MLP of a supported model family")
+            if self.policy.fuse and not self.summary.fuses:
+                rank_zero_warn(nothing_fuses(module))
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:

@@ -85,9 +85,10 @@ def misnamed(message: str) -> str:
     """The class paths in a parser's error ``message`` that this package does not have; empty if there are none."""
     package = sys.modules["lightning_fp8"]
     names = dict.fromkeys(re.findall(r"class_path '?lightning_fp8\.(\w+)'?\b", message))
-    nearest = {name: get_close_matches(name, package.__all__, 3, 0) for name in names if not hasattr(package, name)}
+    classes = [name for name in package.__all__ if isinstance(getattr(package, name), type)]
+    nearest = {name: get_close_matches(name, classes, 3) for name in names if not hasattr(package, name)}
     return "\n".join(
-        f"there is no lightning_fp8.{name}; did you mean {' or '.join(f'lightning_fp8.{each}' for each in found)}?"
+        f"there is no lightning_fp8.{name}" + bool(found) * f"; did you mean lightning_fp8.{' or '.join(found)}?"
         for name, found in nearest.items()
     )
 

@@ -120,7 +120,7 @@ def test_a_misspelled_class(where: str, tmp_path: Path, capsys: pytest.CaptureFi
         LightningCLI(BoringModel, args=["fit", "--config", str(tmp_path / "my.yaml")], save_config_callback=None)
     assert stopped.value.code == 2
     nearest = "lightning_fp8.FP8Precision" if where == "plugins" else "lightning_fp8.FP8Monitor"
-    assert_short(capsys.readouterr().err, f"there is no {given['class_path']}; did you mean {nearest} or ")
+    assert_short(capsys.readouterr().err, f"there is no {given['class_path']}; did you mean {nearest}")
 
 
 def test_a_misspelled_class_in_a_program_that_does_not_import_this_package(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_misspelled_class_in_a_program_that_does_not_import_this_package(tmp_p
     command = [sys.executable, "-c", program, "fit", "--config", str(tmp_path / "my.yaml")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 2
-    assert_short(ran.stderr, "there is no lightning_fp8.FP8Precison; did you mean lightning_fp8.FP8Precision or ")
+    assert_short(ran.stderr, "there is no lightning_fp8.FP8Precison; did you mean lightning_fp8.FP8Precision")
 
 
 class MyPrecision(FP8Precision):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,7 +224,7 @@ def converted() -> nn.Module:
 def test_training_outside_every_region_warns_once() -> None:
     model = converted()
     (said,) = trained(convert_module(model), nullcontext)
-    assert said.startswith("3 forwards of a model of convert_module ran with gradients outside every fp8_autocast")
+    assert said.startswith("a layer of Sequential, a model of convert_module, ran 3 times outside every fp8_autocast")
     assert not trained(model, nullcontext)
     assert not trained(converted(), fp8_autocast)
     assert not trained(converted(), partial(fp8_autocast, enabled=False)), "a baseline in high precision"
@@ -279,6 +280,25 @@ def test_training_in_eval_mode_outside_every_region() -> None:
         model(torch.randn(16, 16))
 
 
+def copied(model: nn.Module, folder: Path) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def saved_and_loaded(model: nn.Module, folder: Path) -> nn.Module:
+    torch.save(model, folder / "model.pt")
+    loaded: nn.Module = torch.load(folder / "model.pt", weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("again", [copied, saved_and_loaded])
+def test_a_copy_of_a_model_that_trained_in_fp8(again: Callable[[nn.Module, Path], nn.Module], tmp_path: Path) -> None:
+    model = converted()
+    assert not trained(model, fp8_autocast)
+    (said,) = trained(again(model, tmp_path), nullcontext)
+    assert "outside every fp8_autocast" in said
+    assert not trained(model, nullcontext)
+
+
 def test_attention_where_there_is_none() -> None:
     with pytest.warns(UserWarning, match="attention=True: no module of Sequential was found that computes attention"):
         FP8FabricPrecision("tensorwise", attention=True).convert_module(
@@ -286,8 +306,13 @@ def test_attention_where_there_is_none() -> None:
         )
 
 
-def test_fuse_where_nothing_fuses() -> None:
-    with pytest.warns(UserWarning, match="fuse=True: Sequential has no norm and no MLP of a supported model family"):
-        FP8FabricPrecision("tensorwise", fuse=True).convert_module(
-            nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        )
+def converted_by_plugin(model: nn.Module) -> nn.Module:
+    return FP8FabricPrecision("tensorwise", fuse=True).convert_module(model)
+
+
+@pytest.mark.parametrize("convert", [converted_by_plugin, partial(convert_module, fuse=True)])
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.LayerNorm, 16)])
+def test_fuse_where_nothing_fuses(convert: Callable[[nn.Module], nn.Module], norm: Callable[[], nn.Module]) -> None:
+    blocks = (nn.Sequential(norm(), nn.Linear(16, 16)) for _ in range(4))
+    with pytest.warns(UserWarning, match="fuse=True: no norm and no MLP of Sequential can cast for FP8 layers"):
+        convert(nn.Sequential(*blocks))

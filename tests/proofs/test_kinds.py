@@ -170,6 +170,7 @@ def test_a_slip_that_needs_large_tensors_is_found(slip: str, monkeypatch: pytest
     name, changed, change, finding = SLIPS[slip]
     monkeypatch.setattr("cuda_kernels.host.launch.multiprocessors", lambda device: 2)
     rewritten: dict[str, bool] = {}
+    assert finding in {case.name for case in KINDS[name].cases()}
 
     def rewrite(kernel: Kernel, ptx: str) -> str:
         new = change(ptx) if changed in kernel.name else ptx

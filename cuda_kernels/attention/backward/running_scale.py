@@ -1,7 +1,8 @@
 """A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
 
 The limit starts as the largest magnitude of the first tile in which the row exceeds :data:`START`. Sums in units of the
-scale are rescaled when it changes, by powers of two and so exactly. As the reference's ``round_rows_running``.
+scale are rescaled when it changes, by powers of two and so exactly, except when the limit starts. As the reference's
+``round_rows_running``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def refitted(amax, limit):
 def row_scale(factor, limit):
     """What turns a row's values before ``factor`` into codes.
 
-    It is finite for every factor, so that a row of zeros has codes of 0 while its limit is :data:`START`.
+    It is finite for every factor, so that a row of zeros has codes of 0 while its limit is :data:`START`. Codes are too
+    small if a row's values before ``factor`` are below ``448 * 2**-128``.
     """
     return float_min(factor * LARGEST_CODE * reciprocal_approx(limit), _LARGEST)
 

@@ -124,7 +124,7 @@ def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`round_rows` with a scale that is kept from tile to tile, and halved only when values exceed its range.
 
     A row starts with ``448 / amax`` of the first tile in which it exceeds :data:`START`. A kernel that accumulates in
-    units of the scale rescales when it changes, exactly, since by a power of two.
+    units of the scale rescales when it changes, exactly, since by a power of two, except when a row starts.
 
     Args:
         x: float32 ``[..., N]``; overwritten.

@@ -99,6 +99,12 @@ def test_a_mean_that_overflows_is_not_taken() -> None:
     torch.testing.assert_close(cast(x, centered=True).dequantize(), x)
 
 
+def test_a_faint_row_has_the_scale_of_the_least_amax() -> None:
+    codes, inverse = round_rows(torch.tensor([[1e-38, 2.0**-119], [1e-38, -1e-38]]))
+    torch.testing.assert_close(inverse, torch.full((2, 1), 2.0**-119 / 448), rtol=1e-6, atol=0)
+    assert codes.tolist() == [[3.0, 448.0], [3.0, -3.0]]  # 1e-38 is 2.98 units
+
+
 def test_a_row_with_an_inf_is_nan_not_saturated() -> None:
     x = torch.tensor([[1.0, math.inf], [3.0, -1.0]])
     for codes, inverse in (round_rows(x.clone()), round_rows_running(x.clone(), torch.full((2, 1), START))):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_fp8 import LayerNormLinear, LayerNormMLP, fp8_autocast
+from lightning_fp8 import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, fp8_autocast
 from lightning_fp8.recipes import RECIPES
 from tests.modules.fused.cases import (
     ACTIVATIONS,
@@ -97,3 +98,18 @@ def test_no_rows_and_one(recipe: str, leading: tuple[int, ...]) -> None:
         assert y.shape == (*leading, 40 if cls is LayerNormLinear else 24)
         assert normalized.shape == x.shape == x.grad.shape  # type: ignore[union-attr]
         assert all(not parameter.grad.any() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_do_not_depend_on_strides(norm: type[nn.Module], dtype: torch.dtype) -> None:
+    x = torch.randn(96, 200).to(dtype)
+    layer = norm(96)
+    results = []
+    for each in (x.t(), x.t().contiguous()):
+        each = each.detach().requires_grad_()
+        y = layer(each)
+        y.square().sum().backward()
+        results += [y, each.grad]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
