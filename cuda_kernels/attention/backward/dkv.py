@@ -48,7 +48,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load
-from cuda_kernels.attention.products import make_product, make_register_product, thread_again
+from cuda_kernels.attention.products import found_again, make_product, make_register_product, thread_again
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import block_index, make_band_mask, tile_again, visible_columns, visited_tiles
@@ -257,7 +257,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         load_own(smem + k_offset, map_k, smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
-            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
+            i, end = i32(first_tile >> 1), i32((last_tile + 1) >> 1)
+            while i < end:  # not a range, which is unrolled: addresses would not fit into the producer's registers
                 barrier = smem + full + 8 * stage_idx
                 query = queries + i * ROWS
                 fill_stage(barrier, smem + empty + 8 * stage_idx, phase, stage_bytes)
@@ -269,6 +270,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
                 fill_stage(barrier, smem + empty_qt + 8 * stage_idx, phase, transposed_bytes)
                 tma_load(smem + qt_offset + stage_idx * transposed_bytes, map_qt, barrier, query, head * head_dim)
                 stage_idx, phase = next_stage(stage_idx, phase)
+                i = found_again(i32(i + 1))
 
     @device
     def no_codes():

@@ -110,7 +110,8 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
             load_rows(smem + v_offset, map_v, smem + full_kv, kv_head * rows_k + packed_row)
         stage_idx, phase = i32(0), i32(0)
         for head in range(kv_head * group, (kv_head + 1) * group):
-            for i in range(first_tile >> 1, (last_tile + 1) >> 1):
+            i, end = i32(first_tile >> 1), i32((last_tile + 1) >> 1)
+            while i < end:  # see attention_dkv
                 query = queries + i * ROWS
                 barrier = smem + full + 8 * stage_idx
                 fill_stage(barrier, smem + empty + 8 * stage_idx, phase, WIDE_TILE + STATISTICS_BYTES)
@@ -127,6 +128,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
                 tma_load(smem + ring + stage_idx * WIDE_TILE, map_t, barrier, query, head * 256)
                 tma_load(smem + ring + stage_idx * WIDE_TILE + TILE, map_t, barrier, query, head * 256 + 128)
                 stage_idx, phase = next_stage(stage_idx, phase)
+                i = found_again(i32(i + 1))
 
     @device
     def consume(smem, tile, wg_idx, key_factor, value_scale_inv, group, left, right, scratch):

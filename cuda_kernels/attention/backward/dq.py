@@ -28,6 +28,7 @@ from cuda_kernels.attention.backward.statistics import (
     TOTAL,
 )
 from cuda_kernels.attention.block import make_own_load
+from cuda_kernels.attention.products import thread_again
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import tile_again
@@ -50,7 +51,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     the softmax scale times log2(e), which is positive, and the softmax scale; and the strides of dq in elements,
     between sequences, rows and heads. The grid is that of :func:`cuda_kernels.attention.tiles.tile_of`.
     """
-    wide = spec.panels > 1
+    wide, reload = spec.panels > 1, spec.head_dim >= 128
     tiles = make_wide_tiles(spec) if wide else make_tiles(spec)
     offsets, stages, init_ring, load_keys, consume, store = tiles
     q_offset, do_offset, out_offset, full_q = (offsets[name] for name in ("q", "do", "out", "full_q"))
@@ -90,8 +91,11 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
             dq, rest, rest_below = consume(
                 smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right
             )
-            if wide:
+            if reload:  # what a thread knows of its rows would not fit into registers in the loop
                 tile, head = tile_again(table, heads_at_once)
+                thread = thread_again()
+                lane, warp = thread & 31, thread >> 5
+                row_in_tile = warp * 16 + (lane >> 2)
                 mine = statistics + (i64(head) * STATISTICS * rows_q + tile[TILE_ROW] + row_in_tile) * 4
             rest, rest_below = quad_sum(rest), quad_sum(rest_below)
             if lane & 3 == 0:

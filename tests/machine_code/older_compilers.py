@@ -1,0 +1,58 @@
+"""Compile Hopper's attention kernels by another libnvvm and nvJitLink than the installed ones, in a process of its own.
+
+    python -m tests.machine_code.older_compilers FOLDER
+
+``FOLDER`` is a ``pip install --target`` of NVIDIA's wheels. The result is a line of JSON: the libraries that were used,
+and the assembler's report of each kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cuda_kernels.kernel import Kernel
+
+LIBRARIES = "libnvvm.so*", "libnvJitLink.so*"
+
+
+def kernels() -> Iterator[Kernel]:
+    """Attention's kernels for Hopper, of each number of channels in BF16, and of 128 channels in float32."""
+    from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
+    from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+    from cuda_kernels.attention.backward.dq import attention_dq_kernel
+    from cuda_kernels.attention.forward import attention_forward_kernel
+    from cuda_kernels.attention.spec import AttentionSpec
+
+    specs = [AttentionSpec(channels, "bfloat16") for channels in (64, 96, 128, 256)]
+    for spec in (*specs, AttentionSpec(128, "float32")):
+        yield attention_forward_kernel(spec)
+        yield attention_dq_kernel(spec)
+        if spec.head_dim < 256:
+            yield attention_dkv_kernel(spec)
+        else:
+            yield attention_dkv_256_kernel(spec, "dk")
+            yield attention_dkv_256_kernel(spec, "dv")
+
+
+def main(folder: str) -> None:
+    """Load the libraries of ``folder`` before those that are installed, and compile."""
+    for pattern in LIBRARIES:
+        (library,) = Path(folder).rglob(pattern)
+        ctypes.CDLL(str(library), os.RTLD_NOW | os.RTLD_GLOBAL)
+    from cuda_kernels.lowering import compiler
+
+    reports = {kernel.name: compiler.link(compiler.ltoir(kernel, "90a"), "90a", "cubin")[1] for kernel in kernels()}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    used = {line.split()[-1] for line in maps if "libnvvm" in line or "libnvJitLink" in line}
+    print(json.dumps({"libraries": sorted(used), "reports": reports}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
