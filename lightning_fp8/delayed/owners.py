@@ -1,15 +1,17 @@
 """Owners: which optimizers update which slots.
 
 The owner of a slot is its layer, or the closest parent of the layer up to the root of the converted model, that has a
-parameter which requires a gradient or which a known optimizer holds. An optimizer that holds a parameter of the owner
+parameter which requires a gradient or which an active optimizer holds. An optimizer that holds a parameter of the owner
 updates the slot. So each of two networks in one model follows its own optimizer, a frozen layer follows the optimizer
 of its adapters or of the head after it, and attention without parameters follows the optimizer of its block. A layer
-without parameters that was not converted as part of a model follows every optimizer.
+that is frozen or has no parameters, and whose converted model is not known (a copy, or a layer that was not converted),
+follows every optimizer.
 
-An optimizer is known from its first step on; those of a Trainer are known earlier. Owners are computed at an optimizer
-step, if since the last step there is a new model, optimizer or parameter group, or if the parameters of an FP8 layer
-have changed, or which of them require gradients. A forward before the first step can also compute them, but not under
-FSDP2, since modules have other parameters during a forward.
+An optimizer is known from its first step on; those of a Trainer are known earlier. It is active until others have
+stepped :data:`IDLE_ROUNDS` times since its last step. Owners are computed at an optimizer step, if since the last step
+there is a new model, optimizer or parameter group, if an optimizer becomes active or idle, or if the parameters of a
+model have changed, or which of them require gradients. A forward before the first step can also compute them, but not
+under FSDP2, since modules have other parameters during a forward.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from lightning_fp8.delayed.history import AmaxHistory, all_histories, living, ve
 Slots = frozenset[int]
 """The indices of slots in one history."""
 
+IDLE_ROUNDS = 100
+"""The number of steps of another optimizer after which an optimizer that does not step is idle."""
+
 
 @dataclass(eq=False)
 class _Optimizer:
@@ -37,11 +42,15 @@ class _Optimizer:
 
     Attributes:
         parameters: the ``id`` of each parameter that it holds.
+        round: the round of steps in which it stepped last.
+        active: whether it has stepped in the last :data:`IDLE_ROUNDS` rounds.
         version: the version of the modules and owners that ``owned`` was computed for.
         owned: the histories in which it owns slots, in order of creation, with these slots.
     """
 
     parameters: list[int]
+    round: int
+    active: bool = True
     version: tuple[int, int] | None = None
     owned: list[tuple[weakref.ref[AmaxHistory], Slots]] = field(default_factory=list)
 
@@ -57,7 +66,7 @@ class _Owners:
         version: the version of the modules that they were computed for.
         parameters: for each slot, the ``id`` of its owner's parameters; ``None`` if every optimizer updates it.
         masks: cached masks of slots, by the indices of the slots.
-        optimizers: the known optimizers of each slot, cached with the number of known optimizers.
+        optimizers: the active optimizers of each slot, cached with the number of known optimizers.
     """
 
     version: int
@@ -72,10 +81,10 @@ class _Owners:
         return frozenset(slot for slot, parameters in enumerate(self.parameters) if id(parameters) in owned)
 
     def optimizers_by_slot(self) -> list[set[int]]:
-        """For each slot, the ``id`` of the :class:`_Optimizer` of each of its optimizers."""
+        """For each slot, the ``id`` of the :class:`_Optimizer` of each of its active optimizers."""
         if self.optimizers[0] != _num_known:
             by_slot: list[set[int]] = [set() for _ in self.parameters]
-            for optimizer in list(_optimizers.values()):
+            for optimizer in _active():
                 for slot in self.slots_owned_by(optimizer):
                     by_slot[slot].add(id(optimizer))
             self.optimizers = _num_known, by_slot
@@ -87,29 +96,37 @@ _num_known = 0
 """The number of optimizers, and of changed lists of their parameters, that have been registered."""
 _renewals = 0
 """The number of times that owners were invalidated."""
-_parameters_of_layers: list[tuple[int, bool]] = []
-"""The ``id`` of each parameter of an FP8 layer at the last step, and whether it made its module an owner."""
+_parameters_of_models: list[tuple[int, bool]] = []
+"""The ``id`` of each parameter of the models at the last step, and whether it made its module an owner."""
 _held: frozenset[int] = frozenset()
-"""The ``id`` of each parameter that a known optimizer holds."""
+"""The ``id`` of each parameter that an active optimizer holds."""
+_round = 0
+"""The number of times that an optimizer stepped which had already stepped since the last time."""
 _collected = 0
 """The version of the modules at the last run of the garbage collector."""
 
 
 def _renew() -> None:
     """Invalidate all owners, because optimizers or parameters have changed."""
-    global _renewals
+    global _renewals, _held
     _owners.clear()
     _renewals += 1
+    _held = frozenset(parameter for optimizer in _active() for parameter in optimizer.parameters)
+
+
+def _active() -> list[_Optimizer]:
+    return [optimizer for optimizer in list(_optimizers.values()) if optimizer.active]
 
 
 def _compare_parameters() -> None:
-    """Invalidate all owners if the parameters of FP8 layers have changed since the last step."""
-    global _parameters_of_layers
-    modules = [module for history in all_histories() for module in living(history.modules)]
-    parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+    """Invalidate all owners if the parameters of the models have changed since the last step."""
+    global _parameters_of_models
+    roots = [module for history in all_histories() for module in living(history.modules)]
+    modules = {id(module): module for root in roots for module in root.modules()}
+    parameters = [each for module in modules.values() for each in module._parameters.values() if each is not None]
     found = [(id(each), each.requires_grad or id(each) in _held) for each in parameters]
-    if found != _parameters_of_layers:
-        _parameters_of_layers = found
+    if found != _parameters_of_models:
+        _parameters_of_models = found
         _renew()
 
 
@@ -123,6 +140,7 @@ def _owners_of(history: AmaxHistory) -> _Owners:
 def _find_owners(history: AmaxHistory) -> _Owners:
     modules = living(history.modules)
     slots_of = {id(module): slots for module in modules if (slots := history.slots_of[id(module)])}
+    layers_with_slots = frozenset(slots_of)
     owners = _Owners(version_of_modules(), [frozenset()] * len(history.names))
 
     def give(layers: list[int], parameters: frozenset[int] | None) -> None:
@@ -151,7 +169,7 @@ def _find_owners(history: AmaxHistory) -> _Owners:
     for root in sorted(modules, key=lambda module: id(module) in slots_of):
         if not history.slots_of[id(root)] or id(root) in slots_of:
             parameters, _, without_owner = visit(root)
-            give(without_owner, frozenset() if parameters else None)
+            give(without_owner, None if id(root) in layers_with_slots or not parameters else frozenset())
     return owners
 
 
@@ -162,16 +180,29 @@ def parameter_ids(optimizer: Any) -> list[int]:
 
 def know(optimizer: Any) -> _Optimizer:
     """Register ``optimizer``, an object with ``param_groups``, and the parameters that it currently holds."""
-    global _num_known, _held
+    global _num_known
     parameters = parameter_ids(optimizer)
     known = _optimizers.get(optimizer)
     if known is not None and known.parameters == parameters:
         return known
-    _renew()
     _num_known += 1
-    known = _optimizers[optimizer] = _Optimizer(parameters)
-    _held = frozenset(parameter for each in list(_optimizers.values()) for parameter in each.parameters)
+    known = _optimizers[optimizer] = _Optimizer(parameters, _round)
+    _renew()
     return known
+
+
+def note_step(optimizer: Any) -> None:
+    """Note a step of ``optimizer``, an object with ``param_groups``, and which optimizers are active after it."""
+    global _round
+    known = know(optimizer)
+    if known.round == _round:
+        _round += 1
+    known.round = _round
+    changed = [each for each in list(_optimizers.values()) if each.active != (_round - each.round <= IDLE_ROUNDS)]
+    for each in changed:
+        each.active = not each.active
+    if changed:
+        _renew()
 
 
 def owned_by(optimizer: Any) -> list[tuple[AmaxHistory, Slots]]:

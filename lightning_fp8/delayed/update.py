@@ -38,7 +38,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import AmaxHistory, Span, all_histories, span_of, span_ratio
-from lightning_fp8.delayed.owners import Slots, all_slots, mask_of, owned_by, parameter_ids, slots_without_optimizer
+from lightning_fp8.delayed.owners import (
+    Slots,
+    all_slots,
+    mask_of,
+    note_step,
+    owned_by,
+    parameter_ids,
+    slots_without_optimizer,
+)
 from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaling import FLOAT32_MAX, is_usable
@@ -367,6 +375,7 @@ def after_optimizer_step(optimizer: Any, *_: Any) -> None:
     _step_number = next(_numbers)
     if _overflowed(optimizer):
         return
+    note_step(optimizer)
     if _current_backward() >= 0:
         _put_off(optimizer)
     elif not _is_inner_step(optimizer):

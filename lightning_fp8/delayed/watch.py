@@ -85,7 +85,7 @@ class Watch:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
             f"the FP8 scales of {', '.join(names[:3])}{more} are not updated: their layers have parameters that "
-            "require gradients, and no optimizer that has stepped holds one of them. Add them to an optimizer, or "
+            "require gradients, and no optimizer that has stepped lately holds one. Add them to an optimizer, or "
             "freeze them with requires_grad_(False): they then follow the optimizer of their parent module",
             stacklevel=2,
         )

@@ -327,6 +327,8 @@ class LinearLayer(WeightCachingModule):
                     "gradients in the backward pass; leave it out"
                 )
             if not delayed:
+                if not any(weight.requires_grad for weight in weights):
+                    continue
                 raise RuntimeError(
                     "backward_dw() has no backward pass to complete: call it once for each forward and backward pass"
                 )
@@ -334,7 +336,8 @@ class LinearLayer(WeightCachingModule):
                 gradient = delayed.popleft()()
                 if gradient is not None and not self.fuse_wgrad_accumulation:
                     for weight, piece in zip(weights, gradient.split([len(weight) for weight in weights])):
-                        weight.grad = piece if weight.grad is None else weight.grad.add_(piece)
+                        if weight.requires_grad:
+                            weight.grad = piece if weight.grad is None else weight.grad.add_(piece)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 

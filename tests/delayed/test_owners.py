@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.owners import IDLE_ROUNDS
 from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
 from lightning_fp8.scaled import Role
 
@@ -126,3 +130,65 @@ def test_sharded_layers_keep_their_optimizer_when_another_model_is_made(one_rank
     train(model, optimizer, 1)
     assert bool((history.scale != 1).all())
     assert other.history is not history
+
+
+def test_a_frozen_layer_leaves_an_idle_optimizer() -> None:
+    """The optimizer of a first phase of training, such as that of an earlier Trainer, lives on and does not step."""
+    model = converted(nn.Linear(16, 16), nn.Linear(16, 16))
+    first = SGD(model.parameters(), 1e-9)
+    train(model, first, 3)
+    model[0].requires_grad_(False)
+    second = SGD(model[1].parameters(), 1e-9)
+    before = input_scale(model[0])
+    train(model, second, IDLE_ROUNDS - 1, LARGER)
+    assert input_scale(model[0]) == before, "it may step again, as that of a GAN's other network"
+    largest = max(train(model, second, 1, LARGER) for _ in range(4))
+    assert input_scale(model[0]) <= E4M3_MAX / largest * (1 + 1e-6)
+    model[0].requires_grad_()
+    with pytest.warns(UserWarning, match="the FP8 scales of 0.input, 0.weight.* are not updated"):
+        train(model, second, 2 * UPDATES_OF_OTHERS)
+    largest = train(model, first, 1, 100 * LARGER)
+    assert input_scale(model[0]) == float(torch.tensor(E4M3_MAX) / largest), "it is active again"
+
+
+def test_two_optimizers_that_take_turns_stay_active() -> None:
+    """As of a GAN, one of whose networks is frozen while the other one steps."""
+    model = converted(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizers = [SGD(layer.parameters(), 1e-9) for layer in model]
+    for turn in range(2 * IDLE_ROUNDS):
+        for own, layer in enumerate(model):
+            layer.requires_grad_(own == turn % 2)
+        before = [input_scale(layer) for layer in model]
+        train(model, optimizers[turn % 2], 1, float(turn + 1))
+        if turn > 1:
+            assert input_scale(model[1 - turn % 2]) == before[1 - turn % 2]
+
+
+@pytest.mark.parametrize("of", ["unpickled", "part of a copy", "part of a model", "not converted"])
+def test_a_frozen_layer_whose_model_is_not_known_follows_every_optimizer(of: str) -> None:
+    model = converted(Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, 16)))
+    train(model, SGD([each for each in model.parameters() if each.requires_grad], 1e-9), 3)
+    if of == "unpickled":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        model = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    elif of == "part of a copy":
+        model = nn.Sequential(copy.deepcopy(model[0]))
+    elif of == "part of a model":
+        model = nn.Sequential(model[0])
+    else:
+        model = nn.Sequential(Adapted(Linear(16, 16)))
+    gc.collect()
+    largest = train(model, SGD([each for each in model.parameters() if each.requires_grad], 1e-9), 1, LARGER)
+    assert input_scale(model[0].layer) == float(torch.tensor(E4M3_MAX) / largest)
+
+
+def test_freezing_parameters_outside_fp8_layers_changes_owners() -> None:
+    model = converted(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)))
+    model[0][1].requires_grad_(False)
+    optimizer = SGD(model[1].parameters(), 1e-9)
+    train(model, optimizer, 3)
+    assert input_scale(model[0][1]) == 0, "its block's norm has an optimizer of its own, or will have"
+    model[0].requires_grad_(False)
+    train(model, optimizer, 1)
+    assert input_scale(model[0][1]) > 0

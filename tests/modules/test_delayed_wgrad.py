@@ -94,3 +94,36 @@ def test_frozen_weights_copies_and_what_is_refused() -> None:
     compiled = torch.compile(pair(Linear)[0], backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="torch.compile does not support delay_wgrad_compute=True"):
         run(compiled, torch.randn(4, 16), "tensorwise")
+
+
+@RECIPES
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_one_of_several_parts_is_frozen(kind: Any, recipe: str | None) -> None:
+    delaying, at_once = (
+        kind(16, 32, parameters_split=("a", "b"), delay_wgrad_compute=delays) for delays in (True, False)
+    )
+    at_once.load_state_dict(delaying.state_dict())
+    x = torch.randn(8, 16)
+    for layer in (delaying, at_once):
+        layer.a_weight.requires_grad_(False)
+        run(layer, x, recipe).square().sum().backward()
+    delaying.backward_dw()
+    assert delaying.a_weight.grad is at_once.a_weight.grad is None
+    assert torch.equal(delaying.b_weight.grad, at_once.b_weight.grad)
+
+
+@RECIPES
+@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
+def test_one_of_two_products_is_frozen(frozen: str, recipe: str | None) -> None:
+    delaying, at_once = pair(LayerNormMLP)
+    x = torch.randn(8, 16)
+    for layer in (delaying, at_once):
+        getattr(layer, frozen).requires_grad_(False)
+        run(layer, x, recipe).square().sum().backward()
+    delaying.backward_dw()
+    for name in ("fc1_weight", "fc2_weight"):
+        later, now = getattr(delaying, name).grad, getattr(at_once, name).grad
+        assert (later is None) == (now is None) == (name == frozen)
+        assert later is None or torch.equal(later, now)
+    with pytest.raises(RuntimeError, match="no backward pass to complete"):
+        delaying.backward_dw()

@@ -31,6 +31,8 @@ class AttentionPlace(NamedTuple):
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_finalized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The copies whose end is noticed."""
 _lock = threading.RLock()
 
 
@@ -86,11 +88,26 @@ def detach(model: nn.Module) -> None:
 
 
 def attach_prepared() -> bool:
-    """:func:`attach` every prepared model, on entering a region with FP8 attention; returns whether there are any."""
+    """:func:`attach` every prepared model, on entering a region with FP8 attention.
+
+    It returns whether there are any, or copies of some.
+    """
     if len(_attached) < len(_prepared):
         for model in list(_prepared):
             attach(model)
-    return bool(_attached)
+    if not _attached and owners.copies:
+        _attach_copies()
+    return bool(_attached or owners.copies)
+
+
+def _attach_copies() -> None:
+    """Let FP8 contexts apply to copies of models that are gone."""
+    with _lock:
+        for module in list(owners.copies):
+            if module not in _finalized:
+                weakref.finalize(module, _uninstall_if_unused).atexit = False
+                _finalized.add(module)
+        sdpa.install()
 
 
 fp8_region.before_attention.append(attach_prepared)

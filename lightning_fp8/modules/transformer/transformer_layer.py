@@ -41,7 +41,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, softmax_type, fuse_qkv_params,
             fuse_wgrad_accumulation, qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope, get_rng_state_tracker: see :class:`lightning_fp8.MultiheadAttention`.
-        layernorm_epsilon, normalization, zero_centered_gamma: the arguments of all norms.
+        layernorm_epsilon, normalization, zero_centered_gamma: the arguments of all norms, except those of heads.
         hidden_dropout: the dropout probability of the branches, before they are added to the residual.
         drop_path_rate: the probability that self attention or the MLP is dropped for a sequence.
         init_method, output_layer_init_method: initialize the first and the last weights of the branches. None is a

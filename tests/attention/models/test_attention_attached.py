@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,8 @@ from tests.attention.models.test_attention_models import (
     Regression,
     trained,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.usefixtures("no_other_models")
@@ -119,3 +126,45 @@ def test_somebody_elses_wrapper_comes_and_goes(monkeypatch: pytest.MonkeyPatch) 
     assert F.scaled_dot_product_attention is TORCH_SDPA
     trained(Regression(Model()))
     assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+@pytest.mark.usefixtures("no_other_models")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_outlives_its_model(copied: Callable[[nn.Module], nn.Module]) -> None:
+    def run(model: nn.Module, fp8_dpa: bool = True) -> Tensor:
+        with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": fp8_dpa}):
+            y: Tensor = model(x)
+        return y
+
+    torch.manual_seed(0)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    model = convert_module(Model().bfloat16())
+    in_fp8, in_bf16 = run(model), run(model, False)
+    other = copied(model)
+    del model
+    gc.collect()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    assert torch.equal(run(other, False), in_bf16)
+    assert torch.equal(run(other), in_fp8)
+    assert not torch.equal(in_fp8, in_bf16)
+    del other
+    gc.collect()
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+def test_a_pickle_in_a_process_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, LENGTH, WIDTH).bfloat16()
+    model = convert_module(Model().bfloat16())
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        right = model(x)
+    torch.save((model, x, right), tmp_path / "model.pt")
+    program = (
+        "import sys, torch; model, x, right = torch.load(sys.argv[1], weights_only=False)\n"
+        "from lightning_fp8 import fp8_autocast\n"
+        "with fp8_autocast(fp8_recipe={'name': 'tensorwise', 'fp8_dpa': True}): y = model(x)\n"
+        "assert torch.equal(y, right)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
