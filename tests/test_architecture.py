@@ -235,6 +235,7 @@ ROOMS = {
         "fp8_region",
         "modules",
         "modules.transformer",
+        "ops",
         "parallel.checkpoint",
         "primary_weights",
     },

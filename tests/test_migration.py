@@ -235,28 +235,32 @@ def test_rotary_embeddings_by_transformer_engines_arguments() -> None:
 @pytest.mark.parametrize(
     ("capability", "available"),
     [
-        (None, (False, False)),
-        ((8, 0), (False, False)),
-        ((8, 9), (True, True)),
-        ((9, 0), (True, True)),
-        ((10, 0), (True, False)),
-        ((12, 0), (True, True)),
+        (None, (False, False, False)),
+        ((8, 0), (False, False, False)),
+        ((8, 9), (True, True, False)),
+        ((9, 0), (True, True, False)),
+        ((10, 0), (True, False, True)),
+        ((12, 0), (True, True, True)),
     ],
 )
 def test_what_a_device_computes_in_fp8(
-    capability: tuple[int, int] | None, available: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int] | None, available: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table of docs/kernels.md: what the default starts where."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert (te.is_fp8_available(), te.is_fp8_block_scaling_available()) == available
-    assert (te.is_mxfp8_available(), te.is_nvfp4_available()) == (False, False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert (te.is_fp8_available(), te.is_fp8_block_scaling_available(), te.is_mxfp8_available()) == available
+    assert not te.is_nvfp4_available()
     questions = (
         te.is_fp8_available, te.is_fp8_block_scaling_available, te.is_mxfp8_available, te.is_nvfp4_available
     )  # fmt: skip
     for question in questions:
         answer, reason = question(return_reason=True)  # type: ignore[misc]
         assert answer == question() == (reason == "")
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert not te.is_mxfp8_available()
 
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.timing import Contender
 from lightning_fp8 import FP8FabricPrecision, make_recipe
 from lightning_fp8.cli.bench import gemms_of, has_kernels
+from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
 from lightning_fp8.recipes import RECIPES
 
 BF16 = "BF16"
@@ -38,11 +39,12 @@ TINY_LAYERS = (Layer("Linear, forward and backward", ((32, 48),), 16, {f"over {B
 
 
 def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
-    """In BF16, and with every recipe that has kernels."""
+    """In BF16, and with every recipe that multiplies in FP8."""
     shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
     flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
     gemms = gemms_of(*layer.sizes[0], layer.tokens)
-    for recipe in (None, *(name for name in RECIPES if any(has_kernels(gemm, make_recipe(name)) for gemm in gemms))):
+    in_fp8 = [name for name in RECIPES if any(has_kernels(gemm, make_recipe(name)) for gemm in gemms)]
+    for recipe in (None, *in_fp8, *["mxfp8"] * multiplies_mx_blocks(plan.device)):
         by = BF16 if recipe is None else OURS if recipe == "delayed" else f"{OURS}, {recipe}"
         result = Result(layer.name, by, shape, "bfloat16", flops=flops, target=layer.target if by == OURS else {})
         try:

@@ -9,8 +9,9 @@
 
 Only legal choices are considered (:func:`~cuda_kernels.host.gemm_configs.legal_choices`). If no kernel is legal, these
 are cuBLASLt, or else the reference in plain torch. An op selects once per dtype, shape and memory layout of its
-operands. The op has copied operands that are not aligned, and computes pairs of layouts without a
-:class:`~cuda_kernels.gemm.spec.Scaling` by the reference.
+operands. The op has copied operands that are not aligned. Pairs of layouts without a
+:class:`~cuda_kernels.gemm.spec.Scaling` are not selected here: the op multiplies them by ``torch._scaled_mm`` (MXFP8 on
+Blackwell), unless the backend is ``numba``, or by the reference.
 """
 
 from __future__ import annotations
@@ -45,6 +46,20 @@ _NEAR = 2.0
 """A measurement applies to a problem whose sizes differ by less than this factor."""
 
 
+def backend() -> str | None:
+    """The user's backend, one of :data:`BACKENDS`, or None.
+
+    Raises:
+        ValueError: If the variable has another value.
+    """
+    given = os.environ.get(CHOICE_VARIABLE) or None
+    if given not in (None, *BACKENDS):
+        raise ValueError(
+            f"{CHOICE_VARIABLE}={given!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
+        )
+    return given
+
+
 def choose_gemm_on(card: str, problem: GemmProblem) -> GemmChoice:
     """:func:`choose_gemm` with the measurements on GPUs named ``card`` and the user's environment variable.
 
@@ -53,7 +68,7 @@ def choose_gemm_on(card: str, problem: GemmProblem) -> GemmChoice:
     Raises:
         ValueError: If the variable has another value.
     """
-    return choose_gemm(problem, measured_on(card), os.environ.get(CHOICE_VARIABLE) or None)
+    return choose_gemm(problem, measured_on(card), backend())
 
 
 def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), backend: str | None = None) -> GemmChoice:
@@ -63,14 +78,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
         problem: the GEMM.
         measured: measurements on this GPU.
         backend: one of :data:`BACKENDS`, to use wherever it supports the problem; None selects the fastest.
-
-    Raises:
-        ValueError: If the backend is unknown.
     """
-    if backend not in (None, *BACKENDS):
-        raise ValueError(
-            f"{CHOICE_VARIABLE}={backend!r} is neither numba nor cublaslt; leave it unset to let sizes decide"
-        )
     legal = legal_choices(problem)
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT

@@ -64,7 +64,7 @@ def gemms_of(inputs: int, outputs: int, tokens: int) -> list[LayerGemm]:
 
 
 def has_kernels(gemm: LayerGemm, recipe: Recipe) -> bool:
-    """Whether there are kernels for the layouts of the recipe. If not, plain torch multiplies."""
+    """Whether there are kernels for the layouts of the recipe; if not, there is nothing to choose from."""
     return (recipe.cast(gemm.a).layout, recipe.cast(gemm.b).layout) in SCALINGS
 
 
@@ -138,9 +138,11 @@ def bench(
     exact = [gemm.name for gemm in gemms if not has_kernels(gemm, recipe)]
     gemms = [gemm for gemm in gemms if has_kernels(gemm, recipe)]
     if not gemms:
-        raise ValueError(f"recipe={recipe.name!r} multiplies exactly in BF16 here: there is nothing to choose from")
+        raise ValueError(
+            f"no kernel of this package multiplies recipe={recipe.name!r}: there is nothing to choose from"
+        )
     if exact:
-        print(f"not timed, since recipe={recipe.name!r} multiplies them exactly in BF16 here: {', '.join(exact)}")
+        print(f"not timed, since no kernel multiplies them with recipe={recipe.name!r}: {', '.join(exact)}")
     card = launch.name_of(device)
     measured, found = [], []
     planned = [bound_gemm(gemm, recipe, device) for gemm in gemms]

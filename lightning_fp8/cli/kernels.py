@@ -128,7 +128,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
         (of_weight, {"out_dtype": "float32", "accumulate": True}),
     )
     for gemm, options in asked:
-        if not has_kernels(gemm, recipe):  # it is multiplied in BF16
+        if not has_kernels(gemm, recipe):
             continue
         problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
         spec = replace(problem.spec, **options)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with FP8 tensor cores (Ada)."""
+MX_CAPABILITY = (10, 0)
+"""The first compute capability with tensor cores for MXFP8 (Blackwell)."""
 
 SCALE = 2.0**5
 """Scale of test casts: exact in every format, and large enough to saturate some values."""
@@ -110,6 +112,25 @@ def block_product() -> str:
         ops.quantize(values(*shape).to(device()), Cast(E4M3, layout)).rowwise
         for shape, layout in zip(OPERANDS[1:], (Layout.BLOCK_1X128, Layout.BLOCK_128X128))
     )
+    assert a is not None
+    assert b is not None
+    return _product_of(a, b)
+
+
+def mx_product() -> str:
+    """Test a product of MXFP8, blocks of 1 × 32, against float64, if ``torch._scaled_mm`` multiplies it.
+
+    Raises:
+        ArithmeticError: If an error exceeds the bound of :func:`product`.
+    """
+    from lightning_fp8 import ops
+    from lightning_fp8.formats import E4M3
+    from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
+    from lightning_fp8.scaled import Cast, Layout
+
+    if not multiplies_mx_blocks(device()):
+        return "plain torch multiplies it on this GPU: it needs compute capability 10.0 and CUDA 12.8"
+    a, b = (ops.quantize(values(*shape).to(device()), Cast(E4M3, Layout.MX_1X32)).rowwise for shape in OPERANDS[1:])
     assert a is not None
     assert b is not None
     return _product_of(a, b)
@@ -268,7 +289,10 @@ def refuse_fallbacks() -> None:
 
 KERNELS = {"product of blocks": block_product, "scales": scales, "norm": norm, "attention": attention}
 """Probes of kernels other than casts and plain products."""
-PROBES = {"torch": torch_facts, "compile": compilation, "cast": cast, "product": product, **KERNELS}
+PROBES = {
+    "torch": torch_facts, "compile": compilation, "cast": cast, "product": product, "MXFP8 product": mx_product,
+    **KERNELS,
+}  # fmt: skip
 """Each returns a line that describes what ran, or raises the reason it failed."""
 
 

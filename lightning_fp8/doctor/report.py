@@ -30,7 +30,7 @@ from typing import Any, Literal
 from cuda_kernels.host import toolchain
 from cuda_kernels.host.cache_folder import CACHE_VARIABLE, CARRIED_VARIABLE
 from cuda_kernels.host.proofs import VARIABLE as PROOF_VARIABLE
-from lightning_fp8.doctor.probes import FP8_CAPABILITY, KERNELS, device, has_fp8
+from lightning_fp8.doctor.probes import FP8_CAPABILITY, KERNELS, MX_CAPABILITY, device, has_fp8
 from lightning_fp8.doctor.processes import Answer, answer_of, probe
 from lightning_fp8.version import __version__
 
@@ -234,6 +234,8 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
             yield launch(what, what)
         return
     yield launch("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
+    if any(tuple(capability) >= MX_CAPABILITY for _, capability, _ in facts["gpus"]):
+        yield launch("product, MXFP8", "MXFP8 product")
     # These compile kernels: `lightning-fp8 kernels build` does not include the doctor's.
     if "numba-cuda" in versions and all(finding.verdict == "ok" for finding in compilation):
         yield launch("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")

@@ -271,6 +271,8 @@ class ScaledMm:
 
     def __init__(self, fit: Fit, instead: Multiply, said: str) -> None:
         self._fit, self._instead, self._said = fit, instead, said
+        # A GPU that does not support MXFP8 refuses all sizes.
+        self._key = f"{MX_LAYOUTS} {said}" if fit.layout_a is Layout.MX_1X32 else ""
         self._refused = False
 
     def run(
@@ -287,7 +289,7 @@ class ScaledMm:
                 raise
             self._refused = True
             what = f"{tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}"
-            warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {self._said}.")
+            warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {self._said}.", key=self._key)
             return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
         return finish_unfused(result, amax, out)
 
@@ -323,7 +325,7 @@ def _plan_gemm(
     b = GemmOperand.from_key(gemm.layout_b, b_key, device)
     check_not_empty((a.rows, b.rows, a.k))
     layouts = gemm.layout_a, gemm.layout_b
-    has_mx_blocks = layouts == MX_LAYOUTS and multiplies_mx_blocks(device)
+    has_mx_blocks = layouts == MX_LAYOUTS and multiplies_mx_blocks(device) and gemm_selection.backend() != "numba"
     if layouts not in SCALINGS and not has_mx_blocks:
         if kernels:
             _warn_of_reference(device, layouts)

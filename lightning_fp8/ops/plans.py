@@ -173,10 +173,13 @@ def warn_of_fallback(device: torch.device, error: KernelError) -> None:
     warn_once(device, f"{what} not run on {device}: {error}. Plain torch operations are used instead, {instead}.")
 
 
-def warn_once(device: torch.device, message: str) -> None:
-    """Warn about ``device``. The same warning is repeated only after the plan cache was cleared."""
-    if (device, message) not in _warned:
-        _warned[device, message] = None
+def warn_once(device: torch.device, message: str, key: str = "") -> None:
+    """Warn about ``device``. The same warning is repeated only after the plan cache was cleared.
+
+    Warnings with the same ``key``, if it is not empty, are the same.
+    """
+    if (device, key or message) not in _warned:
+        _warned[device, key or message] = None
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 

@@ -15,7 +15,7 @@ The requirements on a GEMM ``[M, K] x [N, K]ᵀ`` are those of PyTorch's ``aten/
   silently wrong (PyTorch's pull request 166752). So M is padded to a multiple of 4 and K to a multiple of 512 or 128.
   K has at least two blocks, because one block would be taken for a single scale of a row.
 - E8M0 scales of 1x32 blocks (MXFP8) are supported on Blackwell from CUDA 12.8 on. cuBLASLt requires its own order of
-  these scales (:func:`in_tiles`). K is padded to a multiple of 32, so that it has whole blocks.
+  these scales (:func:`in_tiles`).
 - Two operands in E5M2 are not supported.
 """
 
@@ -39,7 +39,6 @@ _ROWS_MULTIPLE = 4
 _BLOCK_K = {Layout.BLOCK_1X128: 128, Layout.BLOCK_128X128: 4 * 128}
 """The multiple that K is padded to, by the layout of B's blocks. K-major scales are also padded to whole 16 bytes."""
 _LEAST_K = 2 * 128
-_MX_BLOCK_K = 32
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 """The tiles of cuBLASLt's E8M0 scales."""
 
@@ -101,7 +100,7 @@ def ways_to_fit(
     """The calls that can compute a GEMM of ``sizes`` m, n and k, fastest first."""
     m, n, k = sizes
     if layouts[0] is Layout.MX_1X32:
-        n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, _MX_BLOCK_K)
+        n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, SIZE_MULTIPLE)
         takes_bias = out_dtype != torch.float32
         return [Fit(*layouts, m, n, k, out_dtype, takes_bias, scales_afterwards=False, fast_accum=False)]
     if layouts[0].scales_along_k:
@@ -176,8 +175,8 @@ def is_refusal(error: Exception) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return False
-    refusals = "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE"
-    return "CUDA error" not in str(error) or any(status in str(error) for status in refusals)
+    refusals = "NOT_SUPPORTED", "INVALID_VALUE", "ARCH_MISMATCH"
+    return "CUDA error" not in str(error) or any(f"CUBLAS_STATUS_{status}" in str(error) for status in refusals)
 
 
 def _retried(call: Callable[[], Tensor]) -> Tensor:

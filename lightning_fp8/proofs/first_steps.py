@@ -381,8 +381,8 @@ def _by_whom(look: Look) -> tuple[str, str]:
         return ", ".join(look.kernels), f"{variable} continues without it"
     if is_product:
         way_out = (
-            "LIGHTNING_FP8_GEMM=numba continues with kernels of this package, if one supports the recipe on this GPU; "
-            "otherwise use another recipe"
+            "LIGHTNING_FP8_GEMM=numba continues with kernels of this package if they support the recipe on this GPU, "
+            "and with plain torch for MXFP8; otherwise use another recipe"
         )
         return "torch._scaled_mm or plain torch", way_out
     return "compiled plain torch", "TORCH_COMPILE_DISABLE=1 disables torch.compile"

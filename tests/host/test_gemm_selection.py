@@ -17,7 +17,7 @@ from cuda_kernels.gemm.spec import SCALE_N, GemmConfig, GemmSpec, MmaConfig, Sca
 from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
-from cuda_kernels.host.gemm_selection import choose_gemm
+from cuda_kernels.host.gemm_selection import choose_gemm, choose_gemm_on
 from lightning_fp8.formats import E4M3
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
@@ -216,9 +216,10 @@ def test_tiles_and_blocks(m: int, n: int, config: gemm_configs.KernelConfig, til
     assert gemm_configs.num_blocks(replace(LLAMA, m=m, n=n, multiprocessors=11), config) == blocks
 
 
-def test_unknown_backend() -> None:
+def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, "cutlass")
     with pytest.raises(ValueError, match=r"LIGHTNING_FP8_GEMM='cutlass' is neither numba nor cublaslt"):
-        choose_gemm(LLAMA, backend="cutlass")
+        choose_gemm_on("a card", LLAMA)
 
 
 def test_what_was_measured_is_taken() -> None:

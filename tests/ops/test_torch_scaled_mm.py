@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cuda_kernels.gemm.spec import GemmConfig
-from cuda_kernels.host import launch
+from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.ops import gemm_cuda, plans, torch_scaled_mm
-from lightning_fp8.ops.gemm import Gemm
+from lightning_fp8.ops.gemm import Gemm, reference_gemm
 from lightning_fp8.ops.gemm_cuda import GemmOperand, Multiply, bind_gemm, build_gemm
 from lightning_fp8.ops.memory import TensorKey, operand_key, tensor_key
 from lightning_fp8.proofs.drawing import numbers
@@ -167,7 +168,9 @@ def test_a_kernel_multiplies_refused_blocks(compiles: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("bias_dtype", [None, BF16, FP32])
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["43x43", "52x43", "43x52"])
-@pytest.mark.parametrize("sizes", [(1, 16, 32), (65, 112, 96), (197, 272, 240), (130, 257, 100), (31, 48, 1000)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 16, 32), (65, 112, 96), (197, 272, 240), (130, 257, 100), (31, 48, 1000), (128, 128, 64)]
+)
 def test_mx_blocks_on_blackwell(
     out_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
@@ -201,23 +204,65 @@ def test_mx_blocks_on_blackwell(
 
 
 def test_mx_blocks_after_a_refusal(on_blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning is issued for all sizes."""
     calls: list[torch.dtype] = []
 
     def refuses(*args: object, **named: torch.Tensor) -> None:
         calls.append(named["scale_a"].dtype)
-        raise RuntimeError("not here")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ARCH_MISMATCH when calling cublasLtMatmul")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     plans.clear_plan_cache()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (32, 64):
+            a, b = (operand(numbers(each, 96, each, True), E4M3, Layout.MX_1X32, True) for each in (rows, 48))
+            gemm = Gemm(a.layout, b.layout, BF16)
+            run = planned(a, b, gemm, None)
+            results = [run(*aligned(a), *aligned(b), gemm, None, None, None) for _ in range(2)]
+            exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
+            assert all(torch.equal(each, exact) for each in results)
+    (said,) = (str(each.message) for each in caught)
+    assert said.startswith(
+        "torch._scaled_mm refuses (32, 96) x (96, 48) on cpu: CUDA error: CUBLAS_STATUS_ARCH_MISMATCH"
+    )
+    assert said.endswith("The GEMM runs in BF16 instead, which is exact but slower.")
+    assert calls == [torch.float8_e8m0fnu] * 2
+
+
+def test_mx_blocks_that_are_not_aligned_are_copied(on_blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def aligned_only(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        assert a.stride(0) % 16 == b.stride(1) % 16 == 0
+        return stand_in(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", aligned_only)
     a, b = (operand(numbers(rows, 96, rows, True), E4M3, Layout.MX_1X32, True) for rows in (32, 48))
+    memory = torch.zeros(32 * 96 + 1, dtype=torch.uint8)
+    shifted = memory[1:].view(32, 96).view(E4M3)
+    shifted.view(torch.uint8).copy_(a.data.view(torch.uint8))
     gemm = Gemm(a.layout, b.layout, BF16)
-    run = planned(a, b, gemm, None)
-    with pytest.warns(match="not here. The GEMM runs in BF16 instead, which is exact but slower.") as caught:
-        results = [run(*aligned(a), *aligned(b), gemm, None, None, None) for _ in range(2)]
-    assert len(caught) == 1
-    assert calls == [torch.float8_e8m0fnu]
-    exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
-    assert all(torch.equal(each, exact) for each in results)
+    monkeypatch.setattr(gemm_cuda, "gemm_on_cuda", planned(a, b, gemm, None))
+    keys = operand_key(shifted, a.scale_inv), operand_key(*aligned(b)), gemm.flat
+    run = gemm_cuda._plan_gemm(CPU, *keys, None, None, False)
+    actual = run(shifted, a.scale_inv, *aligned(b), gemm, None, None, None)
+    assert torch.equal(actual, (a.dequantize().double() @ b.dequantize().double().t()).to(BF16))
+
+
+@pytest.mark.parametrize("backend", ["numba", "nonsense"])
+def test_mx_blocks_without_the_library(backend: str, on_blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable with which training continues if ``torch._scaled_mm`` gives wrong numbers."""
+    monkeypatch.setenv(gemm_selection.CHOICE_VARIABLE, backend)
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    plans.clear_plan_cache()
+    a, b = (operand(numbers(rows, 96, rows, True), E4M3, Layout.MX_1X32, True) for rows in (32, 48))
+    if backend == "numba":
+        with pytest.warns(match="plain torch is used instead"):
+            run = planned(a, b, Gemm(a.layout, b.layout, BF16), None)
+        assert run is reference_gemm
+    else:
+        with pytest.raises(ValueError, match="LIGHTNING_FP8_GEMM='nonsense' is neither numba nor cublaslt"):
+            planned(a, b, Gemm(a.layout, b.layout, BF16), None)
 
 
 @pytest.mark.parametrize("rows", [1, 128, 300])

@@ -12,6 +12,7 @@ import torch
 
 from lightning_fp8.foreign_names import answering
 from lightning_fp8.fp8_region import autocast, fp8_autocast
+from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
 from lightning_fp8.primary_weights import fp8_model_init
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.transformer_engine.answers import STATE
@@ -51,13 +52,19 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Available:
     """Whether matrix multiplications of ``Float8BlockScaling`` run on FP8 tensor cores."""
     reason = _why_not_fp8()
     if not reason and torch.cuda.get_device_capability()[0] == _BLACKWELL_OF_DATA_CENTRES:
-        reason = f"Float8BlockScaling runs on compute capability {_capability()}, but its products run in BF16"
+        reason = f"Float8BlockScaling runs on compute capability {_capability()}, but its products run in float32"
     return _answer(reason, return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Available:
-    """False: matrix multiplications of ``MXFP8BlockScaling`` run in BF16 on every device."""
-    return _answer("MXFP8BlockScaling runs everywhere, but its products run in BF16", return_reason)
+    """Whether matrix multiplications of ``MXFP8BlockScaling`` run on FP8 tensor cores."""
+    reason = _why_not_fp8()
+    if not reason and not multiplies_mx_blocks(torch.device("cuda", torch.cuda.current_device())):
+        reason = (
+            f"MXFP8BlockScaling runs on compute capability {_capability()} with CUDA {torch.version.cuda}, but its "
+            "products run in BF16; tensor cores of compute capability 10.0 and later run them, from CUDA 12.8 on"
+        )
+    return _answer(reason, return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Available:
