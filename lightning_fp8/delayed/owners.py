@@ -195,9 +195,11 @@ def note_step(optimizer: Any) -> None:
     """Note a step of ``optimizer``, an object with ``param_groups``, and which optimizers are active after it."""
     global _round
     known = know(optimizer)
-    if known.round == _round:
-        _round += 1
+    begins_round = known.round == _round
+    _round += begins_round
     known.round = _round
+    if known.active and not begins_round:
+        return
     changed = [each for each in list(_optimizers.values()) if each.active != (_round - each.round <= IDLE_ROUNDS)]
     for each in changed:
         each.active = not each.active
