@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import struct
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,10 @@ SHARED_BYTES = {"90a": 227 * 1024, "89": 99 * 1024, "100": 227 * 1024, "120": 99
 """The most a block may have."""
 
 KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of_case(case)}
+COMPILERS = os.environ.get("LIGHTNING_FP8_COMPILERS", "")
+"""A folder with a ``pip install --target`` of libnvvm and nvJitLink for each version; .ci/run makes it."""
+ROOT = Path(__file__).parents[2]
+
 SPILLED_BYTES = {
     "row_amax(gradient of glu bfloat16, bfloat16, aligned=False, by_row=True, by_column=False)": 16,
     "mma_attention_dq(d=256 bfloat16)": 24,
@@ -92,6 +101,25 @@ def test_kernel(kernel: Kernel, arch: str) -> None:
     assert not sass.parts_before_the_last_cluster_barrier(code)
     if kernel in PRODUCTS:
         check_product(kernel, code)
+
+
+@thorough
+@pytest.mark.skipif(not COMPILERS, reason="LIGHTNING_FP8_COMPILERS names no folder of compilers")
+@pytest.mark.parametrize("version", ["12.8.93", "13.0.88"])  # of torch 2.8 and of torch 2.11
+def test_attention_for_hopper_does_not_spill_with_older_compilers(version: str) -> None:
+    """torch requires one version of nvJitLink, and each version assigns registers in its own way."""
+    folder = Path(COMPILERS, version).resolve()
+    command = [sys.executable, "-m", "tests.machine_code.older_compilers", str(folder)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert len(found["libraries"]) == 2
+    assert all(library.startswith(str(folder)) for library in found["libraries"])
+    assert len(found["reports"]) == 16
+    for kernel, report in found["reports"].items():
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, kernel
+        assert not re.findall(r"[1-9]\d* bytes stack frame", report), kernel
+        assert not re.findall(r"^.*(?:warning|\(C\d+\)).*$", report, re.MULTILINE), kernel
 
 
 def check_resources(kernel: Kernel, arch: str, report: str) -> None:
