@@ -115,7 +115,7 @@ def test_attention_for_hopper_does_not_spill_with_older_compilers(version: str) 
     found = json.loads(ran.stdout)
     assert len(found["libraries"]) == 2
     assert all(library.startswith(str(folder)) for library in found["libraries"])
-    assert len(found["reports"]) == 16
+    assert len(found["reports"]) == 5
     for kernel, report in found["reports"].items():
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, kernel
         assert not re.findall(r"[1-9]\d* bytes stack frame", report), kernel
