@@ -99,19 +99,17 @@ def ways_to_fit(
 ) -> list[Fit]:
     """The calls that can compute a GEMM of ``sizes`` m, n and k, fastest first."""
     m, n, k = sizes
-    if layouts[0] is Layout.MX_1X32:
-        n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, SIZE_MULTIPLE)
-        takes_bias = out_dtype != torch.float32
-        return [Fit(*layouts, m, n, k, out_dtype, takes_bias, scales_afterwards=False, fast_accum=False)]
-    if layouts[0].scales_along_k:
+    has_mx_blocks = layouts[0] is Layout.MX_1X32
+    if layouts[0].scales_along_k and not has_mx_blocks:
         m, n = _round_up(m, _ROWS_MULTIPLE), _round_up(n, SIZE_MULTIPLE)
         k = max(_round_up(k, _BLOCK_K[layouts[1]]), _LEAST_K)
         exact = torch.float32 if has_bias or out_dtype == torch.float16 else out_dtype
         return [Fit(*layouts, m, n, k, exact, takes_bias=False, scales_afterwards=False, fast_accum=False)]
     n, k = _round_up(n, SIZE_MULTIPLE), _round_up(k, SIZE_MULTIPLE)
     takes_bias = out_dtype != torch.float32
+    fast_accum = fast_accum and not has_mx_blocks
     whole = Fit(*layouts, m, n, k, out_dtype, takes_bias, scales_afterwards=False, fast_accum=fast_accum)
-    if layouts[0].has_one_scale:
+    if layouts[0].has_one_scale or has_mx_blocks:
         return [whole]
     one = Layout.TENSOR
     parts = Fit(one, one, m, n, k, torch.float32, takes_bias=False, scales_afterwards=True, fast_accum=fast_accum)

@@ -275,45 +275,34 @@ def test_the_order_of_e8m0_scales_is_that_of_torchao(rows: int, columns: int) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "cuda", "takes"),
+    ("device", "capability", "cuda", "blocks", "mx_blocks"),
     [
-        ("cuda:0", (9, 0), "12.9", True),
-        ("cuda:0", (9, 0), "13.0", True),
-        ("cuda:0", (9, 0), "12.8", False),
-        ("cuda:0", (8, 9), "12.9", False),
-        ("cuda:0", (10, 0), "13.0", False),
-        ("cuda:0", (12, 0), "13.0", False),
-        ("cpu", (9, 0), "12.9", False),
+        ("cuda:0", (9, 0), "12.9", True, False),
+        ("cuda:0", (9, 0), "13.0", True, False),
+        ("cuda:0", (9, 0), "12.8", False, False),
+        ("cuda:0", (8, 9), "12.9", False, False),
+        ("cuda:0", (10, 0), "13.0", False, True),
+        ("cuda:0", (10, 3), "12.8", False, True),
+        ("cuda:0", (12, 0), "13.0", False, True),
+        ("cuda:0", (10, 0), "12.6", False, False),
+        ("cpu", (9, 0), "12.9", False, False),
+        ("cpu", (10, 0), "13.0", False, False),
     ],
 )
 def test_who_multiplies_blocks(
-    device: str, capability: tuple[int, int], cuda: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    capability: tuple[int, int],
+    cuda: str,
+    blocks: bool,
+    mx_blocks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert torch_scaled_mm.multiplies_blocks(torch.device(device)) is takes
+    assert torch_scaled_mm.multiplies_blocks(torch.device(device)) is blocks
+    assert torch_scaled_mm.multiplies_mx_blocks(torch.device(device)) is mx_blocks
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0+cu129"))
     assert not torch_scaled_mm.multiplies_blocks(torch.device(device))
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "cuda", "takes"),
-    [
-        ("cuda:0", (10, 0), "12.8", True),
-        ("cuda:0", (10, 3), "13.0", True),
-        ("cuda:0", (12, 0), "13.0", True),
-        ("cuda:0", (10, 0), "12.6", False),
-        ("cuda:0", (9, 0), "13.0", False),
-        ("cuda:0", (8, 9), "13.0", False),
-        ("cpu", (10, 0), "13.0", False),
-    ],
-)
-def test_who_multiplies_mx_blocks(
-    device: str, capability: tuple[int, int], cuda: str, takes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert torch_scaled_mm.multiplies_mx_blocks(torch.device(device)) is takes
 
 
 def test_the_stand_in_refuses() -> None:

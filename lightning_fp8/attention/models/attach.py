@@ -31,8 +31,8 @@ class AttentionPlace(NamedTuple):
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-_finalized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The copies whose end is noticed."""
+_copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Copies of attached modules, also unpickled ones."""
 _lock = threading.RLock()
 
 
@@ -95,19 +95,15 @@ def attach_prepared() -> bool:
     if len(_attached) < len(_prepared):
         for model in list(_prepared):
             attach(model)
-    if not _attached and owners.copies:
-        _attach_copies()
-    return bool(_attached or owners.copies)
-
-
-def _attach_copies() -> None:
-    """Let FP8 contexts apply to copies of models that are gone."""
-    with _lock:
-        for module in list(owners.copies):
-            if module not in _finalized:
-                weakref.finalize(module, _uninstall_if_unused).atexit = False
-                _finalized.add(module)
+    if not _attached and _copies:  # their models are gone
         sdpa.install()
+    return bool(_attached or _copies)
+
+
+def note_copy(module: nn.Module) -> None:
+    """Note that ``module`` is a copy of one that was attached, and may outlive its model."""
+    _copies.add(module)
+    weakref.finalize(module, _uninstall_if_unused).atexit = False
 
 
 fp8_region.before_attention.append(attach_prepared)

@@ -6,10 +6,8 @@ recomputation of activation checkpointing.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -65,8 +63,6 @@ _thread = _Thread()
 _nobody = Owner("", "", True)
 """Owner of calls outside all modules that are known to compute attention."""
 _kept = Owner("", "", False)
-copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Copies and unpickled ones of the modules with a class from :func:`entering`. They have no owner."""
 _traced: set[str] = set()
 _said: set[str] = set()
 _compiled_whole = False
@@ -156,10 +152,11 @@ def former_class(cls: type) -> type[nn.Module] | None:
 
 
 def _copy_of(former: Any) -> Any:
-    importlib.import_module("lightning_fp8.attention.models.attach")  # in a process that only loads a pickle
+    from lightning_fp8.attention.models.attach import note_copy  # it imports this module
+
     cls = entering(former)
     made = cls.__new__(cls)
-    copies.add(made)
+    note_copy(made)
     return made
 
 
