@@ -14,8 +14,8 @@ deterministic.
 
 For speed, all rows that attend to a tile are computed at once, for all sequences and heads. A kernel may differ only in
 the order of float32 additions, in which rows become NaN beside a NaN in their tile, and at extreme magnitudes: scores
-beyond 1e5, whose exponents it rounds at other places, dS beyond 2**126, and rows of P and dS that are below 1e-36 before they
-are multiplied by the scale of dO or Q.
+beyond 1e5, whose exponents it rounds at other places, dS beyond 2**126, and rows of P and dS that are below 1e-36
+before they are multiplied by the scale of dO or Q.
 """
 
 from __future__ import annotations
