@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_fp8.attention.modules import DotProductAttention
     from lightning_fp8.callbacks import FP8Callback
     from lightning_fp8.convert.conversion import convert_module
+    from lightning_fp8.convert.first_step import conversion_summary
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
     from lightning_fp8.fp8_region import autocast, fp8_autocast
@@ -71,6 +72,7 @@ _HOMES = {
     "TransformerLayer": "modules.transformer",
     "autocast": "fp8_region",
     "checkpoint": "parallel.checkpoint",
+    "conversion_summary": "convert.first_step",
     "convert_module": "convert.conversion",
     "export_te_state_dict": "te.export",
     "fp8_autocast": "fp8_region",
@@ -110,6 +112,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "conversion_summary",
     "convert_module",
     "export_te_state_dict",
     "fp8_autocast",

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -35,6 +36,7 @@ from lightning_fp8.convert.blocks import (
     linear_names,
     matrices_of,
 )
+from lightning_fp8.convert.first_step import FirstStep, idle_message, watch_first_steps
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -257,11 +259,28 @@ def convert_module(
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     elif fuse and not summary.fuses:
         warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
+    again = partial(plan_conversion, policy=replace(policy, fuse=False))
+    watch_first_steps(model, FirstStep(model, summary, again, _Warns()))
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
             module.record.watch = watch
     return model
+
+
+class _Warns:
+    """Warns of layers of :func:`convert_module` that did not run in FP8 as planned, each once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, summary: ConversionSummary) -> None:
+        if said := idle_message(summary, self._told):
+            warnings.warn(
+                "layers of a model of convert_module multiplied nothing in FP8 in the first training step, as planned; "
+                f"conversion_summary(model) is the table: {said}",
+                stacklevel=2,
+            )
 
 
 def nothing_fuses(model: nn.Module) -> str:
@@ -325,36 +344,61 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
 
         require_same_plans(model, names_of_fp8_weights(model))
     _gather_in_fp8(model)
-    when_sharded(model, _gather_in_fp8)
+    _await_sharding(model, [_gather_in_fp8])
     return history
 
 
+class _Awaited(NamedTuple):
+    """What is called once a layer's weight is a DTensor. Fabric shards models after their conversion."""
+
+    layer: weakref.ref[LinearLayer]
+    actions: list[Callable[[nn.Module], None]]
+
+
+_until_sharded: weakref.WeakKeyDictionary[nn.Module, _Awaited] = weakref.WeakKeyDictionary()
+
+
 def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Calls ``action`` once a model has been sharded. Fabric shards models after the conversion.
+    """Call ``action`` once a converted model has been sharded, unless it is sharded or converted again before.
 
     The check, at the beginning of an ``fp8_autocast`` region, reads one weight: the first that is not a DTensor.
     """
-    model = getattr(model, "_orig_mod", model)  # a compiled module may be dropped by the caller
-    plain = [
-        (each, each.weight_names[0])
-        for each in model.modules()
-        if isinstance(each, LinearLayer) and each.fp8 and not is_dtensor(getattr(each, each.weight_names[0]))
-    ]
-    if plain:
-        fp8_region.waiting.append(partial(_act_if_sharded, weakref.ref(model), weakref.ref(plain[0][0]), action))
+    if (awaited := _until_sharded.get(_uncompiled(model))) is not None:
+        awaited.actions.append(action)
 
 
-def _act_if_sharded(
-    model: weakref.ref[nn.Module], layer: weakref.ref[LinearLayer], action: Callable[[nn.Module], None]
-) -> bool:
-    """Whether ``action`` was called, or the model is gone."""
-    living, looked_at = model(), layer()
-    if living is None or looked_at is None:
-        return True
-    if not is_dtensor(getattr(looked_at, looked_at.weight_names[0])):
-        return False
-    action(living)
-    return True
+def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], None]]) -> bool:
+    """Whether ``model`` has a layer whose weight is not a DTensor; if so, ``actions`` replace those of the model."""
+    model = _uncompiled(model)  # a caller may drop a compiled module
+    _until_sharded.pop(model, None)
+    layers = (each for each in model.modules() if isinstance(each, LinearLayer) and each.fp8)
+    plain = next((each for each in layers if not _is_sharded_layer(each)), None)
+    if plain is not None:
+        _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
+        if _act_where_sharded not in fp8_region.waiting:
+            fp8_region.waiting.append(_act_where_sharded)
+    return plain is not None
+
+
+def _act_where_sharded() -> bool:
+    """Call the actions of models that have been sharded. It returns whether no model is left."""
+    for model, (reference, actions) in list(_until_sharded.items()):
+        layer = reference()
+        gone = not isinstance(layer, LinearLayer)  # or its class was changed
+        if _await_sharding(model, actions) if gone else not _is_sharded_layer(layer):
+            continue
+        _until_sharded.pop(model, None)
+        for action in actions:
+            action(model)
+    return not _until_sharded
+
+
+def _is_sharded_layer(layer: LinearLayer) -> bool:
+    return is_dtensor(getattr(layer, layer.weight_names[0]))
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
 
-from lightning_fp8.attention.models.owners import owner_of, watch
+from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
+from lightning_fp8.delayed.owners import parameter_ids
+from lightning_fp8.fp8_region import in_backward, waiting
 from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
 
@@ -29,7 +34,12 @@ STEPS = 50
 """The number of training steps before idle layers are reported. Some layers are called at random, or rarely."""
 
 NOT_YET = "it was not called in the first training step; others may call it"
+NOT_CALLED = "it was not called"
 OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
+DISABLED_REGION = "it was called inside fp8_autocast(enabled=False)"
+FROZEN = "it is frozen and was not called; code that reads its weight multiplies in high precision"
+APPEARED = "it was added after the conversion; convert_module(model) again converts it"
+LATE = "first ran after the first training step"
 
 
 class StepFlops(FlopCounterMode):
@@ -125,41 +135,72 @@ _ATTENTION = {
 
 
 class FirstStep:
-    """Records which layers of a model run in its first training steps.
+    """Compares the layers that run in the first training steps with those that a conversion planned.
 
     Args:
-        model: the converted model.
-        summary: the summary of its conversion, as it is before the first step.
+        model: the converted model. It is not kept alive.
+        summary: the summary of its conversion.
+        again: plans the conversion of the model as it is now, which gives the rows of layers that have appeared since.
+            None adds no such rows.
+        report: called with each table that has news.
+        begins: count forwards from now on; otherwise from :meth:`begin` on.
     """
 
-    def __init__(self, model: nn.Module, summary: ConversionSummary) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        summary: ConversionSummary,
+        again: Callable[[nn.Module], ConversionSummary] | None = None,
+        report: Callable[[ConversionSummary], None] | None = None,
+        begins: bool = True,
+    ) -> None:
         self.summary = summary
         self.steps = 0
-        self._found: ConversionSummary | None = None
         self.settled = False
-        # Weak references, since a plugin holds this object until the first step, which may never come.
+        self._found: ConversionSummary | None = None
+        self._model = weakref.ref(model)
+        self._again = again
+        self._report = report
+        self._idle_at_first: frozenset[str] = frozenset()
+        self._never = NOT_YET
+        self._readers: dict[str, str] = {}
+        self._stepped_in_backward = False
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
-        self._before = {
-            name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
-        }
-        for planned in (*summary.norms, *summary.mlps):
+        self._names = frozenset(self._modules)
+        self._before: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+        self._attentions: dict[str, Owner] = {}
+        self._entered: dict[str, int] = {}
+        self.begun = False
+        if begins:
+            self.begin()
+
+    def begin(self) -> None:
+        """Count forwards from now on."""
+        self.begun = True
+        model = self._model()
+        for module in () if model is None else model.modules():
+            if (record := _record(module)) is not None:
+                self._before[module] = _counts(record)
+        for planned in (*self.summary.norms, *self.summary.mlps):
             forget_what_ran(planned, self._modules.get(planned.name))
         self._attentions = {
             layer.name: owner
-            for layer in summary.layers
+            for layer in self.summary.layers
             if layer.kind == ATTENTION and layer.fp8 and (owner := owner_of(self._modules.get(layer.name))) is not None
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
             watch(owner, True)
-        self._flops = None if _is_compiled(model) else StepFlops()
+        self._flops = None if model is None or _is_compiled(model) else StepFlops()
 
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
-        return nullcontext() if self._flops is None or self._found is not None else self._flops
+        return nullcontext() if not self.begun or self._flops is None or self._found is not None else self._flops
 
-    def _owner(self, layer: LayerDecision) -> str:
-        return layer.name if layer.name in self._modules else layer.name.rpartition(".")[0]
+    @property
+    def latest(self) -> ConversionSummary:
+        """The table: what is planned before the first step, and what ran after it."""
+        return self._found or self.summary
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -168,115 +209,189 @@ class FirstStep:
         """
         self.steps += 1
         if self._found is None and (self._anything_ran() or self.steps >= STEPS):
-            self._found = self.finish()
-            return self.settle() if self.steps >= STEPS else self._found
+            found = self.finish()
+            return self.settle() if self.steps >= STEPS else found
         return self.settle() if self.steps >= STEPS else None
 
     def finish(self) -> ConversionSummary:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
-        layers = tuple(self._judged(layer) for layer in self.summary.layers)
-        norms, mlps = (
-            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
-            for fused in (self.summary.norms, self.summary.mlps)
-        )
-        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        found = self._kept(self.summary)
+        self._idle_at_first = frozenset(layer.name for layer in found.idle)
         flops = 0 if self._flops is None else self._flops.get_total_flops()
-        if self._flops is None or self._flops.failed or not flops or any(map(self._may_be_compiled, layers)):
-            return summary
-        return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
-
-    def _may_be_compiled(self, layer: LayerDecision) -> bool:
-        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
-        module = self._modules.get(self._owner(layer))
-        hidden = layer.fp8 and layer.ran is None and isinstance(module, LinearLayer) and was_traced(*module.features)
-        return hidden and not any(self._since(self._owner(layer)))
+        if self._flops is not None and not self._flops.failed and flops and not self._may_be_compiled(found):
+            self._found = found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
+        return found
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step has called have that reason. It is returned once."""
         if self.settled or self.steps < 2:  # layers may run in later steps
             return None
+        first = self._found or self.finish()
         self.settled = True
-        judged = self._found or self.finish()
-        layers = tuple(self._seen_since(layer) for layer in judged.layers)
-        return replace(judged, layers=layers, fallbacks=fallbacks())
+        self._never = f"{NOT_CALLED} in the first {self.steps} training steps"
+        return self._kept(first)
 
-    def _seen_since(self, layer: LayerDecision) -> LayerDecision:
-        if layer.reason != NOT_YET:
-            return layer
-        fp8, high_precision, _ = self._since(self._owner(layer))
-        if fp8:
-            return self._late(layer)
-        if high_precision:
-            return replace(layer, reason=OUTSIDE)
-        return replace(layer, reason=f"it was not called in the first {self.steps} training steps")
+    def later(self) -> ConversionSummary:
+        """The table with layers that have run or changed since; of a model without a first step, the plan."""
+        return self.summary if self._found is None else self._kept(self._found)
 
-    def later(self, summary: ConversionSummary) -> ConversionSummary:
-        """``summary`` updated with layers that were idle in the first step and have run in FP8 since."""
-        layers = (
-            self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
-            for layer in summary.layers
+    def _kept(self, summary: ConversionSummary) -> ConversionSummary:
+        """``summary`` with the rows of now."""
+        norms, mlps = (
+            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
+            for fused in (self.summary.norms, self.summary.mlps)
         )
-        return replace(summary, layers=tuple(layers), fallbacks=fallbacks())
-
-    def _late(self, layer: LayerDecision) -> LayerDecision:
-        return replace(layer, ran=True, reason="first ran after the first training step")
-
-    def _since(self, name: str) -> tuple[int, int, int]:
-        """The numbers of forwards in FP8, in high precision, and in evaluation mode, since the construction."""
-        record = _record(self._modules.get(name))
-        if record is None or name not in self._before:  # gone
-            return 0, 0, 0
-        fp8, high_precision, evaluations = (now - then for now, then in zip(_counts(record), self._before[name]))
-        return fp8, high_precision, evaluations
-
-    def _called(self, name: str) -> bool:
-        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
-        module = self._modules.get(name)
-        return not isinstance(module, LinearLayer) or (any(self._since(name)) or was_traced(*module.features))
-
-    def _anything_ran(self) -> bool:
-        counted = self._flops is not None and self._flops.get_total_flops() > 0
-        return counted or any(
-            self._called(name) for name in self._before if isinstance(self._modules.get(name), LinearLayer)
-        )
+        rows = self._judged_rows()
+        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        return self._found
 
     def stop(self) -> None:
         """Stop recording calls of attention."""
         for owner in self._attentions.values():
             watch(owner, False)
 
-    def _judged(self, layer: LayerDecision) -> LayerDecision:
-        owner = self._owner(layer)
-        module = self._modules.get(owner)
+    # Optimizer steps, outside a Trainer
+
+    def stepped(self) -> None:
+        """Report the table after an optimizer step if there is news."""
+        if in_backward():  # of one parameter; others have none of their gradients yet
+            if not self._stepped_in_backward:
+                self._stepped_in_backward = True
+                waiting.append(self._stepped_before)
+        elif (summary := self.after_step()) is not None and self._report is not None:
+            self._report(summary)
+
+    def _stepped_before(self) -> bool:
+        self._stepped_in_backward = False
+        self.stepped()
+        return True
+
+    # What a layer did
+
+    def _owner(self, layer: LayerDecision) -> str:
+        return layer.name if layer.name in self._names else layer.name.rpartition(".")[0]
+
+    def _judged_rows(self) -> tuple[LayerDecision, ...]:
+        """The rows of the model as it is now, and of layers that are gone."""
+        model = self._model()
+        if model is None:
+            return self.summary.layers
+        now = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        appeared = {} if self._again is None else {row.name: row for row in self._again(model).layers}
+        rows: dict[str, LayerDecision] = {}
+        replaced: list[tuple[str, LayerDecision]] = []
+        moved_to: set[str] = set()
+        for layer in self.summary.layers:
+            owner = self._owner(layer)
+            module = self._modules.get(owner)
+            if module is not None and id(module) in names:
+                moved_to.add(name := names[id(module)])
+                row = self._judged(layer, module, now.get(name.rpartition(".")[0]))
+                row = replace(row, name=name + layer.name.removeprefix(owner))
+                rows[row.name] = row
+            elif layer.fp8:
+                replaced.append((owner, layer))
+        gone = []
+        for owner, layer in replaced:
+            module = now.get(owner)
+            if module is None or owner in moved_to:  # what has its name now has a row of its own
+                gone.append(_gone(layer, "removed from the model"))
+            elif not isinstance(module, LinearLayer):
+                row = appeared.get(layer.name, layer)
+                rows[layer.name] = _gone(layer, f"replaced by a {type(module).__name__}", row.reason)
+        for name, row in appeared.items():
+            if name not in rows:
+                module = now.get(name, now.get(name.rpartition(".")[0]))
+                rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
+        return (*rows.values(), *gone)
+
+    def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
+        """The row of a layer that was not there when the model was converted."""
+        row = replace(row, high_precision=next((layer.high_precision for layer in self.summary.layers), "BF16"))
+        if isinstance(module, LinearLayer):
+            return self._judged(replace(row, fp8=module.fp8), module, parent)
+        return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
+
+    def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
         if layer.kind == ATTENTION:
             return self._judged_attention(layer, module)
-        if not layer.fp8 or not isinstance(module, LinearLayer):
-            return layer
-        fp8, high_precision, evaluations = self._since(owner)
+        if not isinstance(module, LinearLayer):
+            return _gone(layer, f"changed to the class {type(module).__name__}") if layer.fp8 else layer
+        fp8, high_precision = self._since(module)
         if fp8:
-            return replace(layer, ran=True)
-        if evaluations or (not high_precision and was_traced(*module.features)):
+            reasons = (
+                layer.reason if layer.fp8 else "",
+                LATE if layer.name in self._idle_at_first else "",
+                f"{high_precision} of {fp8 + high_precision} forwards ran in high precision" if high_precision else "",
+                _other_recipe(module),
+            )
+            return replace(layer, fp8=True, ran=True, reason="; ".join(filter(None, reasons)))
+        if not layer.fp8 or (not high_precision and was_traced(*module.features)):
             return layer
-        if not high_precision and not any(parameter.requires_grad for parameter in module.parameters()):
-            return layer  # not trained: an average of the weights, or the base layer of an adapter
-        return replace(layer, ran=False, reason=self._why_idle(owner, module, called=bool(high_precision)))
+        return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
 
-    def _judged_attention(self, layer: LayerDecision, module: nn.Module | None) -> LayerDecision:
+    def _judged_attention(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
         owner = self._attentions.get(layer.name)
-        since = self._since(layer.name)
+        since = self._since(module)
         calls = 0 if owner is None else owner.calls - self._entered[layer.name]
         return judged(layer, module, owner, since, calls, OUTSIDE if since[1] else NOT_YET)
 
-    def _why_idle(self, name: str, module: nn.Module, called: bool) -> str:
+    def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
+        if not module.fp8:
+            return "a later conversion keeps it in high precision"
         if called:
-            return OUTSIDE
-        if "forward" in vars(module):
+            context = module._last_context
+            return OUTSIDE if context is None or context.outside else DISABLED_REGION
+        if "forward" in vars(module) and not calls_own_forward(module):
             return "its forward was replaced on the instance and does not call ours"
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
-            parent = type(self._modules.get(name.rpartition(".")[0])).__name__
-            return f"{parent} read its weight and did not call it in the first training step"
-        return NOT_YET
+            self._readers[layer.name] = (
+                f"{type(parent).__name__} read its weight and did not call it in the first training step"
+            )
+        if layer.name in self._readers:  # later its gradient may be gone
+            return self._readers[layer.name]
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return FROZEN  # an average of the weights, or the base layer of an adapter
+        return self._never
+
+    def _since(self, module: nn.Module) -> tuple[int, int]:
+        """The numbers of training forwards in FP8 and in high precision since :meth:`begin`.
+
+        Those of a module that was only called in evaluation mode are its evaluations.
+        """
+        record = _record(module)
+        if record is None:
+            return 0, 0
+        counts = _counts(record)
+        before = self._before.get(module, _Counts(0, 0, 0, 0))
+        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(counts, before))
+        return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
+
+    def _anything_ran(self) -> bool:
+        counted = self._flops is not None and self._flops.get_total_flops() > 0
+        if counted or any(isinstance(each, LinearLayer) and self._called(each) for each in list(self._before)):
+            return True
+        model = self._model()
+        return model is not None and any(parameter.grad is not None for parameter in model.parameters())
+
+    def _called(self, layer: LinearLayer) -> bool:
+        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
+        return any(self._since(layer)) or was_traced(*layer.features)
+
+    def _may_be_compiled(self, summary: ConversionSummary) -> bool:
+        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
+        modules = [self._modules.get(self._owner(layer)) for layer in summary.layers if layer.fp8 and layer.ran is None]
+        return any(
+            isinstance(each, LinearLayer) and was_traced(*each.features) and not any(self._since(each))
+            for each in modules
+        )
+
+
+def _gone(layer: LayerDecision, what: str, why: str = "") -> LayerDecision:
+    """The row of a planned layer that is not in the model any more, or is of another class."""
+    return replace(layer, ran=False, reason=f"it was {what} after the conversion{why and '; '}{why}")
 
 
 def _record(module: nn.Module | None) -> LayerRecord | None:
@@ -286,8 +401,24 @@ def _record(module: nn.Module | None) -> LayerRecord | None:
     return None if owner is None else owner.record
 
 
-def _counts(record: LayerRecord) -> tuple[int, int, int]:
-    return record.fp8, record.high_precision, record.evaluations
+class _Counts(NamedTuple):
+    fp8: int
+    high_precision: int
+    evaluations: int
+    evaluations_in_fp8: int
+
+
+def _counts(record: LayerRecord) -> _Counts:
+    return _Counts(record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8)
+
+
+def _other_recipe(layer: LinearLayer) -> str:
+    """The note that the last forward ran by another recipe than the plugin's; empty if it did not."""
+    context, history = layer._last_context, layer.history
+    planned = None if history is None else history.plugin_recipe
+    if planned is None or context is None or context.recipe == planned:
+        return ""
+    return f"by recipe={context.recipe.name!r} of an fp8_autocast inside the plugin's forward"
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -296,15 +427,76 @@ def _is_compiled(model: nn.Module) -> bool:
     )
 
 
-def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
-    """A message for each reason why planned FP8 layers did not run in FP8, with the way out.
+_watched: WeakKeyDictionary[nn.Module, FirstStep] = WeakKeyDictionary()
+"""The first steps of models, by their roots, outside of a Trainer."""
 
-    Layers that a later step may still call are not included.
+
+def watch_first_steps(model: nn.Module, first_step: FirstStep | None) -> None:
+    """Let optimizer steps report what runs of ``model``; None stops it, for the model and its parts."""
+    for module in model.modules():
+        _watched.pop(module, None)
+    if first_step is not None:
+        _watched[model] = first_step
+
+
+def watched(model: nn.Module) -> FirstStep | None:
+    """The first steps of ``model``, if optimizer steps report them."""
+    return _watched.get(model)
+
+
+@torch.compiler.disable
+def report_after_step(optimizer: Any, *_: Any) -> None:
+    """Report what ran of the models of which ``optimizer`` holds a parameter."""
+    running = [(model, each) for model, each in list(_watched.items()) if not each.settled]
+    held = {*parameter_ids(optimizer)} if running else set()
+    for model, first_step in running:
+        if any(id(parameter) in held for parameter in model.parameters()):
+            first_step.stepped()
+
+
+register_optimizer_step_post_hook(report_after_step)  # after the one that updates the scales
+
+
+def conversion_summary(model: nn.Module) -> ConversionSummary:
+    """The table of a model that :func:`convert_module` converted: what is planned, or what ran.
+
+    It shows what ran after the first step of a ``torch.optim.Optimizer`` that holds a parameter of the model. Under a
+    plugin, read ``plugin.summary`` instead.
+
+    Raises:
+        ValueError: If the model is not the root of a conversion.
     """
+    if (first_step := watched(model)) is None:
+        raise ValueError(f"convert_module has not converted this {type(model).__name__}, or a plugin has done so since")
+    return first_step.later()
+
+
+def idle_message(summary: ConversionSummary, told: set[str]) -> str:
+    """A message that names the layers that did not multiply in FP8 as planned; empty if there is no news.
+
+    Layers that were not called in the first step, and may be called in a later one, are named only if less than half
+    of what is planned ran, by numbers of parameters.
+
+    Args:
+        told: the names of layers that a message has named. The named ones are added.
+    """
+    planned = [layer for layer in summary.layers if layer.fp8 and layer.reason != FROZEN]
+    ran = sum(layer.parameters for layer in planned if layer.ran is not False)
+    half = 2 * ran >= sum(layer.parameters for layer in planned)
+    named = [
+        layer
+        for layer in summary.idle
+        if layer.reason != FROZEN and layer.name not in told and not (half and layer.reason == NOT_YET)
+    ]
+    told |= {layer.name for layer in named}
+    return "; ".join(idle_layers(named))
+
+
+def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
+    """A message for each reason why planned FP8 layers did not run in FP8, with the way out."""
     by_reason: dict[str, list[str]] = {}
     for layer in idle:
-        if layer.reason != NOT_YET:
-            by_reason.setdefault(layer.reason, []).append(layer.name)
+        by_reason.setdefault(layer.reason, []).append(layer.name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         yield f"{', '.join(names[:8])}{more}: {reason}{_way_out(reason)}"
@@ -317,6 +509,8 @@ def _way_out(reason: str) -> str:
         return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
     if reason == MLP_CAST_NOTHING:
         return ", which only costs one more pass over memory; fuse=False removes it from the table"
-    if reason.startswith("it was not called"):
+    if reason in (NOT_YET, APPEARED, DISABLED_REGION):
+        return ""
+    if reason.startswith(NOT_CALLED):
         return ", which is harmless if it is rarely needed"
     return "; skip=(...) removes it from the table"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -35,11 +35,17 @@ from lightning_fp8.convert.conversion import (
     when_sharded,
     with_gathers,
 )
-from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.convert.first_step import (
+    FirstStep,
+    idle_message,
+    report_after_step,
+    watch_first_steps,
+    watched,
+)
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
-from lightning_fp8.delayed.owners import all_slots, owned_by
+from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
@@ -126,9 +132,7 @@ class FP8FabricPrecision(FabricPrecision):
         self._pending_state: dict[str, Any] | None = None
         self._states_of_models: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plan: ConversionSummary | None = None
-        self._first_steps: dict[AmaxHistory, FirstStep] = {}
-        self._stepped_in_backward: set[AmaxHistory] = set()
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[str] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def __repr__(self) -> str:
@@ -148,9 +152,8 @@ class FP8FabricPrecision(FabricPrecision):
         return f"{self!r} (for Fabric; the Trainer takes FP8Precision)"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that strategies send to the processes they start, without weak references and first-step hooks."""
-        without: dict[str, Any] = {"_first_steps": {}, "_stepped_in_backward": set()}
-        return {**self.__dict__, "_models": list(self._models), **without}
+        """The state that strategies send to the processes they start, without weak references."""
+        return {**self.__dict__, "_models": list(self._models)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _models=WeakSet(state["_models"]))
@@ -186,14 +189,13 @@ class FP8FabricPrecision(FabricPrecision):
         history.plugin_recipe = self.recipe
         if is_sharded(module):
             self.plan = with_gathers(self.plan, module, self.recipe)
-        when_sharded(module, partial(_report_gathers, weakref.ref(self), history))
+        when_sharded(module, partial(_report_gathers, weakref.ref(self)))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
-        if self._register_history(history):
+        is_new = self._register_history(history)
+        self._watch(module, self.plan, is_new)
+        if is_new:
             self._reported = set()
-            if (first_step := self._first_step_of(module, self.plan)) is not None:
-                self._first_steps[history] = first_step
-                _watching.add(self)
             rank_zero_info(f"{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
@@ -213,8 +215,14 @@ class FP8FabricPrecision(FabricPrecision):
         self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
         return module
 
-    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
-        return FirstStep(module, summary)
+    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+        """Report what runs of ``module`` after its first optimizer steps."""
+        if is_new:
+            watch_first_steps(module, self._first_step(module, plan))
+
+    def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
+        again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
+        return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
@@ -222,12 +230,10 @@ class FP8FabricPrecision(FabricPrecision):
             return  # another callback has reported it
         before = self.summary
         self.summary = summary
-        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._reported]
-        self._reported |= {(layer.name, layer.reason) for layer in idle}
-        if reasons := list(idle_layers(idle)):
+        if said := idle_message(summary, self._reported):
             rank_zero_warn(
                 "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"see plugin.summary for the reasons: {'; '.join(reasons)}"
+                f"see plugin.summary for the reasons: {said}"
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
@@ -235,9 +241,9 @@ class FP8FabricPrecision(FabricPrecision):
             if before is None or fallback not in before.fallbacks:
                 rank_zero_info(fallback)
 
-    def report_gathers(self, module: nn.Module, history: AmaxHistory) -> None:
+    def report_gathers(self, module: nn.Module) -> None:
         """For a model that was sharded after its conversion, report weights that FSDP2 gathers in high precision."""
-        first_step = self._first_steps.get(history)
+        first_step = watched(module)
         before = self.summary if first_step is None else first_step.summary
         if before is None or (summary := with_gathers(before, module, self.recipe)) == before:
             return
@@ -304,8 +310,6 @@ class FP8FabricPrecision(FabricPrecision):
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
                 first_steps.begin(self._models)
-                self._report_first_steps(self._stepped_in_backward)
-                self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.training_forward_begins(observes=len(histories) == 1)
                 update_waiting(histories)
@@ -328,27 +332,9 @@ class FP8FabricPrecision(FabricPrecision):
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
         update_slots(all_slots(self.histories.values()))
-        self._report_first_steps(self.histories.values())
-
-    def report_step(self, optimizer: Any) -> None:
-        """Report what ran of the models of which ``optimizer`` has stepped parameters."""
-        stepped = {history for history, _ in owned_by(optimizer)}
-        if in_backward():  # of one parameter; others have none of their gradients yet
-            self._stepped_in_backward |= stepped
-        else:
-            self._report_first_steps(stepped)
-
-    def _report_first_steps(self, stepped: Iterable[AmaxHistory]) -> None:
-        """Report what ran of the models that stepped."""
-        for history in list(stepped):
-            if (first_step := self._first_steps.get(history)) is not None:
-                if (summary := first_step.after_step()) is not None:
-                    self.report_first_step(summary)
-                if first_step.settled:
-                    del self._first_steps[history]
-        self._first_steps = {history: each for history, each in self._first_steps.items() if history.modules}
-        if not self._first_steps:
-            _watching.discard(self)
+        for model in list(self._models):
+            if (first_step := watched(model)) is not None:
+                first_step.stepped()
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -363,7 +349,8 @@ class FP8FabricPrecision(FabricPrecision):
         yield
         if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
             after_optimizer_step(optimizer)
-            _report_step(optimizer)
+            report_after_step(optimizer)
+            _note_step()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -415,9 +402,14 @@ class FP8FabricPrecision(FabricPrecision):
                 load_state(history, states[name], self.recipe, saved)
 
 
-def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], history: AmaxHistory, model: nn.Module) -> None:
+def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:
     if (living := plugin()) is not None:
-        living.report_gathers(model, history)
+        living.report_gathers(model)
+
+
+def _report(plugin: weakref.ref[FP8FabricPrecision], summary: ConversionSummary) -> None:
+    if (living := plugin()) is not None:
+        living.report_first_step(summary)
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:
@@ -435,14 +427,8 @@ def pieces_of(model: nn.Module) -> str:
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
 
 
-_watching: WeakSet[FP8FabricPrecision] = WeakSet()
-"""The plugins with models whose first step has not been reported."""
-
-
 @torch.compiler.disable
-def _report_step(optimizer: Any, *_: Any) -> None:
-    for plugin in list(_watching):
-        plugin.report_step(optimizer)
+def _note_step(*_: Any) -> None:
     if in_backward():
         first_steps.steps_in_backward()
     else:
@@ -456,4 +442,4 @@ def _look_before_step(*_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_report_step)  # after the one that updates the scales
+register_optimizer_step_post_hook(_note_step)

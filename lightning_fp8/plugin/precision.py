@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
 from lightning_fp8.convert.conversion import ConversionSummary
-from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.owners import owned_by
 from lightning_fp8.fp8_region import FP8Context, fp8_context
@@ -42,7 +42,11 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """
 
     watched: FirstStep | None = None
-    """The first training steps, whose FLOPs are counted."""
+    """The first training steps of the last model, whose FLOPs are counted."""
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "watched": None}
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -69,12 +73,15 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         self.histories = {"model": history}
         return is_new
 
-    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> None:
-        return None  # the Trainer's hooks are called when a step begins
+    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+        watch_first_steps(module, None)
+        self.watched = self._first_step(module, plan, begins=False)  # the Trainer's hooks begin it
 
     def release(self) -> None:
         """Stop managing the models' scales, so that they can be trained elsewhere; called when the Trainer ends."""
-        self.watched = None
+        if self.watched is not None:
+            self.watched.stop()  # if it failed
+            self.watched = None
         self.detach_attention()
         for history in self.histories.values():
             history.plugin_recipe = None
