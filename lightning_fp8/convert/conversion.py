@@ -33,10 +33,9 @@ from lightning_fp8.convert.blocks import (
     find_heads,
     find_positions,
     is_linear,
-    linear_names,
     matrices_of,
 )
-from lightning_fp8.convert.first_step import FirstStep, idle_message, watch_first_steps
+from lightning_fp8.convert.first_step import DISABLED_REGION, OUTSIDE, FirstStep, idle_message, watch_first_steps
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -81,7 +80,12 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     )
     output_heads = find_heads(model)
     places = find_positions(model)
-    linears = {*linear_names(model)}
+    adapted = {
+        clean_name(f"{name}.base_layer" if name else "base_layer")
+        for name, module in model.named_modules()
+        if is_linear(base := getattr(module, "base_layer", None))
+        or (base is not None and hasattr(module, "adapter_layer_names"))
+    }
     names = _all_names(model)
     decisions = []
     for raw_name, module in model.named_modules():
@@ -94,7 +98,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 reason_ineligible(module, policy.replace_layers)
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(places.get(name), policy, head)
-                or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), linears))
+                or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -275,7 +279,8 @@ class _Warns:
         self._told: set[str] = set()
 
     def __call__(self, summary: ConversionSummary) -> None:
-        if said := idle_message(summary, self._told):
+        # The layers' RegionWatch warns of training outside every region.
+        if said := idle_message(summary, self._told, unsaid=(OUTSIDE, DISABLED_REGION)):
             warnings.warn(
                 "layers of a model of convert_module multiplied nothing in FP8 in the first training step, as planned; "
                 f"conversion_summary(model) is the table: {said}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -35,7 +35,7 @@ STEPS = 50
 
 NOT_YET = "it was not called in the first training step; others may call it"
 NOT_CALLED = "it was not called"
-OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
+OUTSIDE = "it was called outside the plugin's forward and every fp8_autocast, where layers run in high precision"
 DISABLED_REGION = "it was called inside fp8_autocast(enabled=False)"
 FROZEN = "it is frozen and was not called; code that reads its weight multiplies in high precision"
 APPEARED = "it was added after the conversion; convert_module(model) again converts it"
@@ -471,7 +471,7 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     return first_step.later()
 
 
-def idle_message(summary: ConversionSummary, told: set[str]) -> str:
+def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[str] = ()) -> str:
     """A message that names the layers that did not multiply in FP8 as planned; empty if there is no news.
 
     Layers that were not called in the first step, and may be called in a later one, are named only if less than half
@@ -479,6 +479,7 @@ def idle_message(summary: ConversionSummary, told: set[str]) -> str:
 
     Args:
         told: the names of layers that a message has named. The named ones are added.
+        unsaid: reasons of layers that are not named.
     """
     planned = [layer for layer in summary.layers if layer.fp8 and layer.reason != FROZEN]
     ran = sum(layer.parameters for layer in planned if layer.ran is not False)
@@ -486,7 +487,7 @@ def idle_message(summary: ConversionSummary, told: set[str]) -> str:
     named = [
         layer
         for layer in summary.idle
-        if layer.reason != FROZEN and layer.name not in told and not (half and layer.reason == NOT_YET)
+        if layer.reason not in (FROZEN, *unsaid) and layer.name not in told and not (half and layer.reason == NOT_YET)
     ]
     told |= {layer.name for layer in named}
     return "; ".join(idle_layers(named))

@@ -349,6 +349,17 @@ class AmaxHistory:
         self.slots_of[id(module)] = tuple(slots)
         _modules_changed()
 
+    def remove_module(self, module: Any) -> None:
+        """Give up the slots of ``module``, which uses another history from now on."""
+        self.modules.pop(id(module), None)
+        self.slots_of.pop(id(module), None)
+        _modules_changed()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a living module uses slots, or there are none."""
+        return not self.names or any(self.slots_of[id(module)] for module in living(self.modules))
+
     def training_forward_begins(self, *, observes: bool = False) -> None:
         """Update the counts for warnings; see :meth:`Watch.forward_begins`."""
         training = any(module.training for module in living(self.modules))

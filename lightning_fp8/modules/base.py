@@ -74,6 +74,8 @@ class FP8Module(nn.Module):
 
     def use_history(self, history: AmaxHistory, first_slot: int = 0) -> None:
         """Use the slots of ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
+        if self.history is not None:
+            self.history.remove_module(self)
         indices = count(first_slot)
         self._slots = tuple({role: history.slot(next(indices)) for role in self.roles} for _ in self.gemms)
         self._join(history)

@@ -52,8 +52,8 @@ def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
 
 
 def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
-    """The histories whose models still exist, with new names, so that no name refers to another model's history."""
-    return by_name([history for history in histories.values() if history.modules or not history.names])
+    """The histories that models still use, with new names, so that no name refers to another model's history."""
+    return by_name([history for history in histories.values() if history.in_use])
 
 
 def with_equal_names(states: dict[str, Any]) -> list[str]:
