@@ -38,7 +38,7 @@ NOT_CALLED = "it was not called"
 OUTSIDE = "it was called outside the plugin's forward and every fp8_autocast, where layers run in high precision"
 DISABLED_REGION = "it was called inside fp8_autocast(enabled=False)"
 FROZEN = "it is frozen and was not called; code that reads its weight multiplies in high precision"
-APPEARED = "it was added after the conversion; convert_module(model) again converts it"
+APPEARED = "it was added after the conversion"
 LATE = "first ran after the first training step"
 
 
@@ -279,26 +279,23 @@ class FirstStep:
             return self.summary.layers
         now = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
         names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
+        taken = set(places.values())
         appeared = {} if self._again is None else {row.name: row for row in self._again(model).layers}
         rows: dict[str, LayerDecision] = {}
-        replaced: list[tuple[str, LayerDecision]] = []
-        moved_to: set[str] = set()
+        gone = []
         for layer in self.summary.layers:
             owner = self._owner(layer)
-            module = self._modules.get(owner)
-            if module is not None and id(module) in names:
-                moved_to.add(name := names[id(module)])
-                row = self._judged(layer, module, now.get(name.rpartition(".")[0]))
-                row = replace(row, name=name + layer.name.removeprefix(owner))
-                rows[row.name] = row
-            elif layer.fp8:
-                replaced.append((owner, layer))
-        gone = []
-        for owner, layer in replaced:
             module = now.get(owner)
-            if module is None or owner in moved_to:  # what has its name now has a row of its own
+            if (place := places.get(owner)) is not None:
+                row = self._judged(layer, now[place], now.get(place.rpartition(".")[0]))
+                row = replace(row, name=place + layer.name.removeprefix(owner))
+                rows[row.name] = row
+            elif not layer.fp8 or (isinstance(module, LinearLayer) and owner not in taken):
+                continue  # if it is in the model, it has a row below
+            elif module is None or owner in taken:
                 gone.append(_gone(layer, "removed from the model"))
-            elif not isinstance(module, LinearLayer):
+            else:
                 row = appeared.get(layer.name, layer)
                 rows[layer.name] = _gone(layer, f"replaced by a {type(module).__name__}", row.reason)
         for name, row in appeared.items():
@@ -510,8 +507,10 @@ def _way_out(reason: str) -> str:
         return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
     if reason == MLP_CAST_NOTHING:
         return ", which only costs one more pass over memory; fuse=False removes it from the table"
-    if reason in (NOT_YET, APPEARED, DISABLED_REGION):
+    if reason in (NOT_YET, DISABLED_REGION):
         return ""
+    if "after the conversion" in reason:
+        return "; change the model before it is converted, in configure_model for example, or convert it again"
     if reason.startswith(NOT_CALLED):
         return ", which is harmless if it is rarely needed"
     return "; skip=(...) removes it from the table"
