@@ -32,6 +32,7 @@ from lightning_fp8.convert.conversion import (
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
+    refuse_codes,
     when_sharded,
     with_gathers,
 )
@@ -157,16 +158,18 @@ class FP8FabricPrecision(FabricPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
+        """Cast parameters and persistent buffers to ``weights_dtype`` and convert linear layers, in place.
 
-        A second call changes nothing. Complex parameters and buffers stay complex; Lightning's own true precision makes
-        them real.
+        A second call changes nothing. These keep their dtypes, although Lightning's own true precision casts most of
+        them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; and float32 parameters of
+        modules that a model of transformers lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
+
+        Raises:
+            TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.
         """
         require_module("convert_module", module)
-        if any(
-            t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
-        ):
-            cast_module(module, self.weights_dtype)
+        refuse_codes(module, self.policy)
+        cast = self._said_of_cast(cast_module(module, self.weights_dtype))
         attention = FP8Context(self.recipe).attention
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
@@ -194,7 +197,7 @@ class FP8FabricPrecision(FabricPrecision):
             if (first_step := self._first_step_of(module, self.plan)) is not None:
                 self._first_steps[history] = first_step
                 _watching.add(self)
-            rank_zero_info(f"{self.recipe}\n{self.summary}")
+            rank_zero_info("\n".join([str(self.recipe), *cast, str(self.summary)]))
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -205,6 +208,8 @@ class FP8FabricPrecision(FabricPrecision):
                 )
             if self.policy.fuse and not self.summary.fuses:
                 rank_zero_warn(nothing_fuses(module))
+        elif cast:
+            rank_zero_info(*cast)
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:
@@ -212,6 +217,14 @@ class FP8FabricPrecision(FabricPrecision):
                 load_state(history, state, self.recipe)
         self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
         return module
+
+    def _said_of_cast(self, num_cast: int) -> list[str]:
+        """The line that says that float32 parameters were cast; none if there were none."""
+        name = table_name(self.weights_dtype)
+        return [
+            f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}. "
+            f"To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
+        ][: bool(num_cast)]
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
         return FirstStep(module, summary)
