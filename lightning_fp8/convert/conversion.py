@@ -336,6 +336,7 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
         for module in model.modules()
     ]
     others = [name for names in aliases if known & {*names} for name in names if name not in known]
+    others += [name for module in model.modules() if codes_of(module) for name in by_id[id(module)]]
     modules = [name for names in aliases for name in names if name]
     return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
