@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -57,8 +57,11 @@ def table_name(compute_dtype: torch.dtype) -> str:
     return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}[compute_dtype]
 
 
-def cast_module(module: nn.Module, dtype: torch.dtype) -> int:
-    """Cast parameters and persistent buffers in place, and return the number of float32 parameters among them.
+def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Cast parameters and persistent buffers in place.
+
+    Returns:
+        The number of float32 parameters that were cast, and that of float32 tensors that were not.
 
     These keep their dtypes: non-persistent buffers; complex and one-byte tensors; modules with float8 weights; and, if
     ``dtype`` is not float32, what a model of transformers lists in ``_keep_in_fp32_modules`` and
@@ -67,8 +70,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> int:
     kept = _kept(module, dtype)
     parameters = [each for each in module.parameters() if _is_to_cast(each, dtype, kept)]
     if not parameters and not any(_is_to_cast(each, dtype, kept) for each in module.buffers()):
-        return 0
-    in_float32 = sum(each.dtype == torch.float32 for each in parameters)
+        return 0, 0
+    counts = _in_float32(parameters), _in_float32(kept.values())
     kept |= {id(each.grad): each.grad for each in kept.values() if each.is_leaf and each.grad is not None}
     owners = [
         (vars(each), each._apply, vars(each).get("_apply"))
@@ -83,7 +86,11 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> int:
         for attributes, _, own in owners:
             del attributes["_apply"]
             attributes |= {} if own is None else {"_apply": own}
-    return in_float32
+    return counts
+
+
+def _in_float32(tensors: Iterable[Tensor]) -> int:
+    return sum(each.dtype == torch.float32 for each in tensors)
 
 
 def _is_to_cast(tensor: Tensor, dtype: torch.dtype, kept: Mapping[int, Tensor]) -> bool:

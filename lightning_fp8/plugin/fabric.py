@@ -66,7 +66,9 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"`` or ``"bf16"``.
+        weights_dtype: dtype that parameters and persistent buffers are cast to, or its name, ``"bfloat16"`` or
+            ``"bf16"``. See :meth:`convert_module` for what is not cast. With float32 weights, ``"fp32"`` and
+            ``compute_dtype="bf16"`` keep them as masters.
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
@@ -169,7 +171,7 @@ class FP8FabricPrecision(FabricPrecision):
         """
         require_module("convert_module", module)
         refuse_codes(module, self.policy)
-        cast = self._said_of_cast(cast_module(module, self.weights_dtype))
+        cast = self._said_of_cast(*cast_module(module, self.weights_dtype))
         attention = FP8Context(self.recipe).attention
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
@@ -218,12 +220,13 @@ class FP8FabricPrecision(FabricPrecision):
         self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
         return module
 
-    def _said_of_cast(self, num_cast: int) -> list[str]:
+    def _said_of_cast(self, num_cast: int, num_kept: int) -> list[str]:
         """The line that says that float32 parameters were cast; none if there were none."""
         name = table_name(self.weights_dtype)
+        kept = f"; {num_kept} other tensors stay in float32, such as buffers that are not saved" if num_kept else ""
         return [
-            f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}. "
-            f"To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
+            f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}"
+            f"{kept}. To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
         ][: bool(num_cast)]
 
     def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:

@@ -320,6 +320,7 @@ ZOO: dict[str, Animal] = {
         idle="blocks.1.attn.qkv",
         other="pos_embed patch_embed.proj",
         needs="timm",
+        mixed=True,
     ),
     "timm_convnext": Animal(
         timm("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 32, 32, 32), conv_mlp=False),
