@@ -262,8 +262,8 @@ def convert_to_float8_training(
         raise TypeError(f"config={config!r} must be a lightning_fp8.torchao.float8.Float8LinearConfig")
     linears = [(clean_name(name), each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     chosen = [pair for pair in linears if module_filter_fn is None or module_filter_fn(pair[1], pair[0])]
-    left = {id(each) for each in module.modules() if module_filter_fn} - {id(each) for _, each in chosen}
-    refuse_codes(module, Policy(skip=lambda each, name: id(each) in left))
+    others = {id(each) for each in module.modules() if module_filter_fn} - {id(each) for _, each in chosen}
+    refuse_codes(module, Policy(skip=lambda each, name: id(each) in others))
     reasons = {name: reason_ineligible(each) for name, each in chosen}
     in_fp8 = [each for name, each in chosen if not reasons[name]]
     for each in in_fp8:
