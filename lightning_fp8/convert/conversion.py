@@ -39,7 +39,9 @@ from lightning_fp8.convert.first_step import DISABLED_REGION, OUTSIDE, FirstStep
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
+from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import RegionWatch
@@ -53,6 +55,8 @@ from lightning_fp8.recipes import Recipe
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     """The reason why ``module`` cannot run in FP8; an empty string if it can."""
+    for codes in codes_of(module).values():
+        return f"its weight is {codes.dtype}"
     if isinstance(module, LinearLayer):
         return ""
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -66,6 +70,37 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance, by something that may not call ours"
     return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
+
+
+def refuse_codes(model: nn.Module, policy: Policy) -> None:
+    """Refuse a model with float8 weights: only their own layers know the scales.
+
+    Raises:
+        TypeError: If a module that ``policy.skip`` does not match has such a parameter.
+    """
+    all_names = _all_names(model)
+    found = []
+    for module in model.modules():
+        names, codes = all_names[id(module)], codes_of(module)
+        full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
+        if codes and not skipped_by(module, names, policy, full):
+            found.append((full[0], names[0], next(iter(codes.values())).dtype))
+    if found:
+        (key, name, dtype), more = found[0], f", and {len(found) - 1} more layers have such weights" * (len(found) > 1)
+        raise TypeError(
+            f"{key} of {type(model).__name__} is {dtype}{more}: {CODES_NEED_SCALES}. Or keep such layers as they are: "
+            f"skip=({name!r},), or a module_filter_fn that does not choose them"
+        )
+
+
+def codes_of(module: nn.Module) -> dict[str, Tensor]:
+    """The float8 parameters of ``module`` itself, and its weight if it is a linear layer with a buffer for a weight."""
+    own = {"weight": module._buffers.get("weight") if is_linear(module) else None, **module._parameters}
+    return {
+        name: each
+        for name, each in own.items()
+        if each is not None and holds_codes(each) and each.dtype != E8M0_DTYPE  # scales
+    }
 
 
 def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -> ConversionSummary:
@@ -141,6 +176,7 @@ def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
 
 
 def _in_high_precision(name: str, parameter: Tensor, kind: str, reason: str) -> LayerDecision:
+    reason = f"it is {parameter.dtype}" if holds_codes(parameter) else reason
     return LayerDecision(name, tuple(parameter.shape), False, reason, kind, parameter.numel())
 
 
@@ -249,11 +285,14 @@ def convert_module(
     Raises:
         ValueError, TypeError: If a count is negative, if ``skip`` is neither globs nor functions, or if one of its
             globs matches no module.
+        TypeError: If the weight of a layer that ``skip`` does not match is float8 codes, as in ``FP8Linear`` of
+            transformers.
     """
     require_module("convert_module", model)
     policy = Policy(
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip, fuse
     )
+    refuse_codes(model, policy)
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
@@ -321,6 +360,7 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
         for module in model.modules()
     ]
     others = [name for names in aliases if known & {*names} for name in names if name not in known]
+    others += [name for module in model.modules() if codes_of(module) for name in by_id[id(module)]]
     modules = [name for names in aliases for name in names if name]
     return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
@@ -343,6 +383,8 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     history = _share_history(model)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
+    if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):
+        model.register_load_state_dict_pre_hook(require_values)
     history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too
     if "torch.distributed.tensor" in sys.modules:
         from lightning_fp8.parallel.agreement import require_same_plans  # imported late: it imports torch.distributed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import current_context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import Slots
@@ -153,7 +154,12 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories."""
+        """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories.
+
+        Raises:
+            RuntimeError: If a value for a high-precision parameter is float8.
+        """
+        require_values(self, state_dict, prefix)
         if (entry := take_state(state_dict, prefix)) is not None:
             from lightning_fp8.te.te_state import CheckpointError, read_te_state  # imported late: few runs need it
 
@@ -174,3 +180,18 @@ class FP8Module(nn.Module):
             self.ensure_slots()
             for (_, slot), tensor_state in zip(self.named_slots(), tensor_states):
                 slot.history.set_slot(slot.index, tensor_state.scale, tensor_state.amax_history)
+
+
+def require_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A load-state-dict pre-hook of a model.
+
+    Raises:
+        RuntimeError: If a value for a high-precision parameter is float8. Nothing is loaded then.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and holds_codes(value) and not holds_codes(parameter):
+            raise RuntimeError(
+                f"{prefix}{name} is {value.dtype} in the state dict and {parameter.dtype} in the model: "
+                f"{CODES_NEED_SCALES}, and then its state dict"
+            )

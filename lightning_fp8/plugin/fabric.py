@@ -32,6 +32,7 @@ from lightning_fp8.convert.conversion import (
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
+    refuse_codes,
     when_sharded,
     with_gathers,
 )
@@ -71,7 +72,9 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"`` or ``"bf16"``.
+        weights_dtype: dtype that parameters and persistent buffers are cast to, or its name, ``"bfloat16"`` or
+            ``"bf16"``. See :meth:`convert_module` for what is not cast. With float32 weights, ``"fp32"`` and
+            ``compute_dtype="bf16"`` keep them as masters.
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
@@ -160,16 +163,18 @@ class FP8FabricPrecision(FabricPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
+        """Cast parameters and persistent buffers to ``weights_dtype`` and convert linear layers, in place.
 
-        A second call changes nothing. Complex parameters and buffers stay complex; Lightning's own true precision makes
-        them real.
+        A second call changes nothing. These keep their dtypes, although Lightning's own true precision casts most of
+        them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; and float32 parameters of
+        modules that a model of transformers lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
+
+        Raises:
+            TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.
         """
         require_module("convert_module", module)
-        if any(
-            t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
-        ):
-            cast_module(module, self.weights_dtype)
+        refuse_codes(module, self.policy)
+        cast = self._said_of_cast(*cast_module(module, self.weights_dtype))
         attention = FP8Context(self.recipe).attention
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
@@ -196,7 +201,7 @@ class FP8FabricPrecision(FabricPrecision):
         self._watch(module, self.plan, is_new)
         if is_new:
             self._reported = set()
-            rank_zero_info(f"{self.recipe}\n{self.summary}")
+            rank_zero_info("\n".join([*cast, str(self.recipe), str(self.summary)]))
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -207,6 +212,8 @@ class FP8FabricPrecision(FabricPrecision):
                 )
             if self.policy.fuse and not self.summary.fuses:
                 rank_zero_warn(nothing_fuses(module))
+        elif cast:
+            rank_zero_info(*cast)
         if self._pending_state is not None:
             self.load_state_dict(self._pending_state)
         for model, state in self._states_of_models:
@@ -223,6 +230,15 @@ class FP8FabricPrecision(FabricPrecision):
     def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
         return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
+
+    def _said_of_cast(self, num_cast: int, num_kept: int) -> list[str]:
+        """The line that says that float32 parameters were cast; none if there were none."""
+        name = table_name(self.weights_dtype)
+        kept = f"; {num_kept} other tensors stay in float32, such as buffers that are not saved" if num_kept else ""
+        return [
+            f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}"
+            f"{kept}. To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
+        ][: bool(num_cast)]
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
 from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.modules.fused.normed_layer import NormedLayer
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.names import gemm_name
@@ -122,6 +123,8 @@ def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:
         return f"has shape {tuple(given.shape)} in the file and {tuple(own.shape)} in the model"
     if (own.is_floating_point() and not given.is_floating_point()) or (given.is_complex() and not own.is_complex()):
         return f"is {given.dtype} in the file and {own.dtype} in the model"
+    if holds_codes(given) and not holds_codes(own):
+        return f"is {given.dtype} in the file and {own.dtype} in the model: {CODES_NEED_SCALES}"
     return ""
 
 

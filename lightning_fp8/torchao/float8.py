@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_fp8.arguments import one_of, require_bool, require_module
-from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible
+from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible, refuse_codes
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.foreign_names import answering
 from lightning_fp8.formats import E4M3, E5M2, Format
@@ -253,7 +253,8 @@ def convert_to_float8_training(
         ``module`` itself.
 
     Raises:
-        TypeError: If ``module`` is not a module, or ``config`` not a :class:`Float8LinearConfig` of this file.
+        TypeError: If ``module`` is not a module, if ``config`` is not a :class:`Float8LinearConfig` of this file, or if
+            the weight of a chosen layer is float8 codes.
     """
     require_module("convert_to_float8_training", module)
     config = Float8LinearConfig() if config is None else config
@@ -261,6 +262,8 @@ def convert_to_float8_training(
         raise TypeError(f"config={config!r} must be a lightning_fp8.torchao.float8.Float8LinearConfig")
     linears = [(clean_name(name), each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     chosen = [pair for pair in linears if module_filter_fn is None or module_filter_fn(pair[1], pair[0])]
+    others = {id(each) for each in module.modules() if module_filter_fn} - {id(each) for _, each in chosen}
+    refuse_codes(module, Policy(skip=lambda each, name: id(each) in others))
     reasons = {name: reason_ineligible(each) for name, each in chosen}
     in_fp8 = [each for name, each in chosen if not reasons[name]]
     for each in in_fp8:
