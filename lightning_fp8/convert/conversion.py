@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -116,10 +116,10 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     output_heads = find_heads(model)
     places = find_positions(model)
     adapted = {
-        clean_name(f"{name}.base_layer" if name else "base_layer")
+        clean_name(f"{name}.base_layer".lstrip("."))
         for name, module in model.named_modules()
-        if is_linear(base := getattr(module, "base_layer", None))
-        or (base is not None and hasattr(module, "adapter_layer_names"))
+        if (base := module._modules.get("base_layer")) is not None
+        and (is_linear(base) or hasattr(module, "adapter_layer_names"))
     }
     names = _all_names(model)
     decisions = []
@@ -431,8 +431,8 @@ def _act_where_sharded() -> bool:
     """Call the actions of models that have been sharded. It returns whether no model is left."""
     for model, (reference, actions) in list(_until_sharded.items()):
         layer = reference()
-        gone = not isinstance(layer, LinearLayer)  # or its class was changed
-        if _await_sharding(model, actions) if gone else not _is_sharded_layer(layer):
+        lives = isinstance(layer, LinearLayer)  # its class may have been changed, too
+        if not _is_sharded_layer(layer) if lives else _await_sharding(model, actions):
             continue
         _until_sharded.pop(model, None)
         for action in actions:
@@ -440,7 +440,7 @@ def _act_where_sharded() -> bool:
     return not _until_sharded
 
 
-def _is_sharded_layer(layer: LinearLayer) -> bool:
+def _is_sharded_layer(layer: Any) -> bool:
     return is_dtensor(getattr(layer, layer.weight_names[0]))
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
 
+from lightning_fp8.arguments import require_module
 from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
@@ -174,6 +175,9 @@ class FirstStep:
         if begins:
             self.begin()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies and pickles of a model are not watched
+
     def begin(self) -> None:
         """Count forwards from now on."""
         self.begun = True
@@ -196,11 +200,6 @@ class FirstStep:
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
         return nullcontext() if not self.begun or self._flops is None or self._found is not None else self._flops
-
-    @property
-    def latest(self) -> ConversionSummary:
-        """The table: what is planned before the first step, and what ran after it."""
-        return self._found or self.summary
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -424,30 +423,40 @@ def _is_compiled(model: nn.Module) -> bool:
     )
 
 
-_watched: WeakKeyDictionary[nn.Module, FirstStep] = WeakKeyDictionary()
-"""The first steps of models, by their roots, outside of a Trainer."""
+_ATTRIBUTE = "_fp8_first_step"
+"""Holds the :class:`FirstStep` of a model. A table would keep alive a model that a function in ``skip`` refers to."""
+
+_stepping: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that optimizer steps report."""
 
 
-def watch_first_steps(model: nn.Module, first_step: FirstStep | None) -> None:
-    """Let optimizer steps report what runs of ``model``; None stops it, for the model and its parts."""
+def watch_first_steps(model: nn.Module, first_step: FirstStep, by_optimizers: bool = True) -> None:
+    """Give ``model`` its ``first_step``; those of its parts end.
+
+    Args:
+        by_optimizers: optimizer steps report what ran.
+    """
     for module in model.modules():
-        _watched.pop(module, None)
-    if first_step is not None:
-        _watched[model] = first_step
+        _stepping.discard(module)
+    setattr(model, _ATTRIBUTE, first_step)
+    if by_optimizers:
+        _stepping.add(model)
 
 
 def watched(model: nn.Module) -> FirstStep | None:
-    """The first steps of ``model``, if optimizer steps report them."""
-    return _watched.get(model)
+    """The first steps of the root of a conversion."""
+    return vars(model).get(_ATTRIBUTE)
 
 
 @torch.compiler.disable
 def report_after_step(optimizer: Any, *_: Any) -> None:
     """Report what ran of the models of which ``optimizer`` holds a parameter."""
-    running = [(model, each) for model, each in list(_watched.items()) if not each.settled]
-    held = {*parameter_ids(optimizer)} if running else set()
-    for model, first_step in running:
-        if any(id(parameter) in held for parameter in model.parameters()):
+    held = {*parameter_ids(optimizer)} if _stepping else set()
+    for model in list(_stepping):
+        first_step = watched(model)
+        if first_step is None or first_step.settled:
+            _stepping.discard(model)
+        elif any(id(parameter) in held for parameter in model.parameters()):
             first_step.stepped()
 
 
@@ -458,13 +467,15 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     """The table of a model that :func:`convert_module` converted: what is planned, or what ran.
 
     It shows what ran after the first step of a ``torch.optim.Optimizer`` that holds a parameter of the model. Under a
-    plugin, read ``plugin.summary`` instead.
+    plugin, ``plugin.summary`` is the same for the last model.
 
     Raises:
-        ValueError: If the model is not the root of a conversion.
+        TypeError: If ``model`` is not a module.
+        ValueError: If it is not the root of a conversion.
     """
+    require_module("conversion_summary", model)
     if (first_step := watched(model)) is None:
-        raise ValueError(f"convert_module has not converted this {type(model).__name__}, or a plugin has done so since")
+        raise ValueError(f"this {type(model).__name__} is not a model that convert_module converted; pass its root")
     return first_step.later()
 
 

@@ -45,10 +45,6 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """The first training steps of the last model, whose FLOPs are counted."""
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "watched": None}
-
-    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer: Any = module._trainer if isinstance(module, LightningModule) else None
         if trainer is not None and not any(isinstance(each, TrainerHooks) for each in trainer.callbacks):
@@ -74,8 +70,8 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         return is_new
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
-        watch_first_steps(module, None)
-        self.watched = self._first_step(module, plan, begins=False)  # the Trainer's hooks begin it
+        self.watched = self._first_step(module, plan, begins=False)
+        watch_first_steps(module, self.watched, by_optimizers=False)  # the Trainer's hooks begin it
 
     def release(self) -> None:
         """Stop managing the models' scales, so that they can be trained elsewhere; called when the Trainer ends."""

@@ -282,5 +282,5 @@ def test_a_plain_loop_whose_optimizer_steps_in_the_backward_pass() -> None:
 
 
 def test_a_model_that_is_not_converted_has_no_table() -> None:
-    with pytest.raises(ValueError, match="convert_module has not converted this Linear"):
+    with pytest.raises(ValueError, match="this Linear is not a model that convert_module converted"):
         conversion_summary(nn.Linear(2, 2))
