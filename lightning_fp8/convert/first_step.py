@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing_extensions import Self
 from lightning_fp8.attention.models.owners import owner_of, watch
 from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
-from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
+from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
@@ -138,6 +139,7 @@ class FirstStep:
         self._found: ConversionSummary | None = None
         self.settled = False
         # Weak references, since a plugin holds this object until the first step, which may never come.
+        self._model = weakref.ref(model)
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._before = {
             name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
@@ -176,15 +178,24 @@ class FirstStep:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
         layers = tuple(self._judged(layer) for layer in self.summary.layers)
-        norms, mlps = (
-            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
-            for fused in (self.summary.norms, self.summary.mlps)
-        )
-        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        summary = replace(self.summary, layers=layers, fallbacks=fallbacks(), **self._judged_casts(NOT_YET))
         flops = 0 if self._flops is None else self._flops.get_total_flops()
         if self._flops is None or self._flops.failed or not flops or any(map(self._may_be_compiled, layers)):
             return summary
         return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
+
+    def _judged_casts(self, uncalled: str) -> dict[str, tuple[LayerDecision, ...]]:
+        """The norms and MLPs that cast, and the reasons of the others."""
+        model = self._model()
+        modules = () if model is None else model.named_modules(remove_duplicate=False)
+        now = {clean_name(name): module for name, module in modules}
+        return {
+            kind: tuple(
+                judged_casting(planned, self._modules.get(planned.name), now.get(planned.name), uncalled)
+                for planned in fused
+            )
+            for kind, fused in (("norms", self.summary.norms), ("mlps", self.summary.mlps))
+        }
 
     def _may_be_compiled(self, layer: LayerDecision) -> bool:
         """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
@@ -199,7 +210,8 @@ class FirstStep:
         self.settled = True
         judged = self._found or self.finish()
         layers = tuple(self._seen_since(layer) for layer in judged.layers)
-        return replace(judged, layers=layers, fallbacks=fallbacks())
+        uncalled = f"it was not called in the first {self.steps} training steps"
+        return replace(judged, layers=layers, fallbacks=fallbacks(), **self._judged_casts(uncalled))
 
     def _seen_since(self, layer: LayerDecision) -> LayerDecision:
         if layer.reason != NOT_YET:
@@ -313,10 +325,8 @@ def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
 def _way_out(reason: str) -> str:
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
-    if reason == NORM_CAST_NOTHING:
-        return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
-    if reason == MLP_CAST_NOTHING:
-        return ", which only costs one more pass over memory; fuse=False removes it from the table"
+    if reason in WAYS_OUT:
+        return WAYS_OUT[reason]
     if reason.startswith("it was not called"):
         return ", which is harmless if it is rarely needed"
     return "; skip=(...) removes it from the table"

@@ -39,10 +39,20 @@ class CastingModule(nn.Module):
     cast: bool | None = None
     """Whether a training forward in an FP8 context has cast since observation started; None before the first one,
     and in compiled code."""
+    called_otherwise: bool = False
+    """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes that identify it in compiled code; see :func:`.record.note_traced`."""
+        raise NotImplementedError
 
     def _note(self, casts: bool, context: fp8_region.FP8Context) -> None:
-        if self.training and not self.cast and self.cast is not casts and context.enabled:
-            self.cast = casts  # setting a module's attribute is slow, so only if it changes
+        if not (self.training and context.enabled):
+            if not self.called_otherwise:  # setting a module's attribute is slow, so only if it changes
+                self.called_otherwise = True
+        elif not self.cast and self.cast is not casts:
+            self.cast = casts
 
 
 def begin_cast(like: Tensor, reader: LinearLayer) -> Begun | None:
@@ -73,6 +83,7 @@ def make_casting(module: nn.Module, casting: type) -> None:
     """Add ``casting`` as a base before the class of ``module``, in place."""
     if not isinstance(module, casting):
         swap_class(module, casting_class(casting, unsharded_class(module)))
+        module.cast = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
 
 
 @lru_cache

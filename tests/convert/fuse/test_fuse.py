@@ -21,6 +21,7 @@ from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.functions.deferred import DeferredTensor
 from lightning_fp8.hf_fusion.deferred_norm import NormOutput
 from lightning_fp8.hf_fusion.norm import KNOWN, CastingNorm, is_known_norm
 
@@ -99,6 +100,35 @@ def test_a_norm_casts_for_its_readers(recipe: str) -> None:
     assert ops.counts["quantize"] == 2 * 2 * casts_of_a_block
     assert error(fused, exact) < 1.15 * error(unfused, exact)
     torch.testing.assert_close(fused[0], unfused[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_no_layer_reads_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward: the layers read copies, and who computes the values computes the norm twice."""
+    models, computed, compute = (converted(True), converted(False)), Counter[str](), DeferredTensor.computed
+
+    def counting(self: DeferredTensor) -> Tensor:
+        computed[type(self).__name__] += 1
+        return compute(self)
+
+    monkeypatch.setattr(DeferredTensor, "computed", counting)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    for _ in range(3):
+        fused, unfused = (step(model, recipe) for model in models)
+        torch.testing.assert_close(fused[0], unfused[0], rtol=0.1, atol=0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+    if recipe == "delayed":
+        histories = [fp8_state_dict(model)["amax_history"] for model in models]
+        torch.testing.assert_close(*histories, rtol=0.15, atol=0.0)
+    models[0].gradient_checkpointing_enable({"use_reentrant": False})
+    step(models[0], recipe)
+    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+        models[0].eval()(input_ids=TOKENS)
+    assert not computed
+    models[0].model.layers[0].input_layernorm.register_forward_hook(read)
+    step(models[0], recipe)
+    assert computed == {"NormOutput": 1}, "the count counts"
 
 
 def test_the_model_stays_itself() -> None:
