@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, cast_activation, 
 from lightning_fp8.hf_fusion.norm import cast_for, is_known_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import was_traced
-from lightning_fp8.modules.swap import calls_own_forward
+from lightning_fp8.modules.swap import calls_own_forward, unsharded_class
 from lightning_fp8.names import clean_name
 
 READERS = {
@@ -32,6 +33,12 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
         if type(module).__name__.endswith("Norm") and getattr(module, "weight", None) is not None
         for why_not in (_why_norm_does_not(name, module, modules, decisions),)
     )
+
+
+def _name_of(module: Any) -> str:
+    """The class of ``module``, with its Python module, since several have a ``Qwen2MLP``; without it for torch's."""
+    cls = unsharded_class(module)
+    return cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
 
 
 def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
@@ -57,7 +64,7 @@ def _why_norm_does_not(
 ) -> str:
     readers = _readers(name)
     if not is_known_norm(module):
-        return f"fuse=True does not support {type(module).__name__}"
+        return f"fuse=True does not support {_name_of(module)}"
     if not readers or not all(reader in modules for reader in readers):
         return "fuse=True does not know which layers read it"
     if "forward" in vars(module):
@@ -86,7 +93,7 @@ def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
     if not is_known_mlp(mlp):
-        return f"fuse=True does not support {type(mlp).__name__}"
+        return f"fuse=True does not support {_name_of(mlp)}"
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance"
     for layer_name in LAYERS:
@@ -98,7 +105,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
             return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
     if activation_of(mlp) is None:
-        return f"fuse=True does not support {type(mlp.act_fn).__name__}"
+        return f"fuse=True does not support {_name_of(mlp.act_fn)}"
     return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""
 
 

@@ -268,6 +268,22 @@ def test_the_table_says_what_casts_and_why_not() -> None:
     assert not plan_conversion(llama(), Policy()).norms
 
 
+def test_a_class_of_the_same_name_is_told_apart() -> None:
+    """Qwen2-VL has its own."""
+    vl = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    config = transformers.Qwen2Config(hidden_size=16, intermediate_size=16)
+
+    class Qwen2RMSNorm(nn.RMSNorm):
+        pass
+
+    model = nn.ModuleDict({"mlp": vl.Qwen2MLP(config), "norm": Qwen2RMSNorm(16)})
+    plan = plan_conversion(model, Policy(fuse=True))
+    assert [row.reason for row in (*plan.mlps, *plan.norms)] == [
+        "fuse=True does not support transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2MLP",
+        f"fuse=True does not support {__name__}.Qwen2RMSNorm",
+    ]
+
+
 def test_the_formula_is_that_of_every_known_class() -> None:
     """Older versions of transformers lack the newest models."""
     known = [(name, path) for name, path in KNOWN.items() if find_spec(path.rpartition(".")[0])]

@@ -198,7 +198,7 @@ class Training(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def on_fit_start(self) -> None:
-        for name, module in [*self.model.named_modules()]:
+        for name, _ in [*self.model.named_modules()]:
             if name.endswith(("layernorm", "mlp")):
                 forward_replaced(self.model, name)
 
