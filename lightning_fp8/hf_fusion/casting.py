@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -86,10 +85,13 @@ def make_casting(module: nn.Module, casting: type) -> None:
         module.cast = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
 
 
-@lru_cache
 def casting_class(casting: type, cls: type) -> type:
-    """``cls`` with the base ``casting``; its ``__module__`` is that of ``casting``, where unpickling looks it up."""
-    return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
+    """``cls`` with the base ``casting``; its ``__module__`` is that of ``casting``, where unpickling looks it up.
+
+    There is one while modules are of it. Python's list of subclasses is weak, so no cache keeps ``cls`` alive.
+    """
+    made = (each for each in type.__subclasses__(cls) if each.__bases__ == (casting, cls))
+    return next(made, None) or type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 
 def class_named(name: str, known: Mapping[str, str], casting: type) -> type:

@@ -6,7 +6,9 @@ MLPs of such models: ``tests/convert/fuse/test_fuse_mlp.py``.
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
@@ -266,6 +268,26 @@ def test_the_table_says_what_casts_and_why_not() -> None:
     other = plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True))
     assert [(norm.fp8, norm.reason) for norm in other.norms] == [(False, "fuse=True does not support LayerNorm")]
     assert not plan_conversion(llama(), Policy()).norms
+
+
+def test_conversions_leave_nothing_behind() -> None:
+    """Neither many of one model, nor those of classes that are made on the fly."""
+    model = converted(True)
+    norm = model.model.layers[0].input_layernorm
+    classes, readers, hooks = type(norm).__mro__, norm._readers, len(norm._forward_hooks)
+    for _ in range(20):
+        convert_module(model, first_last_layers_bf16=False, fuse=True)
+    assert (type(norm).__mro__, norm._readers, len(norm._forward_hooks)) == (classes, readers, hooks)
+    assert type(model.model.layers[1].input_layernorm) is type(norm)
+    own = llama(1)
+    norm = own.model.layers[0].input_layernorm
+    norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": type(norm).__module__})
+    made = weakref.ref(type(norm))
+    convert_module(own, first_last_layers_bf16=False, fuse=True)
+    assert isinstance(norm, CastingNorm)
+    del own, norm
+    gc.collect()
+    assert made() is None
 
 
 def test_a_class_of_the_same_name_is_told_apart() -> None:
