@@ -184,7 +184,7 @@ class FirstStep:
             return summary
         return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
 
-    def _judged_casts(self, uncalled: str) -> dict[str, tuple[LayerDecision, ...]]:
+    def _judged_casts(self, uncalled: str) -> dict[str, Any]:
         """The norms and MLPs that cast, and the reasons of the others."""
         model = self._model()
         modules = () if model is None else model.named_modules(remove_duplicate=False)

@@ -90,7 +90,7 @@ def casting_class(casting: type, cls: type) -> type:
 
     There is one while modules are of it. Python's list of subclasses is weak, so no cache keeps ``cls`` alive.
     """
-    made = (each for each in type.__subclasses__(cls) if each.__bases__ == (casting, cls))
+    made = (each for each in cls.__subclasses__() if each.__bases__ == (casting, cls))
     return next(made, None) or type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 

@@ -328,9 +328,10 @@ def _require(value: Any, expected: Any, what: str) -> None:
     """Raises:
     ValueError: If ``value``, which messages call ``what``, is not of the ``expected`` types; see :data:`_DESCRIBED`.
     """
-    cls = expected if isinstance(expected, type) else type(expected)
-    if type(value) is not cls:
-        raise ValueError(f"{what} is {str(value)[:40]!r}, of type {type(value).__name__}, not {cls.__name__}")
+    cls: type = expected if isinstance(expected, type) else type(expected)
+    found: type = type(value)
+    if found is not cls:
+        raise ValueError(f"{what} is {str(value)[:40]!r}, of type {found.__name__}, not {cls.__name__}")
     if isinstance(expected, list):
         for index, each in enumerate(value):
             _require(each, expected[0], f"{what}[{index}]")
