@@ -90,8 +90,11 @@ def casting_class(casting: type, cls: type) -> type:
 
     There is one while modules are of it. Python's list of subclasses is weak, so no cache keeps ``cls`` alive.
     """
-    made = (each for each in cls.__subclasses__() if each.__bases__ == (casting, cls))
-    return next(made, None) or type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
+    subclasses: list[type] = cls.__subclasses__()
+    for made in subclasses:
+        if made.__bases__ == (casting, cls):
+            return made
+    return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 
 def class_named(name: str, known: Mapping[str, str], casting: type) -> type:
