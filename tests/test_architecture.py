@@ -115,6 +115,7 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
 VALUES = {
     "version": set(),
     "arguments": set(),
+    "files": set(),
     "formats": set(),
     "scaling": set(),
     "scaled": {"formats"},

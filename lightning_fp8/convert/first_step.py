@@ -23,7 +23,7 @@ from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import in_backward, waiting
-from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
+from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import LayerRecord, was_traced
@@ -237,11 +237,12 @@ class FirstStep:
 
     def _kept(self, summary: ConversionSummary) -> ConversionSummary:
         """``summary`` with the rows of now."""
+        now = self._modules_now()
         norms, mlps = (
-            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
+            tuple(judged_casting(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        rows = self._judged_rows()
+        rows = self._judged_rows(now)
         self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
         return self._found
 
@@ -271,13 +272,18 @@ class FirstStep:
     def _owner(self, layer: LayerDecision) -> str:
         return layer.name if layer.name in self._names else layer.name.rpartition(".")[0]
 
-    def _judged_rows(self) -> tuple[LayerDecision, ...]:
+    def _modules_now(self) -> dict[str, nn.Module]:
+        """The modules of the model as it is now, by all of their names."""
+        model = self._model()
+        named = () if model is None else model.named_modules(remove_duplicate=False)
+        return {clean_name(name): module for name, module in named}
+
+    def _judged_rows(self, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
         """The rows of the model as it is now, and of layers that are gone."""
         model = self._model()
         if model is None:
             return self.summary.layers
-        now = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-        names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        names = {id(module): name for name, module in reversed(now.items())}  # the first of several
         places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
         taken = set(places.values())
         appeared = {} if self._again is None else {row.name: row for row in self._again(model).layers}
@@ -514,10 +520,8 @@ def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
 def _way_out(reason: str) -> str:
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
-    if reason == NORM_CAST_NOTHING:
-        return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
-    if reason == MLP_CAST_NOTHING:
-        return ", which only costs one more pass over memory; fuse=False removes it from the table"
+    if reason in WAYS_OUT:
+        return WAYS_OUT[reason]
     if reason in (NOT_YET, DISABLED_REGION):
         return ""
     if "after the conversion" in reason:

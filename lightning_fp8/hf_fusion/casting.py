@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -39,10 +38,20 @@ class CastingModule(nn.Module):
     cast: bool | None = None
     """Whether a training forward in an FP8 context has cast since observation started; None before the first one,
     and in compiled code."""
+    called_otherwise: bool = False
+    """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes that identify it in compiled code; see :func:`.record.note_traced`."""
+        raise NotImplementedError
 
     def _note(self, casts: bool, context: fp8_region.FP8Context) -> None:
-        if self.training and not self.cast and self.cast is not casts and context.enabled:
-            self.cast = casts  # setting a module's attribute is slow, so only if it changes
+        if not (self.training and context.enabled):
+            if not self.called_otherwise:  # setting a module's attribute is slow, so only if it changes
+                self.called_otherwise = True
+        elif not self.cast and self.cast is not casts:
+            self.cast = casts
 
 
 def begin_cast(like: Tensor, reader: LinearLayer) -> Begun | None:
@@ -73,11 +82,18 @@ def make_casting(module: nn.Module, casting: type) -> None:
     """Add ``casting`` as a base before the class of ``module``, in place."""
     if not isinstance(module, casting):
         swap_class(module, casting_class(casting, unsharded_class(module)))
+        module.cast = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
 
 
-@lru_cache
 def casting_class(casting: type, cls: type) -> type:
-    """``cls`` with the base ``casting``; its ``__module__`` is that of ``casting``, where unpickling looks it up."""
+    """``cls`` with the base ``casting``; its ``__module__`` is that of ``casting``, where unpickling looks it up.
+
+    There is one while modules are of it. Python's list of subclasses is weak, so no cache keeps ``cls`` alive.
+    """
+    subclasses: list[type] = cls.__subclasses__()
+    for made in subclasses:
+        if made.__bases__ == (casting, cls):
+            return made
     return type(cls.__name__, (casting, cls), {"__module__": casting.__module__})
 
 

@@ -60,6 +60,11 @@ class CastingMLP(casting.CastingModule):
         self._note(activated is not None, contexts[0])
         return self.down_proj(self.act_fn(gate) * up if activated is None else activated)  # type: ignore[no-any-return]
 
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Those of its last layer, which notes that it is compiled."""
+        return self.down_proj.features if isinstance(self.down_proj, LinearLayer) else ()
+
     def _cast(self, gate: Tensor, up: Tensor) -> Tensor | None:
         down: Any = self.down_proj
         begun = casting.begin_cast(gate, down)

@@ -20,6 +20,7 @@ from lightning_fp8.hf_fusion.casting import (
 )
 from lightning_fp8.hf_fusion.deferred_norm import NormCastFunction
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+from lightning_fp8.modules.record import note_traced
 
 KNOWN = {
     "LlamaRMSNorm": "transformers.models.llama.modeling_llama",
@@ -43,6 +44,7 @@ class CastingNorm(CastingModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
         if torch.compiler.is_compiling():
+            note_traced(*self.features)
             return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
         casts = self._casts(hidden_states)
         self._note(casts, self._context())
@@ -57,6 +59,10 @@ class CastingNorm(CastingModule):
         output = NormCastFunction.apply(hidden_states, weight, self.variance_epsilon, *begun, columnwise)
         offer(output, begun.cast)
         return output  # type: ignore[no-any-return]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
 
     def _context(self) -> fp8_region.FP8Context:
         return self._readers[0].running_context() if self._readers else fp8_region.DISABLED

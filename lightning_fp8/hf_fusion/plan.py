@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,8 @@ from lightning_fp8.hf_fusion.casting import CastingModule
 from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, cast_activation, hooks_of, is_known_mlp
 from lightning_fp8.hf_fusion.norm import cast_for, is_known_norm
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.record import was_traced
+from lightning_fp8.modules.swap import calls_own_forward, unsharded_class
 from lightning_fp8.names import clean_name
 
 READERS = {
@@ -30,6 +33,12 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
         if type(module).__name__.endswith("Norm") and getattr(module, "weight", None) is not None
         for why_not in (_why_norm_does_not(name, module, modules, decisions),)
     )
+
+
+def _name_of(module: Any) -> str:
+    """The class of ``module``, with its Python module, since several have a ``Qwen2MLP``; without it for torch's."""
+    cls = unsharded_class(module)
+    return cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
 
 
 def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
@@ -55,7 +64,7 @@ def _why_norm_does_not(
 ) -> str:
     readers = _readers(name)
     if not is_known_norm(module):
-        return f"fuse=True does not support {type(module).__name__}"
+        return f"fuse=True does not support {_name_of(module)}"
     if not readers or not all(reader in modules for reader in readers):
         return "fuse=True does not know which layers read it"
     if "forward" in vars(module):
@@ -84,7 +93,7 @@ def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
     if not is_known_mlp(mlp):
-        return f"fuse=True does not support {type(mlp).__name__}"
+        return f"fuse=True does not support {_name_of(mlp)}"
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance"
     for layer_name in LAYERS:
@@ -96,25 +105,66 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
             return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
     if activation_of(mlp) is None:
-        return f"fuse=True does not support {type(mlp.act_fn).__name__}"
+        return f"fuse=True does not support {_name_of(mlp.act_fn)}"
     return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""
 
 
-NORM_CAST_NOTHING = (
-    "its input and weight differ in dtype, or torch.autocast is on (compute_dtype turns it on), so readers cast"
-)
-MLP_CAST_NOTHING = "one of its layers or its activation was replaced, hooked or compiled, so down_proj casts"
+_CAST_NOTHING = {
+    NORM: "its input and weight differ in dtype, or torch.autocast is on (compute_dtype turns it on), so readers cast",
+    MLP: "one of its layers or its activation was replaced, hooked or compiled, so down_proj casts",
+}
+FORWARD_REPLACED = "its forward was replaced on the instance after the conversion"
+CLASS_REPLACED = "its class was replaced after the conversion"
+MODULE_REPLACED = "it was replaced by another module"
+REMOVED = "it was removed from the model"
+
+WAYS_OUT = {
+    _CAST_NOTHING[NORM]: "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast",
+    **dict.fromkeys(
+        (_CAST_NOTHING[MLP], FORWARD_REPLACED, CLASS_REPLACED, MODULE_REPLACED),
+        ", which only costs one more pass over memory; fuse=False removes it from the table",
+    ),
+    REMOVED: "; fuse=False removes it from the table",
+}
+"""By the reason why a norm or an MLP did not cast, what can be done."""
 
 
 def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
     """Reset what :func:`judged_casting` reports."""
-    if planned.fp8 and isinstance(module, CastingModule):
-        module.cast = None
+    if planned.fp8:
+        for each in _casting_in(module):
+            each.cast, each.called_otherwise = None, False
 
 
-def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDecision:
-    """``planned`` with what the module did in training forwards since :func:`forget_what_ran`."""
-    if not planned.fp8 or not isinstance(module, CastingModule) or module.cast is None:
+def _casting_in(module: nn.Module | None) -> list[CastingModule]:
+    """``module``, or what it wraps, if that casts."""
+    return [] if module is None else [each for each in module.modules() if isinstance(each, CastingModule)]
+
+
+def judged_casting(
+    planned: LayerDecision, module: nn.Module | None, now: nn.Module | None, uncalled: str
+) -> LayerDecision:
+    """``planned`` with what its module did in training forwards since :func:`forget_what_ran`.
+
+    Args:
+        module: the module that it was; None if it is deallocated.
+        now: the module that has its name now; None if there is none.
+        uncalled: the reason to report if it was not called.
+    """
+    if not planned.fp8:
         return planned
-    why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING
-    return replace(planned, ran=module.cast, reason=planned.reason if module.cast else why_not)
+    known = [each.cast for each in (*_casting_in(module), *_casting_in(now)) if each.cast is not None]
+    if known:
+        return replace(planned, ran=any(known), reason=planned.reason if any(known) else _CAST_NOTHING[planned.kind])
+    current = module if now is None else now
+    if current is None:
+        why_not = REMOVED
+    elif not (casting := _casting_in(current)):
+        why_not = CLASS_REPLACED if "cast" in vars(current) else MODULE_REPLACED
+    elif all("forward" in vars(each) and not calls_own_forward(each) for each in casting):
+        why_not = FORWARD_REPLACED
+    elif any(each.called_otherwise or was_traced(*each.features) for each in casting):
+        return planned
+    else:
+        why_not = uncalled
+    return replace(planned, ran=False, reason=why_not)

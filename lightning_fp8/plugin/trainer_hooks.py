@@ -31,7 +31,10 @@ class TrainerHooks(Callback):
         _say_if_scales_are_missing(trainer)
         summary = _plugin(trainer).summary
         if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
-            rank_zero_info("FP8 is emulated on the CPU: it computes what a GPU would, and is slower than BF16")
+            rank_zero_info(
+                "FP8 is emulated on the CPU: it computes what a GPU would, slower than BF16 if the processor has BF16 "
+                "instructions, and faster if it has none"
+            )
         layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
