@@ -134,10 +134,10 @@ class FP8Module(nn.Module):
             if not own or "Couldn't swap" not in str(error):
                 raise
             raise RuntimeError(
-                f"{type(self).__name__}.{own[0][0]} is stored in FP8, and cannot be moved or converted while a graph or "
-                "another object holds it. Finish the backward pass before this call, or delete the loss and all outputs "
-                "of the model (del loss). Then repeat the call: modules before this one are moved or converted already, "
-                "this one and those after it are not"
+                f"{type(self).__name__}.{own[0][0]} is stored in FP8, and cannot be moved or converted while a graph "
+                "or another object holds it. Finish the backward pass before this call, or delete the loss and all "
+                "outputs of the model (del loss). Then repeat the call: modules before this one are moved or converted "
+                "already, this one and those after it are not"
             ) from error
         for name, attributes in own:
             of_others = {key: value for key, value in attributes.items() if key not in FP8Tensor.ATTRIBUTES}

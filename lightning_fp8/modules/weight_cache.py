@@ -183,7 +183,8 @@ class WeightCachingModule(FP8Module):
 
 def _local(values: Tensor) -> Tensor:
     """This rank's part of ``values``."""
-    return values.detach().to_local() if is_sharded(values) else values.detach()
+    sharded: Any = values
+    return sharded.detach().to_local() if is_sharded(values) else values.detach()  # type: ignore[no-any-return]
 
 
 def _differ(before: Tensor, held: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -44,7 +44,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
     watched: FirstStep | None = None
     """The first training steps, whose FLOPs are counted."""
-    _te_state: Mapping[str, Any] = {}
+    _te_state: dict[str, Any] | None = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -89,13 +89,13 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
 
         If it has one, the Trainer calls :meth:`load_state_dict` next.
         """
-        states, self._te_state = self._te_state, {}
+        states, self._te_state = self._te_state, None
         if type(self).__qualname__ in checkpoint:
             return
         # Modules of this package have loaded Transformer Engine's state with their parameters.
         own_te_state = not states and has_te_state(checkpoint.get("state_dict", ()))
         if not (own_te_state and all(history.watch.state_loaded for history in self.histories.values())):
-            self.load_state_dict(states)
+            self.load_state_dict(states or {})
 
     def _report_without_state(self, names: list[str]) -> None:
         return None  # the Trainer's hooks name the file
@@ -103,7 +103,7 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     def release(self) -> None:
         """Stop managing the models' scales, so that they can be trained elsewhere; called when the Trainer ends."""
         self.watched = None
-        self._te_state = {}
+        self._te_state = None
         self.detach_attention()
         for history in self.histories.values():
             history.plugin_recipe = None

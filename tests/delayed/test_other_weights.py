@@ -1,4 +1,4 @@
-"""Weights are replaced in a model that has delayed scales: by state that belongs to them, by a reset, or with a notice."""
+"""Weights are replaced in a model with delayed scales: with the state that belongs to them, a reset, or a notice."""
 
 from __future__ import annotations
 
@@ -183,8 +183,10 @@ def test_weights_stored_in_fp8() -> None:
         loss = model(inputs()).square().mean()
     loss.backward()
     optimizer.step()
-    assert notices(lambda: (model.load_state_dict(copy.deepcopy(model.state_dict())), evaluate(model))) == 0
-    assert notices(lambda: (model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True), evaluate(model))) == 0
+    for assign in (False, True):
+        equal = copy.deepcopy(model.state_dict())
+        model.load_state_dict(equal, assign=assign)
+        assert notices(lambda: evaluate(model)) == 0
     assert notices(lambda: (model.load_state_dict(own), evaluate(model))) == 1
 
 

@@ -696,7 +696,8 @@ def optimizers() -> list[Any]:
     others = [
         named(name, lr=0.01, **options)
         for name, options in (
-            ("SGD", {"momentum": 0.9}), ("SGD", {"fused": True}), ("Adam", {"foreach": True}), ("Adam", {"fused": True}),
+            ("SGD", {"momentum": 0.9}), ("SGD", {"fused": True}),
+            ("Adam", {"foreach": True}), ("Adam", {"fused": True}),
         )
     ]  # fmt: skip
     return [(each, True) for each in (*lbfgs, *others)] + [(each, False) for each in others]
