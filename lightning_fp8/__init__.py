@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
     from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, update_fp8_scales
+    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, reset_fp8_scales, update_fp8_scales
     from lightning_fp8.modules.transformer import (
         InferenceParams,
         MultiheadAttention,
@@ -81,6 +81,7 @@ _HOMES = {
     "get_batch_on_this_cp_rank": "attention.context_parallel",
     "load_fp8_state_dict": "modules.state",
     "update_fp8_scales": "modules.state",
+    "reset_fp8_scales": "modules.state",
     "load_te_state_dict": "te.load",
     "make_recipe": "recipes",
     "onnx_export": "export.context",
@@ -123,6 +124,7 @@ __all__ = [
     "load_te_state_dict",
     "make_recipe",
     "onnx_export",
+    "reset_fp8_scales",
     "update_fp8_scales",
     "with_master_weights",
 ]

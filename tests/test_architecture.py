@@ -252,6 +252,7 @@ ROOMS = {
         "modules",
         "ops",
         "proofs",
+        "te",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
     "monitor": {"delayed", "modules", "ops", "plugin"},

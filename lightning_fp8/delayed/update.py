@@ -47,7 +47,7 @@ from lightning_fp8.delayed.owners import (
     parameter_ids,
     slots_without_optimizer,
 )
-from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
+from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, uses_begin
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaling import FLOAT32_MAX, is_usable
 
@@ -79,8 +79,11 @@ def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, tr
     if training or _region.recipe is None:
         _region.recipe = recipe
         _region.group = group
-    if training and not torch.compiler.is_compiling():
-        histories = [history for history in all_histories() if history.plugin_recipe is None]
+    if torch.compiler.is_compiling():
+        return
+    histories = [history for history in all_histories() if history.plugin_recipe is None]
+    uses_begin(history.watch for history in histories)
+    if training:
         for history in histories:
             history.training_forward_begins()
         update_waiting(histories)

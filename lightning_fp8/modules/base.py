@@ -131,7 +131,17 @@ class FP8Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # torch swaps a tensor subclass with a new tensor, which lacks the attributes that others set on the old one.
         own = [(name, dict(vars(each))) for name, each in self._parameters.items() if isinstance(each, FP8Tensor)]
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if not own or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{type(self).__name__}.{own[0][0]} is stored in FP8, and cannot be moved or converted while a graph "
+                "or another object holds it. Finish the backward pass before this call, or delete the loss and all "
+                "outputs of the model (del loss). Then repeat the call: modules before this one are moved or converted "
+                "already, this one and those after it are not"
+            ) from error
         for name, attributes in own:
             of_others = {key: value for key, value in attributes.items() if key not in FP8Tensor.ATTRIBUTES}
             vars(self._parameters[name]).update(of_others)

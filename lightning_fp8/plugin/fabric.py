@@ -45,11 +45,11 @@ from lightning_fp8.convert.first_step import (
 )
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
-from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
+from lightning_fp8.delayed.history import AmaxHistory, span_of
 from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
+from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
-from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.plugin.dtypes import (
     cast_floating_point,
@@ -59,7 +59,14 @@ from lightning_fp8.plugin.dtypes import (
     weights_and_compute_dtypes,
 )
 from lightning_fp8.plugin.kept_weights import KeptWeights
-from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
+from lightning_fp8.plugin.states import (
+    by_name,
+    load_state,
+    of_living_models,
+    validated_states,
+    with_equal_names,
+    without_state,
+)
 from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
@@ -133,7 +140,6 @@ class FP8FabricPrecision(FabricPrecision):
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
-        self._states_of_models: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plan: ConversionSummary | None = None
         self._reported: set[str] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
@@ -215,11 +221,7 @@ class FP8FabricPrecision(FabricPrecision):
         elif cast:
             rank_zero_info(*cast)
         if self._pending_state is not None:
-            self.load_state_dict(self._pending_state)
-        for model, state in self._states_of_models:
-            if model is module:
-                load_state(history, state, self.recipe)
-        self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
+            self._load_states(self._pending_state)
         return module
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
@@ -322,6 +324,7 @@ class FP8FabricPrecision(FabricPrecision):
             stack.enter_context(fp8_context(self._context()))
             histories = list(self.histories.values())
             if isinstance(self.recipe, DelayedScaling):
+                uses_begin(history.watch for history in histories)
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
@@ -379,27 +382,27 @@ class FP8FabricPrecision(FabricPrecision):
     def _recipe_fields(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
-    def set_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Load the scales and histories of ``state`` into ``model``, or when it is converted if it is not yet.
-
-        Raises:
-            ValueError: If the state is malformed. Nothing is changed then.
-        """
-        validated_state(state)
-        if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
-            load_fp8_state_dict(model, state)
-        else:
-            self._states_of_models.append((model, state))
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Models that are not converted yet are loaded when they are converted.
+
+        The scales of models that have no state in it are emptied.
 
         Raises:
             ValueError: If the state is malformed. Nothing is changed then.
         """
         states = validated_states(state_dict)
         self._drop_unused()
+        if without := without_state(self.histories, states):
+            self._report_without_state(without)
+        self._load_states(state_dict)
+
+    def _report_without_state(self, names: list[str]) -> None:
+        if isinstance(self.recipe, DelayedScaling):
+            rank_zero_info(f"FP8 state: the checkpoint has none of {', '.join(names)}, whose scales start empty")
+
+    def _load_states(self, state_dict: dict[str, Any]) -> None:
+        states = validated_states(state_dict)
         if not self.histories:
             self._pending_state = state_dict
             return

@@ -22,9 +22,15 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}
-    for state in states.values():
-        validated_state(state)
-    return states
+    return {name: state for name, state in states.items() if validated_state(state)[0]}
+
+
+def without_state(histories: dict[str, AmaxHistory], states: dict[str, Any]) -> list[str]:
+    """Empty the histories that have no tensors in ``states``, and return their names."""
+    names = [name for name, history in histories.items() if history.names and not states.get(name, {}).get("names")]
+    for name in names:
+        histories[name].reset()
+    return names
 
 
 def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, saved_with: Any = None) -> None:

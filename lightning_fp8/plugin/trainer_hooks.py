@@ -112,7 +112,8 @@ def _say_if_scales_are_missing(trainer: Trainer) -> None:
     scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
     if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):
         rank_zero_info(
-            f"{trainer.ckpt_path} has no FP8 scales: until the first update each tensor is scaled by its own amax"
+            f"{trainer.ckpt_path} has no FP8 scales: they start empty, and until the first update each tensor is "
+            "scaled by its own amax"
         )
 
 
