@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import warnings
@@ -204,6 +205,17 @@ class FP8Tensor(Tensor):
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
         return cls(Quantized(row, column), cast, size, dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""
+        parts = [
+            (name, part.dtype, part.shape, part.stride(), part.storage_offset())
+            for name in _PARTS
+            if (part := getattr(self, name)) is not None
+        ]
+        own = type(self).__qualname__, self.shape, self.dtype, str(self.device), self.requires_grad
+        key = repr((own, self.cast, self.recipe, self.observed is not None, parts))
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
