@@ -207,10 +207,10 @@ class LinearLayer(WeightCachingModule):
         if len(self.weight_names) == 1:
             return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
         weights, biases = self.weights_and_biases()
-        if reason := foreign_weight(self):
+        if any(map(is_foreign, weights)):
             raise TypeError(
-                f"{self.kind} with parameters_split: {reason}, which cannot be concatenated; leave this layer out of the "
-                "call that replaced its weights"
+                f"{self.kind} with parameters_split: {foreign_weight(self)}, which cannot be concatenated; leave this "
+                "layer out of the call that replaced its weights"
             )
         return concatenated(weights), None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
 

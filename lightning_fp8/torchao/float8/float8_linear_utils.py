@@ -34,8 +34,10 @@ def convert_to_float8_training(
 
     All linear layers are converted. Unlike :func:`lightning_fp8.convert_module`, the function makes no exception for
     first and last layers and output heads. Parameters stay the same objects, and ``state_dict`` keeps its keys. Inside
-    ``fp8_autocast``, and under a plugin, layers use its recipe instead. As in torchao, layers that are not chosen stay as
-    they are, also if an earlier call has converted them. Those that are chosen again get the new configuration.
+    ``fp8_autocast``, and under a plugin, layers use its recipe instead.
+
+    As in torchao, layers that are not chosen stay as they are, also if an earlier call has converted them. Converted
+    layers that are chosen again get the new configuration.
 
     If FSDP2 should gather weights in FP8, call it after ``fully_shard``. Otherwise weights are gathered in high
     precision.
