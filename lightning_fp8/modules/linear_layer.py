@@ -452,7 +452,7 @@ def is_foreign(weight: Any) -> bool:
 
 
 def _local(weight: Any) -> Any:
-    return weight._local_tensor if is_sharded(weight) else weight
+    return weight._local_tensor if is_sharded(weight) and not torch.compiler.is_compiling() else weight
 
 
 @torch.compiler.assume_constant_result
@@ -468,4 +468,7 @@ def _defines_operations(cls: type) -> bool:
     return any({"__torch_dispatch__", "__torch_function__", "to"} & names.keys() for names in own)
 
 
-_NOT_FOREIGN = ("torch._subclasses.", "torch.nn.parameter", "torch.distributed._functional_collectives")
+_NOT_FOREIGN = (
+    *("torch._subclasses.", "torch.nn.parameter"),
+    *("torch.distributed.tensor", "torch.distributed._functional_collectives"),
+)

@@ -255,3 +255,14 @@ def test_parameters_of_bitsandbytes(name: str) -> None:
     layer.weight = parameters(layer.weight.detach(), requires_grad=False)
     (row,) = plan_conversion(layer, Policy(first_last_layers_bf16=False)).layers
     assert (row.fp8, row.reason) == (False, f"its weight is {'an' if name[0] == 'I' else 'a'} {name}")
+
+
+def test_a_dtensor_is_foreign_if_its_pieces_are(one_rank: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    layer = nn.Linear(32, 16)
+    for local, expected in ((layer.weight.detach(), ""), (coded(layer.weight), "its weight is a Coded")):
+        layer.weight = nn.Parameter(
+            DTensor.from_local(local, one_rank, [Shard(0)], run_check=False), requires_grad=False
+        )
+        assert foreign_weight(layer) == expected
