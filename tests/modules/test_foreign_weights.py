@@ -21,8 +21,8 @@ from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.torchao.float8 import convert_to_float8_training
 
 _aten = torch.ops.aten
-DECODED = (_aten.mm.default, _aten.addmm.default, _aten.t.default, _aten.linear.default, _aten.view.default)
-KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default)
+DECODED = (_aten.mm.default, _aten.addmm.default, _aten.t.default, _aten.linear.default)
+KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.view.default)
 
 
 class Coded(Tensor):
