@@ -240,7 +240,7 @@ ROOMS = {
         "parallel.checkpoint",
         "primary_weights",
     },
-    "torchao": {"convert", "fp8_region", "modules"},
+    "torchao": {"convert", "fp8_region", "modules", "parallel.styles"},
     "plugin": {
         "attention.models",
         "fp8_region",

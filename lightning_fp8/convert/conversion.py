@@ -43,7 +43,7 @@ from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import RegionWatch
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
@@ -58,13 +58,15 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     for codes in codes_of(module).values():
         return f"its weight is {codes.dtype}"
     if isinstance(module, LinearLayer):
-        return ""
+        return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
     cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
         return f"{type(module).__name__} is a subclass of nn.Linear{' with its own forward' * has_forward}"
+    if reason := foreign_weight(module):
+        return reason
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module) and not calls_own_forward(module):
@@ -129,10 +131,11 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             decisions.append(attentions[name])
         if is_linear(module):
             head = "" if isinstance(module, LinearLayer) else output_heads.get(name, "")
+            has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
-                or reason_for_bf16(places.get(name), policy, head)
+                or reason_for_bf16(None if has_own_context else places.get(name), policy, head)
                 or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
             )
             for gemm, shape in matrices_of(module).items():
@@ -267,6 +270,8 @@ def convert_module(
       the blocks. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
     - adapters (LoRA).
     - narrow layers, which are slower in FP8: at most 64 features on one side, more than 8 times as many on the other.
+
+    Layers of torchao's ``convert_to_float8_training`` run in FP8 wherever they are, unless ``skip`` matches them.
 
     Args:
         model: any module. Its parameters stay the same objects, and its ``state_dict`` keeps its keys.

@@ -25,7 +25,7 @@ from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import in_backward, waiting
 from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import LayerRecord, was_traced
 from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
@@ -343,6 +343,8 @@ class FirstStep:
     def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
         if not module.fp8:
             return "a later conversion keeps it in high precision"
+        if why := foreign_weight(module):
+            return why
         if called:
             context = module._last_context
             return OUTSIDE if context is None or context.outside else DISABLED_REGION

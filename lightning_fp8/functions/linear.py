@@ -300,7 +300,8 @@ class Product:
 
 def without_gradient(x: Tensor) -> Tensor:
     """``x.detach()``. FP8 weights cannot be detached in ``torch.inference_mode``, so it is disabled for them."""
-    if type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
+    traced = torch.compiler.is_compiling()  # Dynamo cannot trace the question after it
+    if traced or type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
         return x.detach()
     with torch.inference_mode(False):
         return x.detach()

@@ -70,8 +70,10 @@ class CastingNorm(CastingModule):
     def _casts(self, x: Any) -> bool:
         """Whether all readers run in FP8 now, and a kernel supports the norm of ``x``."""
         return (
-            self._context().enabled
-            and all(isinstance(reader, LinearLayer) and reader.fp8 for reader in self._readers)
+            bool(self._readers)
+            and all(
+                isinstance(each, LinearLayer) and each.fp8 and each.running_context().enabled for each in self._readers
+            )
             and type(x) is Tensor
             and type(self.weight) is nn.Parameter
             and x.dtype == self.weight.dtype

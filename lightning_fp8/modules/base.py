@@ -112,14 +112,19 @@ class FP8Module(nn.Module):
             self._join(self.history)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refuse ``torch.nn.DataParallel`` in FP8: its threads do not inherit this thread's ``fp8_autocast``."""
-        context = current_context()
-        if self.fp8 and (context.enabled or context.calibrating):
+        """A replica of ``torch.nn.DataParallel``, whose threads do not inherit this thread's ``fp8_autocast``.
+
+        Raises:
+            RuntimeError: If the replica would run in another precision than this thread's region asks for.
+        """
+        context, own = current_context(), getattr(self, "own_context", None)
+        if self.fp8 and (context.enabled or context.calibrating or (own is not None and not context.outside)):
             raise RuntimeError(
                 "torch.nn.DataParallel runs each replica in a separate thread, where fp8_autocast has no effect: "
-                f"{type(self).__name__} would run in high precision there. Use DistributedDataParallel, strategy='ddp' "
-                "of a Trainer, or leave fp8_autocast"
+                f"{type(self).__name__} would run in {f'FP8, {own.recipe.name},' if own else 'high precision'} there. "
+                "Use DistributedDataParallel, strategy='ddp' of a Trainer, or leave fp8_autocast"
             )
+        self._record = self.record  # replicas count in it
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Any:

@@ -184,7 +184,7 @@ class LayerNormMLP(NormedLayer):
         if self.parallel_mode is not None:
             return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
-        context = self._begin(inp, weights[0], is_first_microbatch)
+        context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
@@ -197,7 +197,7 @@ class LayerNormMLP(NormedLayer):
     def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
         """The forward of a sharded module: each rank activates its own features between the two linear layers."""
         w1, w2 = self.fc1_weight, self.fc2_weight
-        context = self._begin(x, w1, is_first_microbatch)
+        context = self._begin(x, w1, is_first_microbatch, w2)
         added_bias = None if self.return_bias else self.fc2_bias
         calibrating = context.calibrating and not context.enabled and self.fp8
         fc1 = fc2 = None
