@@ -352,12 +352,16 @@ NEEDS = {
     "linear_4bit": "bitsandbytes", "fp8_linear": "transformers",
 }  # fmt: skip
 
+_OF_CODES = (
+    r"^TypeError: .*weight_scale_inv|finegrained-fp8 kernel unavailable"  # transformers' own
+    r"|^RuntimeError: (expected m1 and m2|mat1 and mat2).*Float8"  # torch's, of a plain layer
+)
 REFUSED = {
-    "fp8_linear": r"^TypeError: .*weight_scale_inv",
-    "float8_codes": r"^TypeError: .*weight_scale_inv",
+    "fp8_linear": _OF_CODES,
+    "float8_codes": _OF_CODES,
     "in_float64": r"^(Type|Value|Runtime)Error: .*(dtype|float64|[Dd]ouble)",
 }
-"""Clear errors of changes that cannot work; the first two must be refused."""
+"""Clear errors of changes that cannot work."""
 
 MUST_BE_REFUSED = {"fp8_linear", "float8_codes"}
 NOT_FOR_CHAINS = {"popped", "shared", "tied", "skipped", "called_outside", "called_later"}

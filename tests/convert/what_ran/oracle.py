@@ -122,11 +122,14 @@ class Oracle:
         if name in OPERANDS:
             left, right = (args[place] for place in OPERANDS[name])
             return self._product(False, left.shape, right, in_region)
+        named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        if name.startswith("bitsandbytes::") and {"A", "B"} <= named.keys() and UNKNOWN.search(name):
+            a, (n, k) = named["A"], named.get("shapeB", named["B"].shape)
+            return self._product(False, (a.numel() // k, k), a.new_empty(0, n), in_region)
         if not name.startswith("lightning_fp8::"):
             if UNKNOWN.search(name.partition("::")[2]):
                 self.problems.append(f"oracle: it does not know {name}")
             return None
-        named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
         if {"a", "b", "scale_a", "scale_b"} <= named.keys():
             a, b = named["a"], named["b"]
             if not {a.dtype, b.dtype} <= FLOAT8:
@@ -144,8 +147,7 @@ class Oracle:
         backward = torch._C._current_graph_task_id() >= 0
         called = tuple(each for each, _ in self._called)
         size = (batch, left[-2], left[-1], right.shape[-1])
-        # A subclass has no values that mean anything here.
-        kept = right.detach().clone() if type(right) in (Tensor, nn.Parameter) else torch.empty(0)
+        kept = right.detach().clone() if type(right) in (Tensor, nn.Parameter) else torch.empty(0)  # of a subclass
         self.products.append(Product(fp8, self.step, in_region, backward, size, kept, called))
 
     def _keep(self, what: str, named: dict[str, Any], result: Any) -> None:
@@ -191,14 +193,18 @@ class Oracle:
                 yield f"layer: {tuple(call.weight.shape)} in high precision has other bits than F.linear"
 
     def unlike(self, layer: nn.Module, plain: nn.Module) -> Iterator[str]:
-        """What ``layer`` computed that ``plain`` does not."""
+        """What ``layer``, whose weight is quantized, computed that ``plain``, which has the same, does not."""
         for call in self.calls:
-            if call.layer is layer:
-                with _as_called(call):
-                    y = plain(call.x)
-                if not torch.equal(y, call.y):
-                    error = relative_error(call.y, y)
-                    yield f"layer: {type(layer).__name__} with another weight is off by {error:.2g} of the plain one"
+            if call.layer is not layer:
+                continue
+            if any(each.fp8 for each in call.products):
+                yield f"quantized: {type(layer).__name__} of a {type(layer.weight.data).__name__} multiplied in FP8"
+            with torch.no_grad(), _as_called(call):
+                if call.bias is not None:
+                    plain.bias.copy_(call.bias)  # type: ignore[union-attr, operator]
+                y = plain(call.x)
+            if not torch.equal(y, call.y):
+                yield f"quantized: {type(layer).__name__} is off by {relative_error(call.y, y):.2g} of the plain one"
 
 
 def _as_called(call: Call) -> Any:
@@ -221,12 +227,20 @@ class _Mode(TorchDispatchMode):
         return result
 
 
-def forwards_of(layer: nn.Linear, layers: list[nn.Linear], products: list[Product]) -> list[Product]:
-    """The products of ``layer`` among the forward ones of ``products``; of layers of its sizes it is the one that was
-    called, or whose weight was multiplied."""
-    size = 1, ROWS, layer.in_features, layer.out_features
-    alike = [each for each in layers if (each.in_features, each.out_features) == size[2:]]
-    return [each for each in products if each.size == size and not each.backward and _whose(each, alike) is layer]
+def products_of(layer: nn.Linear, layers: list[nn.Linear], products: list[Product]) -> list[Product]:
+    """The forward products of ``layer``, one of ``layers``: of those with its sizes it is the one that was being
+    called, or else whose weight was multiplied."""
+    k, n = layer.in_features, layer.out_features
+    alike = [each for each in layers if (each.in_features, each.out_features) == (k, n)]
+    of_size = [each for each in products if each.size == (1, ROWS, k, n) and not each.backward]
+    return [each for each in of_size if _whose(each, alike) is layer]
+
+
+def gradients_of(layer: nn.Linear, layers: list[nn.Linear], products: list[Product]) -> list[Product]:
+    """The products of the gradient of the input of ``layer``; none if another one has its sizes."""
+    k, n = layer.in_features, layer.out_features
+    alike = [each for each in layers if (each.in_features, each.out_features) == (k, n)]
+    return [each for each in products if each.size == (1, ROWS, n, k) and each.backward and len(alike) == 1]
 
 
 def _whose(product: Product, alike: list[nn.Linear]) -> nn.Linear:
