@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -29,62 +28,7 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(x)))
 
 
-@dataclass
-class Site:
-    """One layer of one block of a model in a loop; it keeps no module alive but the model.
-
-    Attributes:
-        path: the layer's name in its block.
-        number: which change this is; sizes of adapters are made of it.
-        outside: modules that the loop calls before each step, outside the region.
-        later: what the loop calls after the first step.
-        plain: layers that must compute what others, made without the package, compute.
-    """
-
-    net: nn.Module
-    block_ref: ref[nn.Module]
-    path: str
-    number: int
-    recipe: str
-    outside: list[ref[nn.Module]] = field(default_factory=list)
-    later: list[Callable[[], None]] = field(default_factory=list)
-    plain: list[tuple[ref[nn.Module], nn.Module]] = field(default_factory=list)
-
-    @property
-    def blocks(self) -> Any:
-        return self.net.model.layers if hasattr(self.net, "model") else self.net.blocks
-
-    @property
-    def block(self) -> Any:
-        return self.block_ref()
-
-    @property
-    def parent(self) -> nn.Module:
-        return self.block.get_submodule(self.path.rpartition(".")[0])
-
-    @property
-    def layer(self) -> Any:
-        return self.block.get_submodule(self.path)
-
-    @layer.setter
-    def layer(self, layer: nn.Module) -> None:
-        setattr(self.parent, self.path.rpartition(".")[2], layer)
-
-    @property
-    def other(self) -> Any:
-        """A block beside this one that is not the last."""
-        blocks = [each for each in self.blocks[1:-1] if each is not self.block]
-        return blocks[self.number % len(blocks)]
-
-
-def _like(layer: nn.Linear) -> nn.Linear:
-    return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype)
-
-
-# --- Structure --------------------------------------------------------------------------------------------------------
-
-
-class Calls(nn.Module):
+class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -93,7 +37,7 @@ class Calls(nn.Module):
         return self.inner(x)
 
 
-class Reads(Calls):
+class Reader(Wrapper):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.inner.weight, self.inner.bias)
 
@@ -101,8 +45,7 @@ class Reads(Calls):
 class LoRA(nn.Module):
     def __init__(self, base_layer: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        dtype = base_layer.weight.dtype
+        self.base_layer, dtype = base_layer.requires_grad_(False), base_layer.weight.dtype
         self.lora_A = nn.Linear(base_layer.in_features, rank, False, dtype=dtype)
         self.lora_B = nn.Linear(rank, base_layer.out_features, False, dtype=dtype)
 
@@ -110,119 +53,9 @@ class LoRA(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-def replaced(site: Site) -> None:
-    site.layer = _like(site.layer)
-
-
-def replaced_by_a_copy(site: Site) -> None:
-    fresh = _like(site.layer)
-    fresh.load_state_dict(site.layer.state_dict())
-    site.layer = fresh
-
-
-def block_replaced(site: Site) -> None:
-    layers = [(name, each) for name, each in site.parent.named_children() if isinstance(each, nn.Linear)]
-    for name, layer in layers:
-        setattr(site.parent, name, _like(layer))
-
-
-def appended(site: Site) -> None:
-    last = site.blocks[-1]
-    dtype = next(last.parameters()).dtype
-    if hasattr(site.net, "model"):
-        site.blocks.append(type(last)(site.net.config, len(site.blocks)).to(dtype))
-        site.net.config.num_hidden_layers += 1
-    elif isinstance(last, Block):
-        site.blocks.append(Block(97 + site.number, last.fc1.bias is not None).to(dtype))
-    else:
-        site.blocks.append(nn.Sequential(nn.Linear(last[0].out_features, 97 + site.number, dtype=dtype), nn.GELU()))
-
-
-def popped(site: Site) -> None:
-    del site.blocks[[*site.blocks].index(site.block)]
-    if hasattr(site.net, "model"):
-        site.net.config.num_hidden_layers -= 1
-
-
-def wrapped(site: Site) -> None:
-    site.layer = Calls(site.layer)
-
-
-def with_lora(site: Site) -> None:
-    site.layer = LoRA(site.layer, 3 + site.number)
-
-
-def read_only(site: Site) -> None:
-    site.layer = Reads(site.layer)
-
-
-def shared(site: Site) -> None:
-    names = ("fc1", "fc2") if isinstance(site.block, Block) else (site.path,)
-    for name in names:
-        parent, _, attribute = name.rpartition(".")
-        setattr(site.other.get_submodule(parent), attribute, site.block.get_submodule(name))
-
-
-def tied(site: Site) -> None:
-    if isinstance(site.block, Block):
-        site.other.fc1, site.other.fc2 = _like(site.block.fc1), _like(site.block.fc2)
-    site.other.get_submodule(site.path).weight = site.layer.weight
-
-
-# --- Calls ------------------------------------------------------------------------------------------------------------
-
-
-def forward_calls_ours(site: Site) -> None:
-    ours = site.layer.forward
-    site.layer.forward = lambda x: ours(x)
-
-
-def forward_replaced(site: Site) -> None:
-    layer = ref(site.layer)
-    site.layer.forward = lambda x: F.linear(x, layer().weight, layer().bias)
-
-
-def _under(site: Site, **region: Any) -> None:
-    forward = site.parent.forward
-
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with fp8_autocast(**region):
-            return forward(*args, **kwargs)
-
-    site.parent.forward = inside
-
-
-def fp8_disabled(site: Site) -> None:
-    _under(site, enabled=False)
-
-
-def other_recipe(site: Site) -> None:
-    _under(site, fp8_recipe="rowwise" if site.recipe == "tensorwise" else "tensorwise")
-
-
-def called_outside_too(site: Site) -> None:
-    site.outside.append(ref(site.layer))
-
-
-def skipped(site: Site) -> None:
-    if isinstance(site.block, Block):
-        site.block.forward = lambda x: x
-    else:
-        site.parent.forward = lambda x: torch.zeros_like(x)
-
-
-def called_outside(site: Site) -> None:
-    skipped(site)
-    called_outside_too(site)
-
-
-def called_later(site: Site) -> None:
-    skipped(site)
-    holder = ref(site.block if isinstance(site.block, Block) else site.parent)
-    site.later.append(lambda: vars(holder()).pop("forward") and None)
-
-
-# --- Weights ----------------------------------------------------------------------------------------------------------
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
 
 
 class Int8Weight(Tensor):
@@ -241,128 +74,233 @@ class Int8Weight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
-            (weight,) = args
-            return cls(weight.codes.clone(), weight.scale.to(kwargs.get("dtype") or weight.dtype))
-        plain = [each.codes * each.scale if isinstance(each, cls) else each for each in args]
-        return func(*plain, **kwargs)
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].codes.clone(), args[0].scale.clone())
+        return func(*(each.codes * each.scale if isinstance(each, cls) else each for each in args), **kwargs)
 
 
-def frozen_weight(site: Site) -> None:
-    site.layer.weight.requires_grad_(False)
+def _like(layer: nn.Linear, state: bool = False) -> nn.Linear:
+    fresh = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype)
+    if state:
+        fresh.load_state_dict(layer.state_dict())
+    return fresh
 
 
-def frozen(site: Site) -> None:
-    site.layer.requires_grad_(False)
+class Site:
+    """One layer of one block of a model in a loop, and what may happen to it; it keeps no module alive.
+
+    Attributes:
+        path: the layer's name in its block.
+        number: which change this is; sizes of new layers are made of it.
+        outside: layers that the loop calls before each step, outside the region.
+        later: what the loop calls after the first step.
+        plain: layers that must compute what others, made without the package, compute.
+    """
+
+    def __init__(self, net: nn.Module, block: nn.Module, path: str, number: int, recipe: str) -> None:
+        self.net, self._block, self.path, self.number, self.recipe = net, ref(block), path, number, recipe
+        self.outside: list[ref[nn.Module]] = []
+        self.later: list[Callable[[], object]] = []
+        self.plain: list[tuple[ref[nn.Module], nn.Module]] = []
+
+    @property
+    def blocks(self) -> Any:
+        return self.net.model.layers if hasattr(self.net, "model") else self.net.blocks
+
+    @property
+    def block(self) -> Any:
+        return self._block()
+
+    @property
+    def parent(self) -> Any:
+        return self.block.get_submodule(self.path.rpartition(".")[0])
+
+    @property
+    def layer(self) -> Any:
+        return self.block.get_submodule(self.path)
+
+    @layer.setter
+    def layer(self, layer: nn.Module) -> None:
+        setattr(self.parent, self.path.rpartition(".")[2], layer)
+
+    @property
+    def other(self) -> Any:
+        """A block beside this one that is not at an end."""
+        blocks = [each for each in self.blocks[1:-1] if each is not self.block]
+        return blocks[self.number % len(blocks)]
+
+    def _branch(self) -> Any:
+        """What is left out: of a residual block all, which then is the identity."""
+        return self.block if isinstance(self.block, Block) else self.parent
+
+    # --- Structure
+
+    def replaced(self) -> None:
+        self.layer = _like(self.layer)
+
+    def replaced_by_a_copy(self) -> None:
+        self.layer = _like(self.layer, state=True)
+
+    def siblings_replaced(self) -> None:
+        for name, layer in [*self.parent.named_children()]:
+            if isinstance(layer, nn.Linear):
+                setattr(self.parent, name, _like(layer))
+
+    def appended(self) -> None:
+        last, size = self.blocks[-1], 97 + self.number
+        if isinstance(last, Block):
+            block: nn.Module = Block(size, last.fc1.bias is not None)
+        elif isinstance(last, nn.Sequential):
+            block = nn.Sequential(nn.Linear(last[0].out_features, size), nn.GELU())
+        else:
+            block = type(last)(self.net.config, len(self.blocks))
+            self.net.config.num_hidden_layers += 1
+        self.blocks.append(block.to(next(last.parameters()).dtype))
+
+    def popped(self) -> None:
+        del self.blocks[[*self.blocks].index(self.block)]
+        if hasattr(self.net, "model"):
+            self.net.config.num_hidden_layers -= 1
+
+    def wrapped(self) -> None:
+        self.layer = Wrapper(self.layer)
+
+    def with_lora(self) -> None:
+        self.layer = LoRA(self.layer, 3 + self.number)
+
+    def only_read(self) -> None:
+        self.layer = Reader(self.layer)
+
+    def shared(self) -> None:
+        for name in ("fc1", "fc2") if isinstance(self.block, Block) else (self.path,):
+            parent, _, attribute = name.rpartition(".")
+            setattr(self.other.get_submodule(parent), attribute, self.block.get_submodule(name))
+
+    def tied(self) -> None:
+        if isinstance(self.block, Block):
+            self.other.fc1, self.other.fc2 = _like(self.block.fc1), _like(self.block.fc2)
+        self.other.get_submodule(self.path).weight = self.layer.weight
+
+    # --- Calls
+
+    def forward_calls_ours(self) -> None:
+        ours = self.layer.forward
+        self.layer.forward = lambda x: ours(x)
+
+    def forward_replaced(self) -> None:
+        layer = ref(self.layer)
+        self.layer.forward = lambda x: F.linear(x, layer().weight, layer().bias)
+
+    def _under(self, **region: Any) -> None:
+        forward = self.parent.forward
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with fp8_autocast(**region):
+                return forward(*args, **kwargs)
+
+        self.parent.forward = inside
+
+    def fp8_disabled(self) -> None:
+        self._under(enabled=False)
+
+    def other_recipe(self) -> None:
+        self._under(fp8_recipe="rowwise" if self.recipe == "tensorwise" else "tensorwise")
+
+    def skipped(self) -> None:
+        is_residual = isinstance(self.block, Block)
+        self._branch().forward = lambda x: x if is_residual else torch.zeros_like(x)
+
+    def called_outside_too(self) -> None:
+        self.outside.append(ref(self.layer))
+
+    def called_outside(self) -> None:
+        self.skipped()
+        self.called_outside_too()
+
+    def called_later(self) -> None:
+        self.skipped()
+        branch = ref(self._branch())
+        self.later.append(lambda: vars(branch()).pop("forward"))
+
+    # --- Weights
+
+    def frozen_weight(self) -> None:
+        self.layer.weight.requires_grad_(False)
+
+    def frozen(self) -> None:
+        self.layer.requires_grad_(False)
+
+    def new_weight(self) -> None:
+        self.layer.weight = nn.Parameter(torch.randn_like(self.layer.weight) / 8)
+
+    def parametrized(self) -> None:
+        parametrize.register_parametrization(self.layer, "weight", Doubled())
+
+    def weight_normed(self) -> None:
+        parametrizations.weight_norm(self.layer)
+
+    def in_float64(self) -> None:
+        self.layer.to(torch.float64)
+
+    def weight_subclass(self) -> None:
+        plain, weight = _like(self.layer, state=True), self.layer.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        quantized = Int8Weight((weight / scale).round().to(torch.int8), scale)
+        plain.load_state_dict({**plain.state_dict(), "weight": quantized.codes * scale})
+        self.layer.weight = nn.Parameter(quantized, requires_grad=False)
+        self.plain.append((ref(self.layer), plain))
+
+    def _of_torchao(self, config: str) -> None:
+        torchao: Any = importlib.import_module("torchao.quantization")
+        layer, plain = self.layer, Wrapper(_like(self.layer, state=True))
+        torchao.quantize_(plain, getattr(torchao, config)())
+        torchao.quantize_(self.parent, getattr(torchao, config)(), lambda module, _: module is layer)
+        self.plain.append((ref(layer), plain.inner))
+
+    def int8_weight_only(self) -> None:
+        self._of_torchao("Int8WeightOnlyConfig")
+
+    def float8_weight_only(self) -> None:
+        self._of_torchao("Float8WeightOnlyConfig")
+
+    def _of_bitsandbytes(self, name: str, **options: Any) -> None:
+        old, cls = self.layer, getattr(importlib.import_module("bitsandbytes.nn"), name)
+        layer = cls(old.in_features, old.out_features, old.bias is not None, **options)
+        layer.load_state_dict({key: value.clone() for key, value in old.state_dict().items()})
+        self.layer = layer.to("cpu")  # which quantizes
+        self.plain.append((ref(layer), copy.deepcopy(layer)))
+
+    def linear_8bit(self) -> None:
+        self._of_bitsandbytes("Linear8bitLt", has_fp16_weights=False)
+
+    def linear_4bit(self) -> None:
+        self._of_bitsandbytes("Linear4bit", compute_dtype=torch.bfloat16)
+
+    def fp8_linear(self) -> None:
+        finegrained: Any = importlib.import_module("transformers.integrations.finegrained_fp8")
+        self.layer = layer = finegrained.FP8Linear(self.layer.in_features, self.layer.out_features, (32, 32))
+        layer.weight.data.copy_((100 * torch.randn(layer.weight.shape)).to(layer.weight.dtype))
+        layer.weight_scale_inv.data.fill_(1e-3)
+
+    def float8_codes(self) -> None:
+        codes = (100 * self.layer.weight.detach()).to(torch.float8_e4m3fn)
+        self.layer.weight = nn.Parameter(codes, requires_grad=False)
 
 
-def new_weight(site: Site) -> None:
-    site.layer.weight = nn.Parameter(torch.randn_like(site.layer.weight) / 8)
-
-
-def weight_subclass(site: Site) -> None:
-    weight = site.layer.weight.detach()
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    quantized = Int8Weight((weight / scale).round().to(torch.int8), scale)
-    plain = _like(site.layer)
-    plain.load_state_dict({**site.layer.state_dict(), "weight": quantized.codes * scale})
-    site.layer.weight = nn.Parameter(quantized, requires_grad=False)
-    site.plain.append((ref(site.layer), plain))
-
-
-def _of_torchao(site: Site, config: str) -> None:
-    quantization = importlib.import_module("torchao.quantization")
-    plain = Calls(_like(site.layer))
-    plain.inner.load_state_dict(site.layer.state_dict())
-    quantization.quantize_(plain, getattr(quantization, config)())
-    layer = site.layer
-    quantization.quantize_(site.parent, getattr(quantization, config)(), lambda module, name: module is layer)
-    site.plain.append((ref(site.layer), plain.inner))
-
-
-def int8_weight_only(site: Site) -> None:
-    _of_torchao(site, "Int8WeightOnlyConfig")
-
-
-def float8_weight_only(site: Site) -> None:
-    _of_torchao(site, "Float8WeightOnlyConfig")
-
-
-def _of_bitsandbytes(site: Site, name: str, **options: Any) -> None:
-    old = site.layer
-    layer = getattr(importlib.import_module("bitsandbytes.nn"), name)(
-        old.in_features, old.out_features, old.bias is not None, **options
-    )
-    layer.load_state_dict({key: value.clone() for key, value in old.state_dict().items()})
-    site.layer = layer.to("cpu")
-    site.plain.append((ref(layer), copy.deepcopy(layer)))
-
-
-def linear_8bit(site: Site) -> None:
-    _of_bitsandbytes(site, "Linear8bitLt", has_fp16_weights=False)
-
-
-def linear_4bit(site: Site) -> None:
-    _of_bitsandbytes(site, "Linear4bit", compute_dtype=torch.bfloat16)
-
-
-def fp8_linear(site: Site) -> None:
-    finegrained = importlib.import_module("transformers.integrations.finegrained_fp8")
-    layer = finegrained.FP8Linear(site.layer.in_features, site.layer.out_features, (32, 32), has_bias=False)
-    with torch.no_grad():
-        layer.weight.copy_((100 * torch.randn(layer.weight.shape)).to(layer.weight.dtype))
-        layer.weight_scale_inv.fill_(1e-3)
-    site.layer = layer
-
-
-def float8_codes(site: Site) -> None:
-    codes = (100 * site.layer.weight.detach()).to(torch.float8_e4m3fn)
-    site.layer.weight = nn.Parameter(codes, requires_grad=False)
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def parametrized(site: Site) -> None:
-    parametrize.register_parametrization(site.layer, "weight", Doubled())
-
-
-def weight_normed(site: Site) -> None:
-    parametrizations.weight_norm(site.layer)
-
-
-def in_float64(site: Site) -> None:
-    site.layer.to(torch.float64)
-
-
-BY_NAME: dict[str, Callable[[Site], None]] = {
-    each.__name__: each
-    for each in (
-        replaced, replaced_by_a_copy, block_replaced, appended, popped, wrapped, with_lora, read_only, shared, tied,
-        forward_calls_ours, forward_replaced, fp8_disabled, other_recipe, called_outside_too, skipped, called_outside,
-        called_later, frozen_weight, frozen, new_weight, weight_subclass, int8_weight_only, float8_weight_only,
-        linear_8bit, linear_4bit, fp8_linear, float8_codes, parametrized, weight_normed, in_float64,
-    )
+_NO_CHANGES = ("blocks", "block", "parent", "layer", "other")
+CHANGES = [name for name in vars(Site) if not name.startswith("_") and name not in _NO_CHANGES]
+NOT_FOR_CHAINS = {"popped", "shared", "tied", "skipped", "called_outside", "called_later"}
+"""The sizes of a chain's layers differ."""
+QUANTIZED = {
+    "weight_subclass": "torch", "int8_weight_only": "torchao", "float8_weight_only": "torchao",
+    "linear_8bit": "bitsandbytes", "linear_4bit": "bitsandbytes", "fp8_linear": "transformers",
 }  # fmt: skip
-
-NEEDS = {
-    "int8_weight_only": "torchao", "float8_weight_only": "torchao", "linear_8bit": "bitsandbytes",
-    "linear_4bit": "bitsandbytes", "fp8_linear": "transformers",
-}  # fmt: skip
+"""Changes to what is in the dtype of the weights, with the packages that they need."""
 
 _OF_CODES = (
     r"^TypeError: .*weight_scale_inv|finegrained-fp8 kernel unavailable"  # transformers' own
     r"|^RuntimeError: (expected m1 and m2|mat1 and mat2).*Float8"  # torch's, of a plain layer
 )
-REFUSED = {
-    "fp8_linear": _OF_CODES,
-    "float8_codes": _OF_CODES,
-    "in_float64": r"^(Type|Value|Runtime)Error: .*(dtype|float64|[Dd]ouble)",
-}
-"""Clear errors of changes that cannot work."""
-
-MUST_BE_REFUSED = {"fp8_linear", "float8_codes"}
-NOT_FOR_CHAINS = {"popped", "shared", "tied", "skipped", "called_outside", "called_later"}
-"""The sizes of a chain's layers differ."""
+MUST_BE_REFUSED = {"fp8_linear": _OF_CODES, "float8_codes": _OF_CODES}
+MAY_BE_REFUSED = {"in_float64": r"^(Type|Value|Runtime)Error: .*(dtype|float64|[Dd]ouble)"}
+"""Changes that cannot work, with their clear errors."""

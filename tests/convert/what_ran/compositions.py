@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -24,17 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
-from tests.convert.what_ran.changes import (
-    BY_NAME,
-    MUST_BE_REFUSED,
-    NEEDS,
-    NOT_FOR_CHAINS,
-    REFUSED,
-    ROWS,
-    WIDTH,
-    Block,
-    Site,
-)
+from tests.convert.what_ran import changes
+from tests.convert.what_ran.changes import ROWS, WIDTH, Block, Site
 from tests.convert.what_ran.oracle import Oracle, gradients_of, products_of
 from tests.small import quiet_trainer
 
@@ -50,21 +40,13 @@ PATHS = {
     "chain": ("0",),
     "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj"),
 }
+HOOKS = ("on_fit_start", "on_train_start", "on_train_batch_start")
 MOMENTS = {
-    "trainer": (
-        ("init", "setup", "configure_model"),
-        (
-            "callback.on_fit_start", "on_fit_start", "callback.on_train_start", "on_train_start",
-            "callback.on_train_batch_start", "on_train_batch_start",
-        ),
-    ),
+    "trainer": (("init", "setup", "configure_model"), (*HOOKS, *(f"callback.{name}" for name in HOOKS))),
     "fabric": (("before setup",), ("after setup", "after setup_optimizers")),
     "plain": (("before convert_module",), ("after convert_module",)),
-}  # fmt: skip
+}
 """When things happen, before and after the conversion."""
-
-QUANTIZED = {"weight_subclass", "int8_weight_only", "float8_weight_only", "linear_8bit", "linear_4bit", "fp8_linear"}
-IN_EVERY_BLOCK = [*BY_NAME.keys() - {"popped", "appended", "shared", "tied"}]
 
 
 def summary_of(model: nn.Module) -> Any:
@@ -72,9 +54,12 @@ def summary_of(model: nn.Module) -> Any:
     return importlib.import_module("lightning_fp8.convert").conversion_summary(model)
 
 
+# --- Compositions -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Change:
-    """``what`` happens, as in :mod:`.changes`, to the layer ``path`` of block ``block``; of all inner ones where -1."""
+    """``what`` happens, as in :class:`Site`, to the layer ``path`` of block ``block``; of all inner ones where -1."""
 
     what: str
     when: str
@@ -94,41 +79,41 @@ class Composition:
     changes: tuple[Change, ...]
 
     @property
+    def whats(self) -> list[str]:
+        return [each.what for each in self.changes]
+
+    @property
     def needs(self) -> set[str]:
         """Packages."""
-        return {NEEDS[each.what] for each in self.changes if each.what in NEEDS} | (
-            {"transformers"} if self.model == "llama" else set()
-        )
+        of_model = {"transformers"} if self.model == "llama" else set()
+        return of_model | {changes.QUANTIZED[what] for what in self.whats if what in changes.QUANTIZED}
 
     @property
     def covers(self) -> list[str]:
-        whats = (each.what for each in self.changes)
-        return [self.loop, self.recipe, self.dtype, self.model, *whats, *(each.when for each in self.changes)]
+        return [self.loop, self.recipe, self.dtype, self.model, *self.whats, *(each.when for each in self.changes)]
 
 
 def composition(seed: int) -> Composition:
     draw = random.Random(seed)
-    names = sorted(BY_NAME)
-    whats = [names[seed % len(names)], *draw.choices(names, k=draw.choice((0, 0, 1, 2)))]
+    every = changes.CHANGES
+    whats = [every[seed % len(every)], *draw.choices(every, k=draw.choice((0, 0, 1, 2)))]
     loop, model = draw.choice([*MOMENTS]), draw.choice(("mlp", "mlp", "mlp", "chain", "llama"))
-    if model == "chain" and NOT_FOR_CHAINS & {*whats}:
+    if model == "chain" and changes.NOT_FOR_CHAINS & {*whats}:
         model = "mlp"
     blocks = 4 if model == "llama" else draw.randint(4, 6)
-    places = draw.sample(range(1, blocks - 1), blocks - 2) + [0, blocks - 1]  # the ends stay in BF16
-    everywhere = len(whats) == 1 and whats[0] in IN_EVERY_BLOCK and draw.random() < 0.4
-    changes = []
+    places = draw.sample(range(1, blocks - 1), blocks - 2) + [0]  # the ends stay in high precision
+    if len(whats) == 1 and whats[0] not in ("popped", "appended", "shared", "tied") and draw.random() < 0.4:
+        places[0] = -1
+    made = []
     for what, block in zip(whats, places):
         before, after = MOMENTS[loop]
-        late = draw.random() < 0.7 and not (what == "tied" and model == "mlp")
+        late = draw.random() < 0.7 and not (what == "tied" and model == "mlp")  # which makes new layers
         when, path = draw.choice(after if late else before), draw.choice(PATHS[model])
-        if what in ("skipped", "called_outside", "called_later") and model == "llama":
+        if model == "llama" and what in changes.NOT_FOR_CHAINS and path.startswith("self_attn"):
             path = "mlp.up_proj"
-        changes.append(Change(what, when, -1 if everywhere else block, path))
+        made.append(Change(what, when, block, path))
     dtype, bias = draw.choice([*DTYPES]), draw.random() < 0.5 and model != "llama"
-    return Composition(seed, loop, draw.choice(RECIPES), dtype, model, blocks, bias, tuple(changes))
-
-
-# --- A run of two steps -----------------------------------------------------------------------------------------------
+    return Composition(seed, loop, draw.choice(RECIPES), dtype, model, blocks, bias, tuple(made))
 
 
 class Stack(nn.Module):
@@ -142,69 +127,82 @@ class Stack(nn.Module):
         return x
 
 
+def model_and_batch(made: Composition) -> tuple[Any, Any, Tensor]:
+    """A model, its blocks and a batch. No two layers of a block list of ours have the same sizes."""
+    if made.model == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=90, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation="eager", use_cache=False,
+        )  # fmt: skip
+        llama = LlamaForCausalLM(config).train()
+        return llama, llama.model.layers, torch.randint(90, (2, ROWS // 2))
+    sizes = random.Random(made.seed).sample(range(WIDTH + 1, 97), made.blocks + 1)
+    if made.model == "chain":
+        layers = [nn.Linear(*pair, made.bias) for pair in zip(sizes, sizes[1:])]
+        net = Stack([nn.Sequential(layer, nn.SiLU()) for layer in layers])
+        return net, net.blocks, torch.randn(ROWS, sizes[0])
+    net = Stack([Block(size, made.bias) for size in sizes[1:]])
+    return net, net.blocks, torch.randn(ROWS, WIDTH)
+
+
+# --- A run of two steps -----------------------------------------------------------------------------------------------
+
+
 class Run:
-    """A composition as it runs; see :attr:`tables`, after each step, and :attr:`oracle`."""
+    """A composition as it runs.
+
+    Attributes:
+        tables: the tables after each step, and after a Trainer's fit.
+        root: the module that the names in a table begin at.
+        planned: ``(out_features, in_features)`` of the layers that are in FP8 after the conversion.
+        names: the names of living layers then.
+    """
 
     def __init__(self, made: Composition) -> None:
         torch.manual_seed(made.seed)
-        self.made, self.oracle = made, Oracle()
+        self.made, self.oracle, self.error = made, Oracle(), ""
         self.tables: list[Any] = []
-        self.error = ""
         self.said: list[str] = []
         self.weights, self.compute = DTYPES[made.dtype]
-        self.net, batch = self._model()
+        self.net, blocks, batch = model_and_batch(made)
+        self.root = self.net
         self.data = torch.cat([batch, batch.flip(0)])  # of equal amaxes, or delayed scales would not fit
-        if made.loop == "plain" or QUANTIZED & {each.what for each in made.changes}:
+        if made.loop == "plain" or changes.QUANTIZED.keys() & {*made.whats}:
             self.net.to(self.weights)
-        self.root: nn.Module = self.net
         self.planned: dict[str, tuple[int, int]] = {}
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        """Of layers when the model was converted."""
-        self.sites = [(each, self._sites(each, number)) for number, each in enumerate(made.changes)]
-
-    def _model(self) -> tuple[nn.Module, Tensor]:
-        made = self.made
-        sizes = random.Random(made.seed).sample(range(WIDTH + 1, 97), made.blocks + 1)
-        if made.model == "llama":
-            from transformers import LlamaConfig, LlamaForCausalLM
-
-            config = LlamaConfig(
-                vocab_size=90, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, attn_implementation="eager", use_cache=False,
-            )  # fmt: skip
-            return LlamaForCausalLM(config).train(), torch.randint(90, (2, ROWS // 2))
-        if made.model == "chain":
-            pairs = zip(sizes, sizes[1:])
-            blocks: list[nn.Module] = [nn.Sequential(nn.Linear(*pair, made.bias), nn.SiLU()) for pair in pairs]
-            return Stack(blocks), torch.randn(ROWS, sizes[0])
-        return Stack([Block(size, made.bias) for size in sizes[1:]]), torch.randn(ROWS, WIDTH)
-
-    def _sites(self, change: Change, number: int) -> list[Site]:
-        blocks = self.net.model.layers if self.made.model == "llama" else self.net.blocks
-        chosen = blocks[1:-1] if change.block < 0 else [blocks[change.block]]
-        return [Site(self.net, ref(block), change.path, number, self.made.recipe) for block in chosen]
+        self.waiting = [
+            (each, Site(self.net, block, each.path, number, made.recipe))
+            for number, each in enumerate(made.changes)
+            for block in (blocks[1:-1] if each.block < 0 else [blocks[each.block]])
+        ]
+        self.sites = [site for _, site in self.waiting]
 
     def at(self, moment: str) -> None:
-        for change, sites in self.sites:
-            for site in sites if change.when == moment else ():
-                BY_NAME[change.what](site)
-
-    def converted(self) -> None:
-        self.names = WeakKeyDictionary({each: name for name, each in self.layers().items()})
-        fp8 = {name: each for name, each in self.layers().items() if getattr(each, "fp8", False)}
-        self.planned = {name: (each.out_features, each.in_features) for name, each in fp8.items()}
+        now = [each for each in self.waiting if each[0].when == moment]
+        self.waiting = [each for each in self.waiting if each not in now]
+        for change, site in now:
+            getattr(site, change.what)()
 
     def layers(self) -> dict[str, nn.Linear]:
         return {name: each for name, each in self.root.named_modules() if isinstance(each, nn.Linear)}
 
+    def converted(self) -> None:
+        for name, each in self.layers().items():
+            self.names[each] = name
+            if getattr(each, "fp8", False):
+                self.planned[name] = each.out_features, each.in_features
+
     def before_step(self, step: int) -> None:
         self.oracle.step = step
-        sites = [each for _, sites in self.sites for each in sites]
-        for restore in [each for site in sites for each in site.later] if step == 1 else ():
+        for restore in [each for site in self.sites for each in site.later] if step else ():
             restore()
-        for module in [each() for site in sites for each in site.outside if each() is not None]:
-            with self.oracle.watching(in_region=False):
-                module(torch.randn(ROWS, module.in_features, dtype=module.weight.dtype))
+        for layer in [each() for site in self.sites for each in site.outside]:
+            if layer is not None:
+                with self.oracle.watching(in_region=False):
+                    layer(torch.randn(ROWS, layer.in_features, dtype=layer.weight.dtype))
 
     def loss(self, forward: Any, batch: Tensor) -> Tensor:
         with self.oracle.watching():
@@ -221,15 +219,12 @@ class Run:
         self.said = [str(each.message) for each in caught]
         return self
 
-    def _plugin(self, cls: type) -> Any:
-        return cls(self.made.recipe, weights_dtype=self.weights, compute_dtype=self.compute)
-
     def _trainer(self) -> None:
-        plugin = self._plugin(FP8Precision)
-        self.root = module = Trained(self)
-        trainer = quiet_trainer(plugins=[plugin], callbacks=[Calls(self, plugin)])
-        trainer.fit(module, DataLoader(TensorDataset(self.data), len(self.data) // 2))
-        self.tables.append(plugin.summary)  # which knows of layers that the first step did not call
+        self.plugin = FP8Precision(self.made.recipe, weights_dtype=self.weights, compute_dtype=self.compute)
+        self.root = Trained(self)
+        loader = DataLoader(TensorDataset(self.data), len(self.data) // 2)
+        quiet_trainer(plugins=[self.plugin], callbacks=[Callback(self)]).fit(self.root, loader)
+        self.tables.append(self.plugin.summary)
 
     def _batches(self) -> Iterator[Tensor]:
         for step, batch in enumerate(self.data.chunk(2)):
@@ -237,13 +232,13 @@ class Run:
             yield batch
 
     def _fabric(self) -> None:
-        plugin = self._plugin(FP8FabricPrecision)
+        plugin = FP8FabricPrecision(self.made.recipe, weights_dtype=self.weights, compute_dtype=self.compute)
         fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
         self.at("before setup")
         model = fabric.setup_module(self.net)
         self.converted()
         self.at("after setup")
-        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.01))
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1e-3))
         self.at("after setup_optimizers")
         for batch in self._batches():
             loss = self.loss(model, batch)
@@ -251,27 +246,27 @@ class Run:
                 fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            self.tables.append(copy.copy(plugin.summary))
+            self.tables.append(plugin.summary)
 
     def _plain(self) -> None:
         self.at("before convert_module")
         convert_module(self.net)
         self.converted()
         self.at("after convert_module")
-        optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
-        mixed = torch.autocast("cpu", self.compute) if self.compute != self.weights else nullcontext()
+        optimizer = torch.optim.SGD(self.net.parameters(), 1e-3)
         for batch in self._batches():
+            mixed = torch.autocast("cpu", self.compute) if self.compute != self.weights else nullcontext()
             with fp8_autocast(fp8_recipe=self.made.recipe), mixed:
                 loss = self.loss(self.net, batch.to(self.weights) if batch.is_floating_point() else batch)
             with self.oracle.watching():
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            try:
-                self.tables.append(summary_of(self.net))
-            except AttributeError:
-                self.oracle.problems.append("no table: conversion_summary is missing")
-                return
+            self.tables.append(summary_of(self.net))
+
+
+def _at(moment: str) -> Callable[..., None]:
+    return lambda self, *_, **__: self.run.at(moment)
 
 
 class Trained(L.LightningModule):
@@ -280,21 +275,10 @@ class Trained(L.LightningModule):
         self.net, self.run = run.net, run
         run.at("init")
 
-    def setup(self, stage: str) -> None:
-        self.run.at("setup")
-
-    def configure_model(self) -> None:
-        self.run.at("configure_model")
-
-    def on_fit_start(self) -> None:
-        self.run.at("on_fit_start")
-
-    def on_train_start(self) -> None:
-        self.run.at("on_train_start")
+    setup, configure_model, on_fit_start, on_train_start = map(_at, ("setup", "configure_model", *HOOKS[:2]))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if not batch_idx:
-            self.run.at("on_train_batch_start")
+        self.run.at("on_train_batch_start")
         self.run.before_step(batch_idx)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -305,26 +289,21 @@ class Trained(L.LightningModule):
             loss.backward()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
+        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-class Calls(L.Callback):
-    def __init__(self, run: Run, plugin: FP8Precision) -> None:
-        self.run, self.plugin = run, plugin
+class Callback(L.Callback):
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    on_train_start, on_train_batch_start = map(_at, ("callback.on_train_start", "callback.on_train_batch_start"))
 
     def on_fit_start(self, *_: Any) -> None:
         self.run.converted()
         self.run.at("callback.on_fit_start")
 
-    def on_train_start(self, *_: Any) -> None:
-        self.run.at("callback.on_train_start")
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if not batch_idx:
-            self.run.at("callback.on_train_batch_start")
-
     def on_train_batch_end(self, *_: Any) -> None:
-        self.run.tables.append(self.plugin.summary)
+        self.run.tables.append(self.run.plugin.summary)
 
 
 # --- What is wrong ----------------------------------------------------------------------------------------------------
@@ -332,22 +311,19 @@ class Calls(L.Callback):
 
 def wrong_with(made: Composition) -> list[str]:
     """What is wrong with a run of ``made``; each begins with its kind and a colon."""
-    run = Run(made).run()
-    whats = {each.what for each in made.changes}
+    run, whats = Run(made).run(), {*made.whats}
+    refused = changes.MUST_BE_REFUSED | changes.MAY_BE_REFUSED
     if run.error:
-        allowed = [REFUSED[what] for what in whats & REFUSED.keys()]
-        return [] if any(re.search(each, run.error, re.DOTALL) for each in allowed) else [f"error: {run.error}"]
-    if whats & MUST_BE_REFUSED:
-        return [f"not refused: {sorted(whats & MUST_BE_REFUSED)}"]
-    problems = run.oracle.verified()
-    for site in (site for _, sites in run.sites for site in sites):
-        for layer, plain in site.plain:
-            problems += run.oracle.unlike(layer(), plain) if layer() is not None else ()
+        allowed = any(re.search(refused[what], run.error, re.DOTALL) for what in whats & refused.keys())
+        return [] if allowed else [f"error: {run.error}"]
+    if whats & changes.MUST_BE_REFUSED.keys():
+        return [f"not refused: {sorted(whats & changes.MUST_BE_REFUSED.keys())}"]
+    problems = [*run.oracle.verified(), *_wrong_share(run), *_unsaid(run)]
+    for layer, plain in [each for site in run.sites for each in site.plain]:
+        problems += run.oracle.unlike(layer(), plain)
     for index, table in enumerate(run.tables):
         problems += _wrong_rows(run, table, index)
-    if run.tables:
-        problems += _wrong_share(run)
-    return [*dict.fromkeys([*problems, *_unsaid(run)])]
+    return [*dict.fromkeys(problems)]
 
 
 def _wrong_rows(run: Run, table: Any, steps: int) -> Iterator[str]:
@@ -361,9 +337,8 @@ def _wrong_rows(run: Run, table: Any, steps: int) -> Iterator[str]:
         shape = layer.out_features, layer.in_features
         names = {name, run.names.get(layer, name)}
         rows = [row for row in table.layers if row.name in names and row.shape == shape]
-        ran |= {
-            (row.name, row.shape) for row in rows if any(each.fp8 for each in products_of(layer, everything, products))
-        }
+        if any(each.fp8 for each in products_of(layer, everything, products)):
+            ran |= {(row.name, row.shape) for row in rows}
         forwards = products_of(layer, everything, judged)
         fp8, high = any(each.fp8 for each in forwards), any(not each.fp8 for each in forwards)
         what = f"{name} {shape} of {type(layer).__name__}"
@@ -374,44 +349,40 @@ def _wrong_rows(run: Run, table: Any, steps: int) -> Iterator[str]:
             yield f"row: {what} multiplied in FP8, and its rows are {said}"
         elif high and not any(row.reason and (fp8 or row.precision != "FP8") for row in rows):
             yield f"row: {what} multiplied in high precision{' and FP8' * fp8}, and its rows are {said}"
-        elif not high and not all(each.fp8 for each in gradients_of(layer, everything, judged)):
+        elif fp8 and not high and not all(each.fp8 for each in gradients_of(layer, everything, judged)):
             yield f"row: the gradient of the input of {what} was multiplied in high precision, and its rows are {said}"
     for row in table.layers:
         if row.precision == "FP8" and row.ran and (row.name, row.shape) not in ran:
             yield f"row: {row.name} {row.shape} is said to have run in FP8, and no such layer did"
     living = {run.names.get(layer) for layer in everything}
-    for name, shape in run.planned.items():
-        if name not in living and not any(
-            (row.name, row.shape) == (name, shape) and row.reason for row in table.layers
-        ):
-            yield f"gone: {name} {shape} was planned, is gone, and has no row with a reason"
+    for name, planned in run.planned.items():
+        reasons = [row.reason for row in table.layers if (row.name, row.shape) == (name, planned)]
+        if name not in living and not any(reasons):
+            yield f"gone: {name} {planned} was planned, is gone, and has no row with a reason"
 
 
 def _wrong_share(run: Run) -> Iterator[str]:
     table = run.tables[0]
     products = [each for each in run.oracle.products if not each.step and each.in_region]
     flops, in_fp8 = (sum(each.flops for each in products if each.fp8 >= fp8) for fp8 in (False, True))
-    if table.flops is not None and flops and abs(table.flops_in_fp8 / table.flops - in_fp8 / flops) > 1e-6:
+    if table.flops is None:
+        if run.made.loop == "trainer":
+            yield "share: the table has none"
+    elif not flops or abs(table.flops_in_fp8 / table.flops - in_fp8 / flops) > 1e-6:
         yield f"share: {table.flops_in_fp8} of {table.flops} in the table, {in_fp8} of {flops} in truth"
-    forwards = [each for each in products if not each.backward and each.fp8]
-    layers = [layer for layer in run.layers().values() if products_of(layer, [layer], forwards)]
-    if layers and table.flops is None and run.made.loop == "trainer":
-        yield "share: the table has none"
 
 
 SAID = re.compile(r"FP8.*(nothing|not run|ran in|run in|runs in|high precision|BF16|replaced|half)", re.DOTALL)
 
 
 def _unsaid(run: Run) -> Iterator[str]:
-    """Whether less than half of the plan ran, without a warning."""
-    layers = {run.names.get(layer): layer for layer in run.layers().values()}
+    """Whether less than half of the plan ran in the first step, without a warning."""
+    everything = run.layers()
     first = [each for each in run.oracle.products if not each.step and each.fp8]
-    everything = [*run.layers().values()]
-    ran = [name for name in run.planned if name in layers and products_of(layers[name], everything, first)]
-    half = len(run.planned) / 2
-    later = any(each.what == "called_later" for each in run.made.changes)
-    if len(ran) < half and not later and not any(SAID.search(text) for text in run.said):
-        yield f"unsaid: {len(ran)} of {len(run.planned)} planned layers ran, and warnings are {run.said}"
+    ran = {run.names.get(each) for each in everything.values() if products_of(each, [*everything.values()], first)}
+    count = len(ran & run.planned.keys())
+    if 2 * count < len(run.planned) and "called_later" not in run.made.whats and not any(map(SAID.search, run.said)):
+        yield f"unsaid: {count} of {len(run.planned)} planned layers ran, and warnings are {run.said}"
 
 
 if __name__ == "__main__":

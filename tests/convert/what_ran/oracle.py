@@ -159,7 +159,8 @@ class Oracle:
 
     def verified(self) -> list[str]:
         """What is wrong with the numbers."""
-        return [*self.problems, *self._wrong_ops(), *self._wrong_calls()]
+        nothing = [] if self.products else ["oracle: it saw no product"]
+        return [*self.problems, *nothing, *self._wrong_ops(), *self._wrong_calls()]
 
     def _wrong_ops(self) -> Iterator[str]:
         for what, named, result in self._compared:
@@ -199,6 +200,7 @@ class Oracle:
                 continue
             if any(each.fp8 for each in call.products):
                 yield f"quantized: {type(layer).__name__} of a {type(layer.weight.data).__name__} multiplied in FP8"
+                continue
             with torch.no_grad(), _as_called(call):
                 if call.bias is not None:
                     plain.bias.copy_(call.bias)  # type: ignore[union-attr, operator]
