@@ -291,6 +291,8 @@ _NO_CHANGES = ("blocks", "block", "parent", "layer", "other")
 CHANGES = [name for name in vars(Site) if not name.startswith("_") and name not in _NO_CHANGES]
 NOT_FOR_CHAINS = {"popped", "shared", "tied", "skipped", "called_outside", "called_later"}
 """The sizes of a chain's layers differ."""
+OF_BLOCKS = {"skipped", "called_outside", "called_later", "fp8_disabled", "other_recipe", "siblings_replaced"}
+"""What happens to all that is called, or is, beside the layer."""
 QUANTIZED = {
     "weight_subclass": "torch", "int8_weight_only": "torchao", "float8_weight_only": "torchao",
     "linear_8bit": "bitsandbytes", "linear_4bit": "bitsandbytes", "fp8_linear": "transformers",

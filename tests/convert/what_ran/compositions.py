@@ -38,7 +38,7 @@ DTYPES = {
 PATHS = {
     "mlp": ("fc1", "fc2"),
     "chain": ("0",),
-    "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj"),
+    "llama": (*(f"mlp.{name}_proj" for name in ("gate", "up", "down")), *(f"self_attn.{name}_proj" for name in "qkvo")),
 }
 HOOKS = ("on_fit_start", "on_train_start", "on_train_batch_start")
 MOMENTS = {
@@ -59,7 +59,7 @@ def summary_of(model: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class Change:
-    """``what`` happens, as in :class:`Site`, to the layer ``path`` of block ``block``; of all inner ones where -1."""
+    """``what`` happens, as in :class:`Site`, to layer ``path`` (``*``: all) of block ``block`` (-1: of all inner ones)."""
 
     what: str
     when: str
@@ -111,6 +111,8 @@ def composition(seed: int) -> Composition:
         when, path = draw.choice(after if late else before), draw.choice(PATHS[model])
         if model == "llama" and what in changes.NOT_FOR_CHAINS and path.startswith("self_attn"):
             path = "mlp.up_proj"
+        if block < 0 and what not in changes.OF_BLOCKS:
+            path = "*"
         made.append(Change(what, when, block, path))
     dtype, bias = draw.choice([*DTYPES]), draw.random() < 0.5 and model != "llama"
     return Composition(seed, loop, draw.choice(RECIPES), dtype, model, blocks, bias, tuple(made))
@@ -174,9 +176,10 @@ class Run:
         self.planned: dict[str, tuple[int, int]] = {}
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.waiting = [
-            (each, Site(self.net, block, each.path, number, made.recipe))
+            (each, Site(self.net, block, path, number, made.recipe))
             for number, each in enumerate(made.changes)
             for block in (blocks[1:-1] if each.block < 0 else [blocks[each.block]])
+            for path in (PATHS[made.model] if each.path == "*" else [each.path])
         ]
         self.sites = [site for _, site in self.waiting]
 
