@@ -59,7 +59,7 @@ def summary_of(model: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class Change:
-    """``what`` happens, as in :class:`Site`, to layer ``path`` (``*``: all) of block ``block`` (-1: of all inner ones)."""
+    """``what`` happens, as in :class:`Site`, to layer ``path`` (``*``: all) of block ``block`` (-1: of inner ones)."""
 
     what: str
     when: str
