@@ -289,6 +289,7 @@ class FirstStep:
         appeared = {} if self._again is None else {row.name: row for row in self._again(model).layers}
         rows: dict[str, LayerDecision] = {}
         gone = []
+        replaced: dict[str, tuple[LayerDecision, nn.Module | None]] = {}
         for layer in self.summary.layers:
             owner = self._owner(layer)
             module = now.get(owner)
@@ -296,18 +297,19 @@ class FirstStep:
                 row = self._judged(layer, now[place], now.get(place.rpartition(".")[0]))
                 row = replace(row, name=place + layer.name.removeprefix(owner))
                 rows[row.name] = row
-            elif not layer.fp8 or (isinstance(module, LinearLayer) and owner not in taken):
-                continue  # if it is in the model, it has a row below
-            elif module is None or owner in taken:
-                gone.append(_gone(layer, "removed from the model"))
-            else:
-                row = appeared.get(layer.name, layer)
-                rows[layer.name] = _gone(layer, f"replaced by a {type(module).__name__}", row.reason)
+            elif layer.fp8 and (module is None or owner in taken):
+                gone.append(replace(_gone(layer, "removed from the model"), parameters=0))
+            elif layer.fp8:
+                replaced[layer.name] = layer, module
         for name, row in appeared.items():
             if name not in rows:
                 module = now.get(name, now.get(name.rpartition(".")[0]))
                 rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
-        return (*rows.values(), *gone)
+        for name, (layer, module) in replaced.items():
+            rows[name] = _of_replaced(layer, module, rows.get(name), rows.get(names.get(id(module), "")))
+        order = {name: index for index, name in enumerate(now)}
+        in_order = sorted(rows.values(), key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
+        return (*in_order, *gone)
 
     def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
         """The row of a layer that was not there when the model was converted."""
@@ -396,6 +398,23 @@ class FirstStep:
 def _gone(layer: LayerDecision, what: str, why: str = "") -> LayerDecision:
     """The row of a planned layer that is not in the model any more, or is of another class."""
     return replace(layer, ran=False, reason=f"it was {what} after the conversion{why and '; '}{why}")
+
+
+def _of_replaced(
+    layer: LayerDecision, module: nn.Module | None, row: LayerDecision | None, other: LayerDecision | None
+) -> LayerDecision:
+    """The row of a planned layer that ``module`` replaces.
+
+    Args:
+        row: the row of ``module`` by the name of ``layer``, if there is one.
+        other: its row by its first name.
+    """
+    if row is None and other is not None:  # it has two names now
+        return replace(_gone(layer, f"replaced by {other.name}"), ran=other.ran, parameters=0)
+    made = row or replace(layer, parameters=0)
+    reason = "" if made.reason == APPEARED else made.reason
+    ran = made.ran if isinstance(module, LinearLayer) else False
+    return replace(_gone(made, f"replaced by an instance of {type(module).__name__}", reason), fp8=True, ran=ran)
 
 
 def _record(module: nn.Module | None) -> LayerRecord | None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import DISABLED, FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import (
@@ -417,6 +418,8 @@ class LinearLayer(WeightCachingModule):
                 f"{self.kind}'s weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
+        if holds_codes(weight):
+            raise TypeError(f"{self.kind}'s weight is {weight.dtype}: {CODES_NEED_SCALES}")
         if input.dtype != weight.dtype and not autocast_dtype(input.device.type):
             raise TypeError(
                 f"{self.kind}'s weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "

@@ -88,12 +88,12 @@ def replace_by_ours(model: Any) -> None:
     model.blocks[1].fc = copy.deepcopy(model.blocks[2].fc)
 
 
-REPLACED = "it was replaced by a Linear after the conversion"
+REPLACED = "it was replaced by an instance of Linear after the conversion"
 ADDED = "it was added after the conversion"
 EXPECTED: dict[Callable[[Any], None], dict[str, tuple[str, str]]] = {
     replace_one: {"blocks.1.fc": ("BF16", REPLACED)},
     replace_all: {f"blocks.{i}.{name}": ("BF16", REPLACED) for i in (1, 2) for name in ("fc", "out")},
-    replace_by_no_linear: {"blocks.1.fc": ("BF16", "it was replaced by a Identity after the conversion")},
+    replace_by_no_linear: {"blocks.1.fc": ("BF16", "it was replaced by an instance of Identity after the conversion")},
     append: {
         "blocks.4.fc": ("BF16", ADDED),
         "blocks.4.out": ("BF16", ADDED),
@@ -109,9 +109,9 @@ EXPECTED: dict[Callable[[Any], None], dict[str, tuple[str, str]]] = {
             "it is frozen and was not called; code that reads its weight multiplies in high precision",
         )
     },
-    share: {"blocks.1.fc": ("FP8", "")},
+    share: {"blocks.1.fc": ("FP8", ""), "blocks.2.fc": ("FP8", "it was replaced by blocks.1.fc after the conversion")},
     change_class: {"blocks.1.fc": ("BF16", "it was changed to the class Linear after the conversion")},
-    replace_by_ours: {"blocks.1.fc": ("FP8", "")},
+    replace_by_ours: {"blocks.1.fc": ("FP8", REPLACED)},
 }
 SILENT = {wrap, share, replace_by_ours, bypass_frozen}
 """Changes after which everything that is multiplied runs in FP8, or of which a frozen layer's row tells."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 import sys
@@ -22,7 +21,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
+from lightning_fp8 import FP8FabricPrecision, FP8Precision, conversion_summary, convert_module, fp8_autocast
 from tests.convert.what_ran import changes
 from tests.convert.what_ran.changes import ROWS, WIDTH, Block, Site
 from tests.convert.what_ran.oracle import Oracle, gradients_of, products_of
@@ -51,7 +50,7 @@ MOMENTS = {
 
 def summary_of(model: nn.Module) -> Any:
     """The table of a model in a plain loop."""
-    return importlib.import_module("lightning_fp8.convert").conversion_summary(model)
+    return conversion_summary(model)
 
 
 # --- Compositions -----------------------------------------------------------------------------------------------------
@@ -365,6 +364,8 @@ def _wrong_rows(run: Run, table: Any, steps: int) -> Iterator[str]:
 
 
 def _wrong_share(run: Run) -> Iterator[str]:
+    if any(change.what == "linear_4bit" for change in run.made.changes):
+        return  # torch's counter does not know its product, as docs/limits.md says
     table = run.tables[0]
     products = [each for each in run.oracle.products if not each.step and each.in_region]
     flops, in_fp8 = (sum(each.flops for each in products if each.fp8 >= fp8) for fp8 in (False, True))
