@@ -56,6 +56,7 @@ try:
             "free_unsharded_param",
             "init_unsharded_param",
             "reset_sharded_param",
+            "to_sharded",
         ),
         FSDPParamGroup: ("_reshard_after_forward", "_to_sharded", "_use_post_forward_mesh", "wait_for_unshard"),
     }
@@ -242,7 +243,9 @@ def _choose(group: Any, params: list[GatheredParam]) -> None:
     gathered = not group.is_sharded or group._all_gather_result is not None
     if gathered and any(param.recipe not in (None, recipe) for param, recipe in zip(params, wanted)):
         group.wait_for_unshard()
+        found = [(each.sharded_param, each._unsharded_param.requires_grad) for each in group.fsdp_params]
         group._to_sharded()
+        params[0].set_requires_grad(found)
         gathered = False
     grad = torch.is_grad_enabled()
     for param, recipe in zip(params, wanted):
@@ -295,6 +298,7 @@ class GatheredParam(FSDPParam):
         self._scale: Tensor | None = None
         self._amax_of_shard: Tensor | None = None
         self._other: tuple[Any, list[Tensor]] = None, []
+        self._requires_grad_before: list[tuple[Tensor, bool]] = []
         _attached.add(self)
 
     @property
@@ -420,6 +424,20 @@ class GatheredParam(FSDPParam):
             weight.source = self
         weight.operands, weight.cast, weight.recipe = operands, cast, self.recipe
         weight.observed = self._amax_of_shard
+
+    def set_requires_grad(self, of_params: Sequence[tuple[Tensor, bool]]) -> None:
+        """Set ``requires_grad`` of these sharded parameters until the weight is resharded.
+
+        A change by the user while FSDP2 keeps weights gathered is lost when FSDP2 reshards them, and only then.
+        """
+        self._requires_grad_before = [(each, each.requires_grad) for each, _ in of_params]
+        for each, requires_grad in of_params:
+            each.requires_grad_(requires_grad)
+
+    def to_sharded(self) -> None:
+        super().to_sharded()
+        self.set_requires_grad(self._requires_grad_before)
+        self._requires_grad_before = []
 
     def free_unsharded_param(self) -> None:
         super().free_unsharded_param()
