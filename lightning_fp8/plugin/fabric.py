@@ -40,7 +40,14 @@ from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
 from lightning_fp8.delayed.owners import all_slots, owned_by
-from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
+from lightning_fp8.delayed.update import (
+    after_optimizer_step,
+    optimizer_step_number,
+    refuse_default_dtype_in_join,
+    refuse_join,
+    update_slots,
+    update_waiting,
+)
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.modules.tensor_parallel import CutLayer
@@ -308,7 +315,10 @@ class FP8FabricPrecision(FabricPrecision):
                 self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.training_forward_begins(observes=len(histories) == 1)
+                if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
+                    refuse_join()
                 update_waiting(histories)
+            refuse_default_dtype_in_join()
             yield
 
     def _context(self) -> FP8Context:

@@ -373,7 +373,9 @@ def observed(in_bf16: bool, how: str) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         state = fp8_state_dict(model)
-        found.append({name: state[name].tolist() for name in ("scale", "amax_history", "seen", "counts") if name in state})
+        found.append(
+            {name: state[name].tolist() for name in ("scale", "amax_history", "seen", "counts") if name in state}
+        )
         model[0].down.fp8 = True
     return found
 
@@ -435,7 +437,10 @@ def part_frozen_between() -> dict[str, Any]:
     for recipes in (("tensorwise", None), ("delayed", "delayed"), (None, None), ("tensorwise", "rowwise")):
         for freezes, keeps in ((True, True), (True, False), (False, True)):
             bf16, fp8 = (frozen_between(in_bf16, freezes, keeps, recipes) for in_bf16 in (True, False))
-            report[f"{recipes} {freezes} {keeps}"] = {"equal": fp8 == bf16, "error": fp8 if isinstance(fp8, str) else ""}
+            report[f"{recipes} {freezes} {keeps}"] = {
+                "equal": fp8 == bf16,
+                "error": fp8 if isinstance(fp8, str) else "",
+            }
     return report
 
 
