@@ -112,6 +112,12 @@ def test_histories_are_those_of_the_gather_in_bf16(how: str, tmp_path: Path) -> 
         assert not report["differ"]
 
 
+def test_nothing_grows_with_conversions_recipes_and_loads(tmp_path: Path) -> None:
+    for report in run("growth", tmp_path):
+        assert report["before"] == report["after"]
+        assert all(report["before"].values())
+
+
 def test_weights_frozen_while_they_are_gathered_as_with_the_gather_in_bf16(tmp_path: Path) -> None:
     for report in run("frozen_between", tmp_path):
         assert len(report) == 12

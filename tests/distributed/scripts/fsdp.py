@@ -41,10 +41,13 @@ from lightning_fp8 import (
     TransformerLayer,
     convert_module,
     fp8_autocast,
+    fp8_region,
     fp8_state_dict,
+    load_fp8_state_dict,
     make_recipe,
 )
 from lightning_fp8.convert import conversion
+from lightning_fp8.delayed import update
 from lightning_fp8.parallel import fsdp
 from tests.distributed.launch import leave
 from tests.small import fp8_trainer
@@ -384,6 +387,44 @@ def part_observed() -> dict[str, Any]:
     """Where a run differs from the same run with a gather in BF16."""
     bf16, fp8 = (observed(in_bf16, sys.argv[3]) for in_bf16 in (True, False))
     return {"steps": len(fp8), "differ": [index for index, pair in enumerate(zip(bf16, fp8)) if pair[0] != pair[1]]}
+
+
+def part_growth() -> dict[str, Any]:
+    """What a process keeps of a model, before and after conversions, recipes, evaluations, saves and loads of it."""
+    model = sharded(blocks(width=32, hidden=32))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def forward(recipe: str) -> Tensor:  # by a new object each time
+        with fp8_autocast(fp8_recipe=make_recipe({"name": recipe})):
+            return model(torch.randn(16, 32).bfloat16()).float().square().mean()  # type: ignore[no-any-return]
+
+    def sizes() -> dict[str, int]:
+        (weights,) = {id(each): each for each in fsdp._weights_of.values()}.values()
+        hooks = [value for each in model.modules() for name, value in vars(each).items() if name.endswith("_hooks")]
+        tables = fsdp._weights_of, fsdp._hooked, fsdp._attached, update._compared, fp8_region.waiting
+        return {
+            "hooks": sum(len(each) for each in hooks if each is not None),
+            "tables": sum(map(len, tables)),
+            "weights": sum(map(len, (weights.params, weights.begun, weights.groups))),
+            "compared": sum(map(len, update._compared.values())),
+        }
+
+    found = []
+    for conversions in (1, 200):
+        for _ in range(conversions):
+            fsdp.gather_in_fp8(model)
+        for _ in range(3):
+            converted(model)
+            for recipe in ("delayed", "tensorwise"):
+                forward(recipe).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    forward("mxfp8")
+            model.load_state_dict(model.state_dict())
+            load_fp8_state_dict(model, fp8_state_dict(model))
+        found.append(sizes())
+    return {"before": found[0], "after": found[1]}
 
 
 def frozen_between(in_bf16: bool, freezes: bool, keeps: bool, recipes: tuple[str | None, ...]) -> list[Any] | str:
