@@ -195,7 +195,8 @@ class FP8Tensor(Tensor):
         return _unpickled, (parts, self.cast, self.shape, self.dtype, self.requires_grad, others)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name in _PARTS if getattr(self, name) is not None], (self.cast, self.dtype)
+        names = [name for name in (*_PARTS, "observed") if getattr(self, name) is not None]
+        return names, (self.cast, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
@@ -204,7 +205,7 @@ class FP8Tensor(Tensor):
             ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
-        return cls(Quantized(row, column), cast, size, dtype)
+        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"))
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""

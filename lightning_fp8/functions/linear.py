@@ -148,11 +148,11 @@ class Product:
         if isinstance(x, FP8Tensor):
             serves = x.recipe is None or x.recipe == self.recipe
             if is_cast_for(x, self._casts[role]) and serves:
-                if torch.compiler.is_compiling():
-                    return kept_operands(x, rowwise, columnwise)
                 _, amax, _ = self._scale_and_amax(role, again)
                 if amax is not None and x.observed is not None:
                     torch.maximum(amax, x.observed, out=amax)
+                if torch.compiler.is_compiling():
+                    return kept_operands(x, rowwise, columnwise)
                 if role is Role.INPUT:
                     x.takers.append(self.slots)
                 return x.quantized(rowwise=rowwise, columnwise=columnwise)

@@ -47,7 +47,14 @@ from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of
 from lightning_fp8.delayed.owners import all_slots
-from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
+from lightning_fp8.delayed.update import (
+    after_optimizer_step,
+    optimizer_step_number,
+    refuse_default_dtype_in_join,
+    refuse_join,
+    update_slots,
+    update_waiting,
+)
 from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.tensor_parallel import CutLayer
@@ -331,7 +338,10 @@ class FP8FabricPrecision(FabricPrecision):
                 first_steps.begin(self._models)
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.training_forward_begins(observes=len(histories) == 1)
+                if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
+                    refuse_join()
                 update_waiting(histories)
+            refuse_default_dtype_in_join()
             yield
 
     def _context(self) -> FP8Context:
