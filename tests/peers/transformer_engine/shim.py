@@ -105,7 +105,7 @@ OWN: dict[str, Any] = {
     "_attention_backends": {},
     **{name: mutable(getattr(our_recipes, name)) for name in our_recipes.__all__ if name.endswith("Scaling")},
 }
-SAID = {**answers.MODULES, **answers.STATE, **answers.PYTORCH, **answers.DISTRIBUTED}
+SAID = answers.MODULES | answers.NAMES
 
 
 class Module(types.ModuleType):
