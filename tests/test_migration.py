@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,23 @@ def test_rotary_embeddings_by_transformer_engines_arguments() -> None:
         te.attention.apply_rotary_pos_emb(t, freqs, cp_size=2)
     with pytest.raises(ValueError, match="tensor_format='bhsd' is unknown; use one of 'sbhd'"):
         te.attention.apply_rotary_pos_emb(t, freqs, "bhsd")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("channels", [8, 4])
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+def test_rotary_embeddings_are_contiguous(tensor_format: str, channels: int, fused: bool) -> None:
+    """Whatever the strides of the tensor, as in Transformer Engine."""
+    freqs, shape = te.RotaryPositionEmbedding(channels)(7), (7, 3, 8) if tensor_format == "thd" else (5, 7, 3, 8)
+    shape = (7, 5, 3, 8) if tensor_format == "sbhd" else shape
+    call = {"cu_seqlens": torch.tensor([0, 3, 7])} if tensor_format == "thd" else {}
+    t = torch.randn(shape)
+    expected = te.attention.rope.apply_rotary_pos_emb(t, freqs, tensor_format, fused=fused, **call)
+    for dims in permutations(range(t.dim())):
+        strided = t.permute(dims).contiguous().permute(*(dims.index(dim) for dim in range(t.dim())))
+        y = te.attention.rope.apply_rotary_pos_emb(strided, freqs, tensor_format, fused=fused, **call)
+        assert y.is_contiguous()
+        assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize(
