@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -57,7 +57,7 @@ from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
-class FP8FabricPrecision(FabricPrecision):
+class FP8FabricPrecision(HalfPrecision):  # Lightning's ThroughputMonitor asks which dtype these compute in
     """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
 
     Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
@@ -130,6 +130,11 @@ class FP8FabricPrecision(FabricPrecision):
         self._stepped_in_backward: set[AmaxHistory] = set()
         self._reported: set[tuple[str, str]] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        """The dtype whose peak Lightning's ThroughputMonitor divides by."""
+        return self.compute_dtype
 
     def __repr__(self) -> str:
         """The recipe, and the arguments that are not their defaults; ``attention`` is the recipe's ``fp8_dpa``."""
@@ -351,9 +356,9 @@ class FP8FabricPrecision(FabricPrecision):
             _watching.discard(self)
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._scales_follow(optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
