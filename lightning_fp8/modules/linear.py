@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        factory = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
+        factory: dict[str, Any] = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **factory)) if bias else None)
         self.return_bias = return_bias

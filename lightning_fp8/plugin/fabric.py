@@ -57,7 +57,7 @@ from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
-class FP8FabricPrecision(HalfPrecision):  # Lightning's ThroughputMonitor asks which dtype these compute in
+class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
     """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
 
     Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
@@ -105,6 +105,7 @@ class FP8FabricPrecision(HalfPrecision):  # Lightning's ThroughputMonitor asks w
         fuse: bool = False,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
+        self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
         attention = plain(attention)
         require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
@@ -130,11 +131,6 @@ class FP8FabricPrecision(HalfPrecision):  # Lightning's ThroughputMonitor asks w
         self._stepped_in_backward: set[AmaxHistory] = set()
         self._reported: set[tuple[str, str]] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
-
-    @property
-    def _desired_input_dtype(self) -> torch.dtype:
-        """The dtype whose peak Lightning's ThroughputMonitor divides by."""
-        return self.compute_dtype
 
     def __repr__(self) -> str:
         """The recipe, and the arguments that are not their defaults; ``attention`` is the recipe's ``fp8_dpa``."""

@@ -89,14 +89,13 @@ PYTORCH = {
 """Names of ``pytorch``."""
 
 MODULES = {
-    "_extra_state": "use lightning_fp8.load_te_state_dict, which executes nothing of a file",
     "constants": "dtypes and groups are torch's own",
     "cpp_extensions": "the operations are torch.ops.lightning_fp8's",
     "cpu_offload": _OFFLOAD,
     "cpu_offload_v1": _OFFLOAD,
     "cross_entropy": PYTORCH["parallel_cross_entropy"],
     "custom_recipes": _QUANTIZERS,
-    **dict.fromkeys(("distributed_weight", "dynamo"), _INTERNAL),
+    **dict.fromkeys(("_extra_state", "distributed_weight", "dynamo"), _INTERNAL),
     "ep": _EXPERTS,
     "float8_tensor": _WEIGHTS,
     "graph": PYTORCH["make_graphed_callables"],
