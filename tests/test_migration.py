@@ -7,9 +7,11 @@ import importlib
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,8 @@ NVFP4Quantizer Float8TensorStorage MXFP8TensorStorage Float8BlockwiseQTensorStor
 Float8Tensor MXFP8Tensor Float8BlockwiseQTensor NVFP4Tensor HybridQuantizer HybridQuantizedTensorStorage
 IdentityQuantizer IdentityTensorStorage HybridQuantizedTensor IdentityTensor attention distributed export fp8
 module quantization transformer tensor float8_tensor permutation cross_entropy cpu_offload graph jit router
-utils cpp_extensions
+utils cpp_extensions _extra_state cpu_offload_v1 custom_recipes distributed_weight dynamo ep numerics_debug
+onnx_extensions quantized_tensor torch_version triton
 """)
 """The names of ``transformer_engine.pytorch`` 2.20, and those of its modules that others import from."""
 
@@ -102,14 +105,37 @@ NVFP4BlockScaling CustomRecipe
 """)
 
 TE_ELSEWHERE = {
-    "fp8": "FP8GlobalStateManager RecipeState fp8_autocast fp8_model_init DelayedScaling Recipe get_fp8_max",
-    "quantization": "FP8GlobalStateManager autocast get_align_size_for_quantization check_recipe_support",
+    "fp8": "FP8GlobalStateManager RecipeState fp8_autocast fp8_model_init DelayedScaling Recipe get_fp8_max "
+    "check_fp8_support check_mxfp8_support get_default_fp8_recipe NVFP4BlockScaling CustomRecipe split_and_copy",
+    "quantization": "FP8GlobalStateManager autocast get_align_size_for_quantization check_recipe_support QuantizerRole "
+    "DelayedScalingRecipeState _amax_and_scale_update",
+    "module.base": "TransformerEngineBaseModule initialize_ub get_workspace get_dummy_wgrad",
+    "module.fp8_padding": "Fp8Padding",
+    "module.grouped_linear": "GroupedLinear",
+    "module.layernorm": "LayerNorm",
+    "module.layernorm_linear": "LayerNormLinear _LayerNormLinear",
+    "module.layernorm_mlp": "LayerNormMLP _LayerNormMLP",
+    "module.linear": "Linear _Linear",
+    "module.rmsnorm": "RMSNorm",
+    "attention.inference": "InferenceParams PagedKVCacheManager",
+    "attention.multi_head_attention": "MultiheadAttention",
+    "attention.dot_product_attention": "DotProductAttention _attention_backends utils backends",
+    "attention.dot_product_attention.dot_product_attention": "DotProductAttention",
+    "attention.dot_product_attention.utils": "FlashAttentionUtils AttentionLogging",
+    "attention.dot_product_attention.context_parallel": "get_batch_on_this_cp_rank",
+    "attention.dot_product_attention.softmax": "FusedScaleMaskSoftmax",
+    "cpp_extensions.gemm": "general_gemm",
+    "ops.basic.rmsnorm": "RMSNorm",
+    "optimizers.fused_adam": "FusedAdam",
+    "tensor.float8_tensor": "Float8Tensor Float8Quantizer",
+    "tensor.storage.mxfp8_tensor_storage": "MXFP8TensorStorage",
     "module": "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding initialize_ub",
     "attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding apply_rotary_pos_emb",
-    "attention.rope": "apply_rotary_pos_emb RotaryPositionEmbedding",
-    "distributed": "checkpoint CudaRNGStatesTracker activation_recompute_forward gather_split_1d_tensor",
-    "export": "onnx_export te_translation_table",
-    "transformer": "TransformerLayer",
+    "attention.rope": "apply_rotary_pos_emb RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb",
+    "distributed": "checkpoint CudaRNGStatesTracker activation_recompute_forward gather_split_1d_tensor "
+    "gather_along_first_dim prepare_te_modules_for_fsdp",
+    "export": "onnx_export te_translation_table is_in_onnx_export_mode",
+    "transformer": "TransformerLayer DropPath",
     "optimizers": "FusedAdam FusedSGD",
     "tensor": "QuantizedTensor Float8Tensor",
     "float8_tensor": "Float8Tensor",
@@ -160,10 +186,19 @@ def test_what_exists_is_what_lightning_fp8_has_by_that_name() -> None:
 def test_no_answer_is_for_a_name_that_exists_or_that_transformer_engine_does_not_have() -> None:
     assert answers.PYTORCH.keys() <= {*TE_PYTORCH}
     assert answers.RECIPE.keys() <= {*TE_RECIPE}
-    tables = {"": "PYTORCH", "module": "MODULE", "attention": "ATTENTION", "distributed": "DISTRIBUTED", "fp8": "STATE"}
-    for module, table in tables.items():
-        home = importlib.import_module(f"lightning_fp8.transformer_engine.pytorch.{module}".strip("."))
-        assert not vars(home).keys() & getattr(answers, table).keys()
+    for path, module in sys.modules.items():
+        if path.startswith(te.__name__):
+            assert not vars(module).keys() & (answers.PYTORCH if module is te else answers.NAMES).keys(), path
+
+
+def test_deep_names_are_those_of_the_package() -> None:
+    """Attributes of te, too, without an import; a file that Transformer Engine does not have is an ordinary error."""
+    assert te.module.layernorm_linear.LayerNormLinear is te.LayerNormLinear
+    assert te.attention.dot_product_attention.dot_product_attention.DotProductAttention is te.DotProductAttention
+    assert te.attention.inference.InferenceParams is te.InferenceParams
+    assert not hasattr(te.ops.basic.rmsnorm, "RMSNorm")  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError, match="No module named '.*module.liner'"):
+        importlib.import_module("lightning_fp8.transformer_engine.pytorch.module.liner")
 
 
 def test_a_name_of_neither_is_an_ordinary_error() -> None:
@@ -175,11 +210,7 @@ def test_a_name_of_neither_is_an_ordinary_error() -> None:
         importlib.import_module("lightning_fp8.transformer_engine.jax")
 
 
-ANSWERS = {
-    answer
-    for table in (answers.RECIPE, answers.STATE, answers.PYTORCH, answers.MODULES, answers.DISTRIBUTED, answers.EXPORT)
-    for answer in table.values()
-}
+ANSWERS = {answer for table in (answers.RECIPE, answers.NAMES, answers.MODULES) for answer in table.values()}
 
 
 @pytest.mark.parametrize("answer", sorted(ANSWERS))
@@ -232,6 +263,23 @@ def test_rotary_embeddings_by_transformer_engines_arguments() -> None:
         te.attention.apply_rotary_pos_emb(t, freqs, cp_size=2)
     with pytest.raises(ValueError, match="tensor_format='bhsd' is unknown; use one of 'sbhd'"):
         te.attention.apply_rotary_pos_emb(t, freqs, "bhsd")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("channels", [8, 4])
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+def test_rotary_embeddings_are_contiguous(tensor_format: str, channels: int, fused: bool) -> None:
+    """Whatever the strides of the tensor, as in Transformer Engine."""
+    freqs, shape = te.RotaryPositionEmbedding(channels)(7), (7, 3, 8) if tensor_format == "thd" else (5, 7, 3, 8)
+    shape = (7, 5, 3, 8) if tensor_format == "sbhd" else shape
+    call = {"cu_seqlens": torch.tensor([0, 3, 7])} if tensor_format == "thd" else {}
+    t = torch.randn(shape)
+    expected = te.attention.rope.apply_rotary_pos_emb(t, freqs, tensor_format, fused=fused, **call)
+    for dims in permutations(range(t.dim())):
+        strided = t.permute(dims).contiguous().permute(*(dims.index(dim) for dim in range(t.dim())))
+        y = te.attention.rope.apply_rotary_pos_emb(strided, freqs, tensor_format, fused=fused, **call)
+        assert y.is_contiguous()
+        assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize(

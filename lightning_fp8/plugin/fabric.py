@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -78,7 +78,7 @@ from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
-class FP8FabricPrecision(FabricPrecision):
+class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
     """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
 
     Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
@@ -128,6 +128,7 @@ class FP8FabricPrecision(FabricPrecision):
         fuse: bool = False,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
+        self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
         attention = plain(attention)
         require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
@@ -366,9 +367,9 @@ class FP8FabricPrecision(FabricPrecision):
                 first_step.stepped()
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._scales_follow(optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:

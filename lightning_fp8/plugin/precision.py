@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from lightning_fp8.te.keys import has_te_state
 _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
 
 
-# Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
-class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
+class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
 
     Takes the same arguments and raises the same errors as :class:`FP8FabricPrecision`. Every step of a
@@ -126,11 +125,6 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             if isinstance(optimizer, Optimizer) and any(isinstance(each, FP8Tensor) for each in model.parameters()):
                 with_master_weights(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
-
-    @override
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._scales_follow(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

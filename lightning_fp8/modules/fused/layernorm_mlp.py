@@ -19,7 +19,7 @@ from lightning_fp8.functions.linear import Product
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
+from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
@@ -129,8 +129,7 @@ class LayerNormMLP(NormedLayer):
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
         self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
         self.initializations = tuple(
-            Initialization.told(method or default_init_method, nn.init.zeros_, parallel)
-            for method in (init_method, output_layer_init_method)
+            Initialization.told(method, parallel) for method in (init_method, output_layer_init_method)
         )
         self.reset_parameters()
         tensor_parallel = TensorParallel.asked(parallel)
