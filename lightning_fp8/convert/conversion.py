@@ -326,8 +326,8 @@ class _Warns:
         # The layers' RegionWatch warns of training outside every region.
         if said := idle_message(summary, self._told, unsaid=(OUTSIDE, DISABLED_REGION)):
             warnings.warn(
-                "layers of a model of convert_module multiplied nothing in FP8 in the first training step, as planned; "
-                f"conversion_summary(model) is the table: {said}",
+                "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
+                f"see conversion_summary(model) for the reasons: {said}",
                 stacklevel=2,
             )
 

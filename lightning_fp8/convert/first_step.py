@@ -410,7 +410,7 @@ def _of_replaced(
         other: its row by its first name.
     """
     if row is None and other is not None:  # it has two names now
-        return replace(_gone(layer, f"replaced by {other.name}"), ran=other.ran, parameters=0)
+        return replace(_gone(layer, f"replaced by {other.name}"), ran=None, parameters=0)
     made = row or replace(layer, parameters=0)
     reason = "" if made.reason == APPEARED else made.reason
     ran = made.ran if isinstance(module, LinearLayer) else False

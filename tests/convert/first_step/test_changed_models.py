@@ -180,9 +180,9 @@ def test_the_table_is_of_the_model_that_ran(change: Callable[[Any], None], loop:
     for name, expected in EXPECTED[change].items():
         row = decision(summary, name)
         assert (row.precision, row.reason) == expected
-        assert row.ran == (row.precision == "FP8") or not row.fp8
+        assert row.ran in ((row.precision == "FP8"), None) or not row.fp8
     changed = {name for name in EXPECTED[change] if decision(summary, name).fp8}
-    untouched = [layer for layer in summary.layers if layer.fp8 and layer.name not in changed]
+    untouched: list[Any] = [layer for layer in summary.layers if layer.fp8 and layer.name not in changed]
     assert all(layer.ran for layer in untouched)
     if change in SILENT:
         assert not said
