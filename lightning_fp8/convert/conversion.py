@@ -35,7 +35,7 @@ from lightning_fp8.convert.blocks import (
     is_linear,
     matrices_of,
 )
-from lightning_fp8.convert.first_step import DISABLED_REGION, OUTSIDE, FirstStep, idle_message, watch_first_steps
+from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -324,7 +324,7 @@ class _Warns:
 
     def __call__(self, summary: ConversionSummary) -> None:
         # The layers' RegionWatch warns of training outside every region.
-        if said := idle_message(summary, self._told, unsaid=(OUTSIDE, DISABLED_REGION)):
+        if said := idle_message(summary, self._told, unsaid=(OUTSIDE, ONLY_DISABLED)):
             warnings.warn(
                 "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
                 f"see conversion_summary(model) for the reasons: {said}",

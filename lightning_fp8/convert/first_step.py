@@ -22,7 +22,7 @@ from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
-from lightning_fp8.fp8_region import in_backward, waiting
+from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -38,6 +38,7 @@ NOT_YET = "it was not called in the first training step; others may call it"
 NOT_CALLED = "it was not called"
 OUTSIDE = "it was called outside the plugin's forward and every fp8_autocast, where layers run in high precision"
 DISABLED_REGION = "it was called inside fp8_autocast(enabled=False)"
+ONLY_DISABLED = "every region was fp8_autocast(enabled=False)"
 FROZEN = "it is frozen and was not called; code that reads its weight multiplies in high precision"
 APPEARED = "it was added after the conversion"
 LATE = "first ran after the first training step"
@@ -181,6 +182,7 @@ class FirstStep:
     def begin(self) -> None:
         """Count forwards from now on."""
         self.begun = True
+        self._enabled_before = num_enabled_regions()
         model = self._model()
         for module in () if model is None else model.modules():
             if (record := _record(module)) is not None:
@@ -349,7 +351,9 @@ class FirstStep:
             return why
         if called:
             context = module._last_context
-            return OUTSIDE if context is None or context.outside else DISABLED_REGION
+            if context is None or context.outside:
+                return OUTSIDE
+            return DISABLED_REGION if num_enabled_regions() > self._enabled_before else ONLY_DISABLED
         if "forward" in vars(module) and not calls_own_forward(module):
             return "its forward was replaced on the instance and does not call ours"
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
@@ -543,7 +547,7 @@ def _way_out(reason: str) -> str:
         return "; call it inside training_step or the module that Fabric set up"
     if reason in WAYS_OUT:
         return WAYS_OUT[reason]
-    if reason in (NOT_YET, DISABLED_REGION):
+    if reason in (NOT_YET, DISABLED_REGION, ONLY_DISABLED):
         return ""
     if "after the conversion" in reason:
         return "; change the model before it is converted, in configure_model for example, or convert it again"
