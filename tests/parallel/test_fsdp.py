@@ -118,6 +118,7 @@ def test_nothing_grows_with_conversions_recipes_and_loads(tmp_path: Path) -> Non
         assert all(report["before"].values())
 
 
+@thorough
 def test_weights_frozen_while_they_are_gathered_as_with_the_gather_in_bf16(tmp_path: Path) -> None:
     for report in run("frozen_between", tmp_path):
         assert len(report) == 12

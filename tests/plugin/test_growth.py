@@ -176,7 +176,7 @@ def saves_and_loads(folder: Path) -> Repeated:
 WORK = (regions, conversions, models, evaluations, fits, saves_and_loads)
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(334, marks=thorough)])  # repeated three times
+@pytest.mark.parametrize("times", [8, pytest.param(334, marks=thorough)])  # repeated three times
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_grows(work: Callable[[Path], Repeated], times: int, tmp_path: Path) -> None:
