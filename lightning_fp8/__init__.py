@@ -1,4 +1,4 @@
-"""FP8 training for PyTorch Lightning, on any machine, with nothing to compile.
+"""FP8 training for PyTorch Lightning, on any machine, without a build step.
 
 Names are imported on first use: ``lightning-fp8 doctor`` prints its first lines before torch is imported, which takes
 seconds and may fail, and tools start without Lightning. ``lightning_fp8.ops`` defines ``torch.ops.lightning_fp8``.

@@ -264,10 +264,12 @@ def convert_module(
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
     A *layer* is an element of a ``ModuleList`` or ``Sequential`` of blocks of the same class. An encoder and a decoder
-    each have such a list. In a model without one, a layer is a Linear, in registration order. Some layers stay in BF16:
+    each have such a list. In a model without one, a layer is a Linear, in registration order. No dtype changes: BF16
+    means the dtype of the weights here, or that of ``torch.autocast``. Besides the first and last layers, some stay in
+    BF16:
 
     - an output head: tied to an embedding, named by the model's ``get_output_embeddings()``, or the last Linear after
-      the blocks. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
+      the blocks, of the model or of a later part. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
     - adapters (LoRA).
     - narrow layers, which are slower in FP8: at most 64 features on one side, more than 8 times as many on the other.
 
@@ -278,7 +280,7 @@ def convert_module(
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: the number of first layers to keep.
         num_layers_at_end_in_bf16: the number of last layers to keep.
-        replace_layers: False converts nothing; only existing ``lightning_fp8.Linear`` modules run in FP8.
+        replace_layers: False converts nothing; only existing modules of ``lightning_fp8`` run in FP8.
         skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,

@@ -28,6 +28,7 @@ class LayerDecision:
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
         high_precision: the dtype that it runs in without FP8: ``"BF16"``, ``"FP16"`` or ``"FP32"``.
+            In plain loops, ``"BF16"`` stands for any high precision.
     """
 
     name: str

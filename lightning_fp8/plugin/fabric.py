@@ -92,7 +92,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
-        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; with False only ``lightning_fp8.Linear`` runs in FP8.
+        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only modules of ``lightning_fp8`` in FP8.
         skip: globs of the names of modules that stay in BF16, or a function ``(module, name) -> bool``; see
             :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
@@ -180,8 +180,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         """Cast parameters and persistent buffers to ``weights_dtype`` and convert linear layers, in place.
 
         A second call changes nothing. These keep their dtypes, although Lightning's own true precision casts most of
-        them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; and float32 parameters of
-        modules that a model of transformers lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
+        them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; modules with float8
+        weights, whose scales are beside them; and, unless ``weights_dtype`` is float32, what a model of transformers
+        lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
 
         Raises:
             TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.

@@ -32,8 +32,8 @@ class TrainerHooks(Callback):
         summary = _plugin(trainer).summary
         if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
             rank_zero_info(
-                "FP8 is emulated on the CPU: it computes what a GPU would, slower than BF16 if the processor has BF16 "
-                "instructions, and faster if it has none"
+                "FP8 is emulated on the CPU: it computes what a GPU would, at a speed that depends on "
+                "the processor and the model; small layers are slower than in BF16"
             )
         layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
