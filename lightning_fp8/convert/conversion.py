@@ -35,7 +35,14 @@ from lightning_fp8.convert.blocks import (
     is_linear,
     matrices_of,
 )
-from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
+from lightning_fp8.convert.first_step import (
+    ONLY_DISABLED,
+    OUTSIDE,
+    FirstStep,
+    idle_message,
+    uncompiled,
+    watch_first_steps,
+)
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -415,13 +422,13 @@ def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
 
     The check, at the beginning of an ``fp8_autocast`` region, reads one weight: the first that is not a DTensor.
     """
-    if (awaited := _until_sharded.get(_uncompiled(model))) is not None:
+    if (awaited := _until_sharded.get(uncompiled(model))) is not None:
         awaited.actions.append(action)
 
 
 def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], None]]) -> bool:
     """Whether ``model`` has a layer whose weight is not a DTensor; if so, ``actions`` replace those of the model."""
-    model = _uncompiled(model)  # a caller may drop a compiled module
+    model = uncompiled(model)  # a caller may drop a compiled module
     _until_sharded.pop(model, None)
     layers = (each for each in model.modules() if isinstance(each, LinearLayer) and each.fp8)
     plain = next((each for each in layers if not _is_sharded_layer(each)), None)
@@ -447,10 +454,6 @@ def _act_where_sharded() -> bool:
 
 def _is_sharded_layer(layer: Any) -> bool:
     return is_dtensor(getattr(layer, layer.weight_names[0]))
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -160,13 +160,12 @@ class FirstStep:
         self.steps = 0
         self.settled = False
         self._found: ConversionSummary | None = None
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
         self._again = again
         self._report = report
         self._idle_at_first: frozenset[str] = frozenset()
         self._never = NOT_YET
         self._readers: dict[str, str] = {}
-        self._stepped_in_backward = False
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._names = frozenset(self._modules)
         self._before: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
@@ -258,14 +257,14 @@ class FirstStep:
     def stepped(self) -> None:
         """Report the table after an optimizer step if there is news."""
         if in_backward():  # of one parameter; others have none of their gradients yet
-            if not self._stepped_in_backward:
-                self._stepped_in_backward = True
+            if self._stepped_before not in waiting:
                 waiting.append(self._stepped_before)
         elif (summary := self.after_step()) is not None and self._report is not None:
             self._report(summary)
 
     def _stepped_before(self) -> bool:
-        self._stepped_in_backward = False
+        if in_backward():  # a region of a recomputed forward
+            return False
         self.stepped()
         return True
 
@@ -448,6 +447,11 @@ def _other_recipe(layer: LinearLayer) -> str:
     return f"by recipe={context.recipe.name!r} of an fp8_autocast inside the plugin's forward"
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wrapped, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _is_compiled(model: nn.Module) -> bool:
     return getattr(model, "_compiler_ctx", None) is not None or any(
         name.endswith("_orig_mod") or module._compiled_call_impl is not None for name, module in model.named_modules()
@@ -469,14 +473,14 @@ def watch_first_steps(model: nn.Module, first_step: FirstStep, by_optimizers: bo
     """
     for module in model.modules():
         _stepping.discard(module)
-    setattr(model, _ATTRIBUTE, first_step)
+    setattr(uncompiled(model), _ATTRIBUTE, first_step)
     if by_optimizers:
-        _stepping.add(model)
+        _stepping.add(uncompiled(model))
 
 
 def watched(model: nn.Module) -> FirstStep | None:
     """The first steps of the root of a conversion."""
-    return vars(model).get(_ATTRIBUTE)
+    return vars(uncompiled(model)).get(_ATTRIBUTE)
 
 
 @torch.compiler.disable
