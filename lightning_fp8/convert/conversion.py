@@ -62,8 +62,8 @@ from lightning_fp8.recipes import Recipe
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     """The reason why ``module`` cannot run in FP8; an empty string if it can."""
-    for codes in codes_of(module).values():
-        return f"its weight is {codes.dtype}"
+    if codes := [*codes_of(module).values()]:
+        return f"its weight is {codes[0].dtype}"
     if isinstance(module, LinearLayer):
         return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -95,7 +95,8 @@ def refuse_codes(model: nn.Module, policy: Policy) -> None:
         if codes and not skipped_by(module, names, policy, full):
             found.append((full[0], names[0], next(iter(codes.values())).dtype))
     if found:
-        (key, name, dtype), more = found[0], f", and {len(found) - 1} more layers have such weights" * (len(found) > 1)
+        key, name, dtype = found[0]
+        more = f", and {len(found) - 1} more layers have such weights" if len(found) > 1 else ""
         raise TypeError(
             f"{key} of {type(model).__name__} is {dtype}{more}: {CODES_NEED_SCALES}. Or keep such layers as they are: "
             f"skip=({name!r},), or a module_filter_fn that does not choose them"
@@ -315,7 +316,7 @@ def convert_module(
     elif fuse and not summary.fuses:
         warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
     again = partial(plan_conversion, policy=replace(policy, fuse=False))
-    watch_first_steps(model, FirstStep(model, summary, again, _Warns()))
+    watch_first_steps(model, FirstStep(model, summary, again, partial(_warn_of_idle, set())))
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
@@ -323,20 +324,15 @@ def convert_module(
     return model
 
 
-class _Warns:
-    """Warns of layers of :func:`convert_module` that did not run in FP8 as planned, each once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def __call__(self, summary: ConversionSummary) -> None:
-        # The layers' RegionWatch warns of training outside every region.
-        if said := idle_message(summary, self._told, unsaid=(OUTSIDE, ONLY_DISABLED)):
-            warnings.warn(
-                "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
-                f"see conversion_summary(model) for the reasons: {said}",
-                stacklevel=2,
-            )
+def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
+    """Warn of layers of :func:`convert_module` that did not run in FP8 as planned, except those that were ``told``."""
+    # The layers' RegionWatch warns of training outside every region.
+    if said := idle_message(summary, told, unsaid=(OUTSIDE, ONLY_DISABLED)):
+        warnings.warn(
+            "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
+            f"see conversion_summary(model) for the reasons: {said}",
+            stacklevel=2,
+        )
 
 
 def nothing_fuses(model: nn.Module) -> str:

@@ -302,6 +302,19 @@ def test_steps_in_a_backward_pass_that_recomputes_regions() -> None:
     assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
 
 
+def test_a_skip_that_does_not_know_new_layers_does_not_stop_training() -> None:
+    model: Any = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    known = {name: False for name, _ in model.named_modules()}
+    convert_module(model, first_last_layers_bf16=False, skip=lambda _, name: known[name])
+    model.append(nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        loss = model(torch.randn(4, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
+
+
 def test_a_compiled_model_has_the_table_of_what_it_wraps() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     compiled: Any = torch.compile(model, backend="eager")
