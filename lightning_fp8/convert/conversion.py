@@ -439,8 +439,9 @@ def _act_where_sharded() -> bool:
     """Call the actions of models that have been sharded. It returns whether no model is left."""
     for model, (reference, actions) in list(_until_sharded.items()):
         layer = reference()
-        lives = isinstance(layer, LinearLayer)  # its class may have been changed, too
-        if not _is_sharded_layer(layer) if lives else _await_sharding(model, actions):
+        # Without the layer, or after its class was changed, another one is looked at from now on.
+        waits = not _is_sharded_layer(layer) if isinstance(layer, LinearLayer) else _await_sharding(model, actions)
+        if waits:
             continue
         _until_sharded.pop(model, None)
         for action in actions:

@@ -229,7 +229,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         elif cast:
             rank_zero_info(cast.rstrip())
         if self._pending_state is not None:
-            self._load_states(self._pending_state)
+            self._load_states(validated_states(self._pending_state), self._pending_state.get("recipe"))
         return module
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
@@ -408,18 +408,16 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._drop_unused()
         if without := without_state(self.histories, states):
             self._report_without_state(without)
-        self._load_states(state_dict)
+        self._load_states(states, state_dict.get("recipe"))
 
     def _report_without_state(self, names: list[str]) -> None:
         if isinstance(self.recipe, DelayedScaling):
             rank_zero_info(f"FP8 state: the checkpoint has none of {', '.join(names)}, whose scales start empty")
 
-    def _load_states(self, state_dict: dict[str, Any]) -> None:
-        states = validated_states(state_dict)
+    def _load_states(self, states: dict[str, Any], saved: Any) -> None:
         if not self.histories:
-            self._pending_state = state_dict
+            self._pending_state = {"recipe": saved, **states}
             return
-        saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training continues with {self.recipe}")
         if alike := with_equal_names(states):
