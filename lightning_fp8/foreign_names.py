@@ -34,11 +34,20 @@ def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str
     return __getattr__
 
 
-def absent_module(module: str, answer: str, names: Mapping[str, str] = MappingProxyType({})) -> ModuleType:
-    """A module that can be imported, and raises an error for every name: that of ``names``, or ``answer``."""
-    made = ModuleType(module, answer)
-    answer_all(made, answer, names)
-    return made
+def add_absent_modules(
+    package: str, answers: Mapping[str, str], names: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add modules to ``package`` that can be imported, and raise an error for every name.
+
+    Args:
+        answers: by the path of each module in ``package``, after that of its own package, what the error says.
+        names: what it says of some names instead.
+    """
+    for path, answer in answers.items():
+        parent, _, name = f"{package}.{path}".rpartition(".")
+        made = sys.modules[f"{parent}.{name}"] = ModuleType(f"{parent}.{name}", answer)
+        answer_all(made, answer, names)
+        setattr(sys.modules[parent], name, made)
 
 
 def answer_all(module: ModuleType, answer: str, names: Mapping[str, str]) -> None:

@@ -35,7 +35,14 @@ from lightning_fp8.convert.blocks import (
     is_linear,
     matrices_of,
 )
-from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
+from lightning_fp8.convert.first_step import (
+    ONLY_DISABLED,
+    OUTSIDE,
+    FirstStep,
+    idle_message,
+    uncompiled,
+    watch_first_steps,
+)
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -55,8 +62,8 @@ from lightning_fp8.recipes import Recipe
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     """The reason why ``module`` cannot run in FP8; an empty string if it can."""
-    for codes in codes_of(module).values():
-        return f"its weight is {codes.dtype}"
+    if codes := [*codes_of(module).values()]:
+        return f"its weight is {codes[0].dtype}"
     if isinstance(module, LinearLayer):
         return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -88,7 +95,8 @@ def refuse_codes(model: nn.Module, policy: Policy) -> None:
         if codes and not skipped_by(module, names, policy, full):
             found.append((full[0], names[0], next(iter(codes.values())).dtype))
     if found:
-        (key, name, dtype), more = found[0], f", and {len(found) - 1} more layers have such weights" * (len(found) > 1)
+        key, name, dtype = found[0]
+        more = f", and {len(found) - 1} more layers have such weights" if len(found) > 1 else ""
         raise TypeError(
             f"{key} of {type(model).__name__} is {dtype}{more}: {CODES_NEED_SCALES}. Or keep such layers as they are: "
             f"skip=({name!r},), or a module_filter_fn that does not choose them"
@@ -310,7 +318,7 @@ def convert_module(
     elif fuse and not summary.fuses:
         warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
     again = partial(plan_conversion, policy=replace(policy, fuse=False))
-    watch_first_steps(model, FirstStep(model, summary, again, _Warns()))
+    watch_first_steps(model, FirstStep(model, summary, again, partial(_warn_of_idle, set())))
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
@@ -318,20 +326,15 @@ def convert_module(
     return model
 
 
-class _Warns:
-    """Warns of layers of :func:`convert_module` that did not run in FP8 as planned, each once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def __call__(self, summary: ConversionSummary) -> None:
-        # The layers' RegionWatch warns of training outside every region.
-        if said := idle_message(summary, self._told, unsaid=(OUTSIDE, ONLY_DISABLED)):
-            warnings.warn(
-                "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
-                f"see conversion_summary(model) for the reasons: {said}",
-                stacklevel=2,
-            )
+def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
+    """Warn of layers of :func:`convert_module` that did not run in FP8 as planned, except those that were ``told``."""
+    # The layers' RegionWatch warns of training outside every region.
+    if said := idle_message(summary, told, unsaid=(OUTSIDE, ONLY_DISABLED)):
+        warnings.warn(
+            "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
+            f"see conversion_summary(model) for the reasons: {said}",
+            stacklevel=2,
+        )
 
 
 def nothing_fuses(model: nn.Module) -> str:
@@ -417,13 +420,13 @@ def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
 
     The check, at the beginning of an ``fp8_autocast`` region, reads one weight: the first that is not a DTensor.
     """
-    if (awaited := _until_sharded.get(_uncompiled(model))) is not None:
+    if (awaited := _until_sharded.get(uncompiled(model))) is not None:
         awaited.actions.append(action)
 
 
 def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], None]]) -> bool:
     """Whether ``model`` has a layer whose weight is not a DTensor; if so, ``actions`` replace those of the model."""
-    model = _uncompiled(model)  # a caller may drop a compiled module
+    model = uncompiled(model)  # a caller may drop a compiled module
     _until_sharded.pop(model, None)
     layers = (each for each in model.modules() if isinstance(each, LinearLayer) and each.fp8)
     plain = next((each for each in layers if not _is_sharded_layer(each)), None)
@@ -438,8 +441,9 @@ def _act_where_sharded() -> bool:
     """Call the actions of models that have been sharded. It returns whether no model is left."""
     for model, (reference, actions) in list(_until_sharded.items()):
         layer = reference()
-        lives = isinstance(layer, LinearLayer)  # its class may have been changed, too
-        if not _is_sharded_layer(layer) if lives else _await_sharding(model, actions):
+        # Without the layer, or after its class was changed, another one is looked at from now on.
+        waits = not _is_sharded_layer(layer) if isinstance(layer, LinearLayer) else _await_sharding(model, actions)
+        if waits:
             continue
         _until_sharded.pop(model, None)
         for action in actions:
@@ -449,10 +453,6 @@ def _act_where_sharded() -> bool:
 
 def _is_sharded_layer(layer: Any) -> bool:
     return is_dtensor(getattr(layer, layer.weight_names[0]))
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -160,16 +160,15 @@ class FirstStep:
         self.steps = 0
         self.settled = False
         self._found: ConversionSummary | None = None
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
         self._again = again
         self._report = report
         self._idle_at_first: frozenset[str] = frozenset()
         self._never = NOT_YET
         self._readers: dict[str, str] = {}
-        self._stepped_in_backward = False
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
         self._names = frozenset(self._modules)
-        self._before: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
         self._attentions: dict[str, Owner] = {}
         self._entered: dict[str, int] = {}
         self.begun = False
@@ -209,10 +208,9 @@ class FirstStep:
         A step that calls no layer, for example because ``training_step`` returned None, is not the first step.
         """
         self.steps += 1
-        if self._found is None and (self._anything_ran() or self.steps >= STEPS):
-            found = self.finish()
-            return self.settle() if self.steps >= STEPS else found
-        return self.settle() if self.steps >= STEPS else None
+        if self.steps >= STEPS:
+            return self.settle()
+        return self.finish() if self._found is None and self._anything_ran() else None
 
     def finish(self) -> ConversionSummary:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
@@ -258,14 +256,14 @@ class FirstStep:
     def stepped(self) -> None:
         """Report the table after an optimizer step if there is news."""
         if in_backward():  # of one parameter; others have none of their gradients yet
-            if not self._stepped_in_backward:
-                self._stepped_in_backward = True
+            if self._stepped_before not in waiting:
                 waiting.append(self._stepped_before)
         elif (summary := self.after_step()) is not None and self._report is not None:
             self._report(summary)
 
     def _stepped_before(self) -> bool:
-        self._stepped_in_backward = False
+        if in_backward():  # a region of a recomputed forward
+            return False
         self.stepped()
         return True
 
@@ -288,7 +286,6 @@ class FirstStep:
         names = {id(module): name for name, module in reversed(now.items())}  # the first of several
         places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
         taken = set(places.values())
-        appeared = {} if self._again is None else {row.name: row for row in self._again(model).layers}
         rows: dict[str, LayerDecision] = {}
         gone = []
         replaced: dict[str, tuple[LayerDecision, nn.Module | None]] = {}
@@ -303,8 +300,8 @@ class FirstStep:
                 gone.append(replace(_gone(layer, "removed from the model"), parameters=0))
             elif layer.fp8:
                 replaced[layer.name] = layer, module
-        for name, row in appeared.items():
-            if name not in rows:
+        for row in self._planned_again(model):
+            if (name := row.name) not in rows:
                 module = now.get(name, now.get(name.rpartition(".")[0]))
                 rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
         for name, (layer, module) in replaced.items():
@@ -312,6 +309,12 @@ class FirstStep:
         order = {name: index for index, name in enumerate(now)}
         in_order = sorted(rows.values(), key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
         return (*in_order, *gone)
+
+    def _planned_again(self, model: nn.Module) -> Sequence[LayerDecision]:
+        try:
+            return () if self._again is None else self._again(model).layers
+        except Exception:  # a function in skip does not know the new layers; do not stop training
+            return ()
 
     def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
         """The row of a layer that was not there when the model was converted."""
@@ -374,9 +377,8 @@ class FirstStep:
         record = _record(module)
         if record is None:
             return 0, 0
-        counts = _counts(record)
-        before = self._before.get(module, _Counts(0, 0, 0, 0))
-        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(counts, before))
+        before = self._before.get(module, (0, 0, 0, 0))
+        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(_counts(record), before))
         return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
 
     def _anything_ran(self) -> bool:
@@ -428,15 +430,8 @@ def _record(module: nn.Module | None) -> LayerRecord | None:
     return None if owner is None else owner.record
 
 
-class _Counts(NamedTuple):
-    fp8: int
-    high_precision: int
-    evaluations: int
-    evaluations_in_fp8: int
-
-
-def _counts(record: LayerRecord) -> _Counts:
-    return _Counts(record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8)
+def _counts(record: LayerRecord) -> tuple[int, ...]:
+    return record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8
 
 
 def _other_recipe(layer: LinearLayer) -> str:
@@ -446,6 +441,11 @@ def _other_recipe(layer: LinearLayer) -> str:
     if planned is None or context is None or context.recipe == planned:
         return ""
     return f"by recipe={context.recipe.name!r} of an fp8_autocast inside the plugin's forward"
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wrapped, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -469,14 +469,14 @@ def watch_first_steps(model: nn.Module, first_step: FirstStep, by_optimizers: bo
     """
     for module in model.modules():
         _stepping.discard(module)
-    setattr(model, _ATTRIBUTE, first_step)
+    setattr(uncompiled(model), _ATTRIBUTE, first_step)
     if by_optimizers:
-        _stepping.add(model)
+        _stepping.add(uncompiled(model))
 
 
 def watched(model: nn.Module) -> FirstStep | None:
     """The first steps of the root of a conversion."""
-    return vars(model).get(_ATTRIBUTE)
+    return vars(uncompiled(model)).get(_ATTRIBUTE)
 
 
 @torch.compiler.disable

@@ -264,7 +264,7 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
     """
     if not histories or not are_several_ranks(group):
         return
-    if _has_uneven_inputs():
+    if _has_uneven_inputs(group):
         if not any(bool(history.amax.any()) for history in histories):
             return  # the step ran by a recipe without state
         refuse_join(group)
@@ -317,7 +317,7 @@ def refuse_join(group: dist.ProcessGroup | None = None) -> None:
         RuntimeError: In a ``Join`` context with uneven inputs. A rank whose inputs have ended repeats only the
             collectives of DistributedDataParallel, which would meet the reduction of amaxes on other ranks.
     """
-    if _has_uneven_inputs() and are_several_ranks(group):
+    if _has_uneven_inputs(group):
         raise RuntimeError(
             "delayed scaling with reduce_amax=True reduces amaxes over ranks in each optimizer step, and is not "
             "supported in join() of DistributedDataParallel or Join(...): a rank whose inputs have ended does not take "
@@ -340,8 +340,10 @@ def refuse_default_dtype_in_join() -> None:
         )
 
 
-def _has_uneven_inputs() -> bool:
-    return any(each._enable and not each._throw_on_early_termination for each in _joins)
+def _has_uneven_inputs(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this process is in a ``Join`` context in which inputs of the ranks of ``group`` may end."""
+    uneven = any(each._enable and not each._throw_on_early_termination for each in _joins)
+    return uneven and are_several_ranks(group)
 
 
 _compared: weakref.WeakKeyDictionary[AmaxHistory, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -71,7 +70,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     parameters = [each for each in module.parameters() if _is_to_cast(each, dtype, kept)]
     if not parameters and not any(_is_to_cast(each, dtype, kept) for each in module.buffers()):
         return 0, 0
-    counts = _in_float32(parameters), _in_float32(kept.values())
+    num_cast, num_kept = (sum(each.dtype == torch.float32 for each in some) for some in (parameters, kept.values()))
     kept |= {id(each.grad): each.grad for each in kept.values() if each.is_leaf and each.grad is not None}
     owners = [
         (vars(each), each._apply, vars(each).get("_apply"))
@@ -79,33 +78,25 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
         if any(id(tensor) in kept for tensor in (*each._parameters.values(), *each._buffers.values()))
     ]
     for attributes, apply, _ in owners:
-        attributes["_apply"] = partial(_apply_to_others, kept, apply)
+        attributes["_apply"] = _for_others(kept, apply)
     try:
         module.to(dtype=dtype)  # some classes note their dtype there
     finally:
         for attributes, _, own in owners:
             del attributes["_apply"]
             attributes |= {} if own is None else {"_apply": own}
-    return counts
-
-
-def _in_float32(tensors: Iterable[Tensor]) -> int:
-    return sum(each.dtype == torch.float32 for each in tensors)
+    return num_cast, num_kept
 
 
 def _is_to_cast(tensor: Tensor, dtype: torch.dtype, kept: Mapping[int, Tensor]) -> bool:
     return tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in kept
 
 
-def _apply_to_others(
-    kept: Mapping[int, Tensor],
-    apply: Callable[..., nn.Module],
-    function: Callable[[Tensor], Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> nn.Module:
-    """``Module._apply`` for all tensors but ``kept``."""
-    return apply(lambda tensor: tensor if id(tensor) in kept else function(tensor), *args, **kwargs)
+def _for_others(kept: Mapping[int, Tensor], apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``apply``, a ``Module._apply``, for all tensors but ``kept``."""
+    return lambda function, *args, **kwargs: apply(
+        lambda tensor: tensor if id(tensor) in kept else function(tensor), *args, **kwargs
+    )
 
 
 def _kept(model: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:

@@ -216,7 +216,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._watch(module, self.plan, is_new)
         if is_new:
             self._reported = set()
-            rank_zero_info("\n".join([*cast, str(self.recipe), str(self.summary)]))
+            rank_zero_info(f"{cast}{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -228,9 +228,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             if self.policy.fuse and not self.summary.fuses:
                 rank_zero_warn(nothing_fuses(module))
         elif cast:
-            rank_zero_info(*cast)
+            rank_zero_info(cast.rstrip())
         if self._pending_state is not None:
-            self._load_states(self._pending_state)
+            self._load_states(validated_states(self._pending_state), self._pending_state.get("recipe"))
         return module
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
@@ -242,14 +242,16 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
         return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
 
-    def _said_of_cast(self, num_cast: int, num_kept: int) -> list[str]:
-        """The line that says that float32 parameters were cast; none if there were none."""
+    def _said_of_cast(self, num_cast: int, num_kept: int) -> str:
+        """The line that says that float32 parameters were cast; an empty string if there were none."""
+        if not num_cast:
+            return ""
         name = table_name(self.weights_dtype)
         kept = f"; {num_kept} other tensors stay in float32, such as buffers that are not saved" if num_kept else ""
-        return [
+        return (
             f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}"
-            f"{kept}. To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
-        ][: bool(num_cast)]
+            f"{kept}. To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'\n"
+        )
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
@@ -407,18 +409,16 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._drop_unused()
         if without := without_state(self.histories, states):
             self._report_without_state(without)
-        self._load_states(state_dict)
+        self._load_states(states, state_dict.get("recipe"))
 
     def _report_without_state(self, names: list[str]) -> None:
         if isinstance(self.recipe, DelayedScaling):
             rank_zero_info(f"FP8 state: the checkpoint has none of {', '.join(names)}, whose scales start empty")
 
-    def _load_states(self, state_dict: dict[str, Any]) -> None:
-        states = validated_states(state_dict)
+    def _load_states(self, states: dict[str, Any], saved: Any) -> None:
         if not self.histories:
-            self._pending_state = state_dict
+            self._pending_state = {"recipe": saved, **states}
             return
-        saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training continues with {self.recipe}")
         if alike := with_equal_names(states):

@@ -14,7 +14,7 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 
 
 def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The models' states in the state of a plugin, by name.
+    """The models' states in the state of a plugin, by name, without those of no tensors.
 
     Raises:
         TypeError: If ``state_dict`` is not a mapping of names.
@@ -26,8 +26,8 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_state(histories: dict[str, AmaxHistory], states: dict[str, Any]) -> list[str]:
-    """Empty the histories that have no tensors in ``states``, and return their names."""
-    names = [name for name, history in histories.items() if history.names and not states.get(name, {}).get("names")]
+    """Empty the histories that have no state in ``states``, and return their names."""
+    names = [name for name, history in histories.items() if history.names and name not in states]
     for name in names:
         histories[name].reset()
     return names

@@ -114,8 +114,9 @@ MODULES = {
 }
 """Modules of ``pytorch`` whose names do not exist here."""
 
-ATTENTION = {
-    "FusedMLAQUpProjRopeQuant": PYTORCH["FusedMLAQUpProjRopeQuant"],
+NAMES = {
+    **{**PYTORCH, **STATE},
+    # attention
     "apply_fused_qkv_rotary_pos_emb": "split the tensor, and call apply_rotary_pos_emb of queries and of keys",
     **dict.fromkeys(
         ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"),
@@ -125,23 +126,12 @@ ATTENTION = {
         ("get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp", "generate_positional_ids_for_cp"),
         "use lightning_fp8.get_batch_on_this_cp_rank, for sequences of one length",
     ),
-}
-"""Names of ``pytorch.attention`` and its modules."""
-
-DISTRIBUTED = {
-    "CudaRNGStatesTracker": PYTORCH["CudaRNGStatesTracker"],
+    # distributed
     "activation_recompute_forward": "checkpoint() needs no context around it; leave it out",
     "gather_split_1d_tensor": "checkpoint(distribute_saved_activations=True) distributes and gathers; leave it out",
-}
-"""Names of ``pytorch.distributed``."""
-
-EXPORT = {
+    # export
     "te_translation_table": "use lightning_fp8.export.translation_table, as docs/onnx.md shows",
-}
-"""Names of ``pytorch.export``."""
-
-NAMES = {
-    **{**PYTORCH, **STATE, **ATTENTION, **DISTRIBUTED, **EXPORT},
+    # module
     "TransformerEngineBaseModule": "test for Linear, LayerNormLinear, LayerNormMLP and DotProductAttention",
 }
 """Names of the modules of ``pytorch``, of which each answers all: versions of Transformer Engine move them."""

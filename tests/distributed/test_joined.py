@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fp8 import FP8FabricPrecision
 from tests.distributed.launch import run_on_two_ranks
 
 
@@ -20,3 +26,12 @@ def test_join_refuses_to_reduce_amaxes_and_all_else_works(tmp_path: Path) -> Non
         assert [len(works[name]["losses"]) for name in ("own", "own zero", "own plugin")] == [(2, 4)[rank]] * 3
         for allowed in ("throws", "disabled"):
             assert works[allowed] == works["plain"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_join_of_one_rank_works_in_the_plugin() -> None:
+    """No other rank has inputs that could end before or after its own."""
+    plugin = FP8FabricPrecision()
+    model = DistributedDataParallel(plugin.convert_module(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))))
+    with model.join(), plugin.forward_context():
+        model(torch.randn(4, 32, dtype=torch.bfloat16)).square().mean().backward()

@@ -4,9 +4,7 @@ Configurations are torchao's. Options that are not supported raise an error that
 those of the recipes ``tensorwise`` and ``rowwise``.
 """
 
-import sys
-
-from lightning_fp8.foreign_names import absent_module, answering
+from lightning_fp8.foreign_names import add_absent_modules, answering
 from lightning_fp8.torchao.answers import MODULES, NAMES
 from lightning_fp8.torchao.float8 import config, float8_linear, float8_linear_utils, fsdp_utils
 from lightning_fp8.torchao.float8.config import (
@@ -37,5 +35,7 @@ __all__ = [
 
 __getattr__ = answering(__name__, NAMES.get)
 
-for _name, _said in MODULES.items():  # importable, so that they raise their own error
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = absent_module(f"{__name__}.{_name}", _said)
+for _module in config, float8_linear, float8_linear_utils, fsdp_utils:
+    vars(_module)["__getattr__"] = answering(_module.__name__, NAMES.get)
+
+add_absent_modules(__name__, MODULES)

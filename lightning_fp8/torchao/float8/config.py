@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fp8.arguments import one_of, require_bool
-from lightning_fp8.foreign_names import answering
 from lightning_fp8.formats import E4M3, E5M2, Format
 from lightning_fp8.recipes import Float8CurrentScaling, Float8RowwiseScaling
-from lightning_fp8.torchao.answers import NAMES
 
 __all__ = [
     "CastConfig",
@@ -22,8 +20,6 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
 ]
-
-__getattr__ = answering(__name__, NAMES.get)
 
 
 class ScalingType(enum.Enum):

@@ -10,18 +10,14 @@ from torch import nn
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible, refuse_codes
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.foreign_names import answering
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import swap_class
 from lightning_fp8.names import clean_name
-from lightning_fp8.torchao.answers import NAMES
 from lightning_fp8.torchao.float8.config import Float8LinearConfig
 
 __all__ = ["convert_to_float8_training"]
-
-__getattr__ = answering(__name__, NAMES.get)
 
 
 def convert_to_float8_training(

@@ -3,12 +3,8 @@
 from torch import nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.foreign_names import answering
-from lightning_fp8.torchao.answers import NAMES
 
 __all__ = ["precompute_float8_dynamic_scale_for_fsdp"]
-
-__getattr__ = answering(__name__, NAMES.get)
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

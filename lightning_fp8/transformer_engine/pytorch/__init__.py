@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_fp8.foreign_names import absent_module, answer_all, answering
+from lightning_fp8.foreign_names import add_absent_modules, answer_all, answering
 from lightning_fp8.transformer_engine.answers import ABSENT_MODULES, NAMES, PYTORCH
 from lightning_fp8.transformer_engine.pytorch import (
     attention,
@@ -73,7 +73,4 @@ for _path, _module in [*sys.modules.items()]:
         _here = f"{_path.removeprefix(f'{__name__}.')} has {', '.join(_module.__all__)}"
         answer_all(_module, f"{_here}; other names are internal to Transformer Engine, leave them out", NAMES)
 
-for _path, _said in ABSENT_MODULES.items():  # importable, so that they raise their own error
-    _parent, _, _name = f"{__name__}.{_path}".rpartition(".")
-    _module = sys.modules[f"{_parent}.{_name}"] = absent_module(f"{_parent}.{_name}", _said, NAMES)
-    setattr(sys.modules[_parent], _name, _module)
+add_absent_modules(__name__, ABSENT_MODULES, NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
     FP8FabricPrecision,
@@ -279,6 +281,53 @@ def test_a_plain_loop_whose_optimizer_steps_in_the_backward_pass() -> None:
     assert sum("blocks.1.fc: it was replaced" in str(each.message) for each in caught) == 1
     in_fp8 = [layer.name for layer in conversion_summary(model).layers if layer.precision == "FP8"]
     assert in_fp8 == ["blocks.1.out", "blocks.2.fc", "blocks.2.out"]
+
+
+def test_steps_in_a_backward_pass_that_recomputes_regions() -> None:
+    """A region of a recomputed forward begins in the backward pass whose gradients are stepped one by one."""
+    model = convert_module(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), first_last_layers_bf16=False)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 1e-3)
+        parameter.register_post_accumulate_grad_hook(lambda _, each=optimizer: (each.step(), each.zero_grad())[0])
+
+    def part(layer: nn.Module, x: Tensor) -> Tensor:
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            return layer(x)  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        x = torch.randn(4, 32)
+        for layer in model:
+            x = checkpoint(part, layer, x, use_reentrant=False)
+        x.square().mean().backward()
+    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
+
+
+def test_a_skip_that_does_not_know_new_layers_does_not_stop_training() -> None:
+    model: Any = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    known = {name: False for name, _ in model.named_modules()}
+    convert_module(model, first_last_layers_bf16=False, skip=lambda _, name: known[name])
+    model.append(nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        loss = model(torch.randn(4, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
+
+
+def test_a_compiled_model_has_the_table_of_what_it_wraps() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    compiled: Any = torch.compile(model, backend="eager")
+    convert_module(compiled, first_last_layers_bf16=False)
+    assert conversion_summary(compiled) == conversion_summary(model)
+    del compiled
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        loss = model(torch.randn(4, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
 
 
 def test_a_model_that_is_not_converted_has_no_table() -> None:
