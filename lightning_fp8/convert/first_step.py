@@ -34,6 +34,9 @@ from lightning_fp8.ops.plans import fallbacks
 STEPS = 50
 """The number of training steps before idle layers are reported. Some layers are called at random, or rarely."""
 
+STEPS_OF_OTHERS = 1000
+"""The number of steps of other models' optimizers after which a model is not watched any more."""
+
 NOT_YET = "it was not called in the first training step; others may call it"
 NOT_CALLED = "it was not called"
 OUTSIDE = "it was called outside the plugin's forward and every fp8_autocast, where layers run in high precision"
@@ -157,7 +160,7 @@ class FirstStep:
         begins: bool = True,
     ) -> None:
         self.summary = summary
-        self.steps = 0
+        self.steps = self.steps_of_others = 0
         self.settled = False
         self._found: ConversionSummary | None = None
         self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
@@ -489,6 +492,9 @@ def report_after_step(optimizer: Any, *_: Any) -> None:
             _stepping.discard(model)
         elif any(id(parameter) in held for parameter in model.parameters()):
             first_step.stepped()
+        else:  # a teacher, or a network that trains later
+            first_step.steps_of_others += 1
+            first_step.settled = first_step.steps_of_others == STEPS_OF_OTHERS
 
 
 register_optimizer_step_post_hook(report_after_step)  # after the one that updates the scales

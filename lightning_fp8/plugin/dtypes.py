@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -56,11 +57,11 @@ def table_name(compute_dtype: torch.dtype) -> str:
     return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}[compute_dtype]
 
 
-def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[Counter[torch.dtype], int]:
     """Cast parameters and persistent buffers in place.
 
     Returns:
-        The number of float32 parameters that were cast, and that of float32 tensors that were not.
+        The numbers of parameters that were cast, by their dtypes, and that of float32 tensors that were not.
 
     These keep their dtypes: non-persistent buffers; complex and one-byte tensors; modules with float8 weights; and, if
     ``dtype`` is not float32, what a model of transformers lists in ``_keep_in_fp32_modules`` and
@@ -69,8 +70,9 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     kept = _kept(module, dtype)
     parameters = [each for each in module.parameters() if _is_to_cast(each, dtype, kept)]
     if not parameters and not any(_is_to_cast(each, dtype, kept) for each in module.buffers()):
-        return 0, 0
-    num_cast, num_kept = (sum(each.dtype == torch.float32 for each in some) for some in (parameters, kept.values()))
+        return Counter(), 0
+    num_cast = Counter(each.dtype for each in parameters)
+    num_kept = sum(each.dtype == torch.float32 for each in kept.values())
     kept |= {id(each.grad): each.grad for each in kept.values() if each.is_leaf and each.grad is not None}
     owners = [
         (vars(each), each._apply, vars(each).get("_apply"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -242,15 +243,17 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
         return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
 
-    def _said_of_cast(self, num_cast: int, num_kept: int) -> str:
-        """The line that says that float32 parameters were cast; an empty string if there were none."""
+    def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int) -> str:
+        """The line that says that parameters were cast; an empty string if there were none."""
         if not num_cast:
             return ""
         name = table_name(self.weights_dtype)
-        kept = f"; {num_kept} other tensors stay in float32, such as buffers that are not saved" if num_kept else ""
+        cast = " and ".join(f"{number} {str(dtype).removeprefix('torch.')}" for dtype, number in num_cast.items())
+        kept = f"; other tensors that stay in float32, such as buffers that are not saved: {num_kept}" * bool(num_kept)
+        masters = f". To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
         return (
-            f"{num_cast} float32 parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}"
-            f"{kept}. To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'\n"
+            f"{cast} parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}{kept}"
+            f"{masters if torch.float32 in num_cast else ''}\n"
         )
 
     def report_first_step(self, summary: ConversionSummary) -> None:
