@@ -516,8 +516,14 @@ def test_the_first_line_says_that_float32_weights_are_cast(
         assert f"8 float32 parameter tensors are {dtypes.upper()} from now on" in said[0]
         assert f"weights_dtype='fp32', compute_dtype='{dtypes}'" in said[0]
     cls(weights_dtype="fp32").convert_module(mlp().bfloat16())
+    assert said[-1].startswith(
+        "8 bfloat16 parameter tensors are FP32 from now on, because weights_dtype=torch.float32\n"
+    )
     cls().convert_module(mlp().bfloat16())
-    assert sum("float32" in each for each in said) == (dtypes in HALF)
+    assert "tensors are" not in said[-1]
+    cls().convert_module(mlp().half())
+    assert "8 float16 parameter tensors are BF16 from now on" in said[-1]
+    assert sum("float32 parameter tensors" in each for each in said) == (dtypes in HALF)
 
 
 def test_it_counts_adapters_in_float32_and_speaks_again_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
