@@ -317,8 +317,7 @@ def convert_module(
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     elif fuse and not summary.fuses:
         warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
-    again = partial(plan_conversion, policy=replace(policy, fuse=False))
-    watch_first_steps(model, FirstStep(model, summary, again, partial(_warn_of_idle, set())))
+    report_first_steps(model, summary, policy)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
@@ -326,12 +325,18 @@ def convert_module(
     return model
 
 
+def report_first_steps(model: nn.Module, summary: ConversionSummary, policy: Policy) -> None:
+    """Warn after the first optimizer steps of a loop without a plugin if layers do not run as ``summary`` plans."""
+    again = partial(plan_conversion, policy=replace(policy, fuse=False))
+    watch_first_steps(model, FirstStep(model, summary, again, partial(_warn_of_idle, set())))
+
+
 def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
     """Warn of layers of :func:`convert_module` that did not run in FP8 as planned, except those that were ``told``."""
     # The layers' RegionWatch warns of training outside every region.
     if said := idle_message(summary, told, unsaid=(OUTSIDE, ONLY_DISABLED)):
         warnings.warn(
-            "layers that convert_module planned in FP8 multiplied nothing in FP8 in the first training step; "
+            "layers that were planned in FP8 multiplied nothing in FP8 in the first training step, or do not any more; "
             f"see conversion_summary(model) for the reasons: {said}",
             stacklevel=2,
         )

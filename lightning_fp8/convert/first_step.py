@@ -20,7 +20,7 @@ from typing_extensions import Self
 from lightning_fp8.arguments import require_module
 from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
-from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
+from lightning_fp8.convert.summary import ATTENTION, GONE, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
@@ -166,7 +166,7 @@ class FirstStep:
         self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
         self._again = again
         self._report = report
-        self._idle_at_first: frozenset[str] = frozenset()
+        self._idle_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._never = NOT_YET
         self._readers: dict[str, str] = {}
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
@@ -219,7 +219,7 @@ class FirstStep:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
         found = self._kept(self.summary)
-        self._idle_at_first = frozenset(layer.name for layer in found.idle)
+        self._idle_at_first.update(each for each in self._before if isinstance(each, LinearLayer) and self._idle(each))
         flops = 0 if self._flops is None else self._flops.get_total_flops()
         if self._flops is not None and not self._flops.failed and flops and not self._may_be_compiled(found):
             self._found = found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
@@ -300,7 +300,7 @@ class FirstStep:
                 row = replace(row, name=place + layer.name.removeprefix(owner))
                 rows[row.name] = row
             elif layer.fp8 and (module is None or owner in taken):
-                gone.append(replace(_gone(layer, "removed from the model"), parameters=0))
+                gone.append(_gone(layer, "removed from the model"))
             elif layer.fp8:
                 replaced[layer.name] = layer, module
         for row in self._planned_again(model):
@@ -308,7 +308,10 @@ class FirstStep:
                 module = now.get(name, now.get(name.rpartition(".")[0]))
                 rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
         for name, (layer, module) in replaced.items():
-            rows[name] = _of_replaced(layer, module, rows.get(name), rows.get(names.get(id(module), "")))
+            owner = self._owner(layer)
+            first = names[id(module)]
+            other = None if first == owner else rows.get(first + name.removeprefix(owner))
+            rows[name] = _of_replaced(layer, module, rows.get(name), other)
         order = {name: index for index, name in enumerate(now)}
         in_order = sorted(rows.values(), key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
         return (*in_order, *gone)
@@ -323,24 +326,28 @@ class FirstStep:
         """The row of a layer that was not there when the model was converted."""
         row = replace(row, high_precision=next((layer.high_precision for layer in self.summary.layers), "BF16"))
         if isinstance(module, LinearLayer):
-            return self._judged(replace(row, fp8=module.fp8), module, parent)
+            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module, parent)
         return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
 
     def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
         if layer.kind == ATTENTION:
             return self._judged_attention(layer, module)
         if not isinstance(module, LinearLayer):
-            return _gone(layer, f"changed to the class {type(module).__name__}") if layer.fp8 else layer
+            if not layer.fp8:
+                return layer
+            return replace(
+                layer, ran=False, reason=f"it was changed to the class {type(module).__name__} after the conversion"
+            )
         fp8, high_precision = self._since(module)
         if fp8:
             reasons = (
                 layer.reason if layer.fp8 else "",
-                LATE if layer.name in self._idle_at_first else "",
+                LATE if module in self._idle_at_first else "",
                 f"{high_precision} of {fp8 + high_precision} forwards ran in high precision" if high_precision else "",
                 _other_recipe(module),
             )
             return replace(layer, fp8=True, ran=True, reason="; ".join(filter(None, reasons)))
-        if not layer.fp8 or (not high_precision and was_traced(*module.features)):
+        if not layer.fp8 or (not high_precision and self._may_be_traced(module)):
             return layer
         return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
 
@@ -395,18 +402,27 @@ class FirstStep:
         """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
         return any(self._since(layer)) or was_traced(*layer.features)
 
+    def _idle(self, layer: LinearLayer) -> bool:
+        return not self._since(layer)[0] and not self._may_be_traced(layer)
+
+    def _may_be_traced(self, layer: LinearLayer) -> bool:
+        """Whether compiled code may have multiplied in FP8 for ``layer``; the ops that it calls are counted."""
+        flops = self._flops
+        nothing_in_fp8 = flops is not None and not flops.failed and flops.get_total_flops() > 0 and not flops.in_fp8
+        return was_traced(*layer.features) and not nothing_in_fp8
+
     def _may_be_compiled(self, summary: ConversionSummary) -> bool:
         """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
         modules = [self._modules.get(self._owner(layer)) for layer in summary.layers if layer.fp8 and layer.ran is None]
         return any(
-            isinstance(each, LinearLayer) and was_traced(*each.features) and not any(self._since(each))
+            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
             for each in modules
         )
 
 
-def _gone(layer: LayerDecision, what: str, why: str = "") -> LayerDecision:
-    """The row of a planned layer that is not in the model any more, or is of another class."""
-    return replace(layer, ran=False, reason=f"it was {what} after the conversion{why and '; '}{why}")
+def _gone(layer: LayerDecision, what: str) -> LayerDecision:
+    """The row of a planned layer that is not in the model any more."""
+    return replace(layer, kind=GONE, ran=False, reason=f"it was {what} after the conversion", parameters=0)
 
 
 def _of_replaced(
@@ -416,14 +432,16 @@ def _of_replaced(
 
     Args:
         row: the row of ``module`` by the name of ``layer``, if there is one.
-        other: its row by its first name.
+        other: its row by its first name, if it has several.
     """
-    if row is None and other is not None:  # it has two names now
-        return replace(_gone(layer, f"replaced by {other.name}"), ran=None, parameters=0)
-    made = row or replace(layer, parameters=0)
-    reason = "" if made.reason == APPEARED else made.reason
-    ran = made.ran if isinstance(module, LinearLayer) else False
-    return replace(_gone(made, f"replaced by an instance of {type(module).__name__}", reason), fp8=True, ran=ran)
+    if other is not None:  # what ran is in that row
+        return replace(_gone(layer, f"replaced by {other.name}"), ran=None if other.precision == "FP8" else False)
+    gone = _gone(layer, f"replaced by an instance of {type(module).__name__}")
+    if row is None:
+        return gone
+    reasons = [gone.reason, *([row.reason] if row.reason not in ("", APPEARED) else [])]
+    ran = row.ran if isinstance(module, LinearLayer) else False
+    return replace(row, fp8=True, ran=ran, reason="; ".join(reasons))
 
 
 def _record(module: nn.Module | None) -> LayerRecord | None:

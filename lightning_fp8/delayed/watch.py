@@ -117,8 +117,9 @@ def uses_begin(watches: Iterable[Watch]) -> None:
     if stale:
         warnings.warn(
             "load_state_dict has changed weights of FP8 layers, whose delayed scales are still those of the weights "
-            "before: until they follow, values may saturate or become zero. After load_state_dict, call "
+            "before. That is right for weights that are close to these, such as averages. After loading others, call "
             "load_fp8_state_dict(model, state) with the FP8 state that was saved with the weights, or "
-            "reset_fp8_scales(model) if there is none. This is said once, also if weights are swapped repeatedly",
+            "reset_fp8_scales(model) if there is none, for the module that was loaded: until the scales follow, values "
+            "may saturate or become zero. This is said once, also if weights are swapped repeatedly",
             stacklevel=2,
         )

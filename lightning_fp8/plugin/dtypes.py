@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -116,6 +117,36 @@ def _kept(model: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
             named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
             kept += [each for name, each in named if each.dtype.itemsize >= 4 and listed.search(name)]
     return {id(each): each for each in kept if each is not None}
+
+
+_OF_DTYPES = re.compile(r"dtype|torch\.float32")
+
+
+@contextmanager
+def naming_kept_buffers(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """In forwards with weights in ``dtype``, add to errors about dtypes which buffers have another dtype.
+
+    Raises:
+        RuntimeError, TypeError: The same error, with what to do about these buffers.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        kept = [
+            f"{name}.{buffer}".lstrip(".")
+            for model in models
+            for name, module in model.named_modules()
+            for buffer in sorted(module._non_persistent_buffers_set)
+            if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtype, {})
+        ]
+        if not kept or type(error) not in (RuntimeError, TypeError) or not _OF_DTYPES.search(str(error)):
+            raise
+        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+        raise type(error)(
+            f"{error}. Buffers that are not saved are not cast to weights_dtype={dtype}: {', '.join(kept[:3])}{more}. "
+            "Cast their values where they meet activations, buffer.to(x.dtype); or keep float32 weights, "
+            "weights_dtype='fp32', compute_dtype='bf16', with which torch.autocast does it"
+        ) from error
 
 
 def cast_floating_point(data: Any, dtype: torch.dtype) -> Any:

@@ -62,6 +62,7 @@ from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.plugin.dtypes import (
     cast_floating_point,
     cast_module,
+    naming_kept_buffers,
     precision_name,
     table_name,
     weights_and_compute_dtypes,
@@ -264,8 +265,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.summary = summary
         if said := idle_message(summary, self._reported):
             rank_zero_warn(
-                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"see plugin.summary for the reasons: {said}"
+                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step, or do not "
+                f"any more; see plugin.summary for the reasons: {said}"
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
@@ -331,6 +332,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def forward_context(self) -> Iterator[None]:
         """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
         with ExitStack() as stack:
+            stack.enter_context(naming_kept_buffers(self._models, self.weights_dtype))
             stack.enter_context(self.tensor_init_context())
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:

@@ -42,7 +42,8 @@ def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, save
     new_slots = history.load_state_dict(state_for(recipe, state, saved_with))
     if not isinstance(recipe, DelayedScaling):
         return
-    if restored := len(history.names) - len(new_slots):
+    restored = len(history.names) - len(new_slots)
+    if restored and bool(history.scale.any()):  # a recipe without state saves empty scales
         age = f", after {history.updates} updates" if history.updates else ""  # not in Transformer Engine's files
         rank_zero_info(f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored{age}")
     if new_slots:

@@ -536,3 +536,30 @@ def test_it_counts_adapters_in_float32_and_speaks_again_of_new_ones(monkeypatch:
     model.float()
     plugin.convert_module(model)
     assert said[1:] == [next(line for line in said[0].splitlines() if "float32" in line).replace("2 f", "8 f", 1)]
+
+
+@pytest.mark.parametrize("cls", PLUGINS)
+def test_an_error_about_a_kept_buffer_names_it_and_the_way_out(cls: type[FP8FabricPrecision]) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+            self.register_buffer("pe", torch.randn(16), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x + self.pe)
+
+    plugin = cls()
+    model = plugin.convert_module(Positions())
+    with plugin.forward_context(), pytest.raises(RuntimeError, match="dtype") as plain:
+        model(torch.randn(4, 16).bfloat16())
+    assert "Buffers" not in str(plain.value)
+    with (
+        pytest.raises(RuntimeError, match=r"dtype.*: pe\. Cast their values.*weights_dtype='fp32'"),
+        plugin.forward_context(),
+    ):
+        model(torch.randn(4, 16).bfloat16())
+    mixed = cls(weights_dtype="fp32", compute_dtype="bf16")
+    model = mixed.convert_module(Positions())
+    with mixed.forward_context():
+        assert model(torch.randn(4, 16)).dtype == torch.bfloat16

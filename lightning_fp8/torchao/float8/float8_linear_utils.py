@@ -8,7 +8,13 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible, refuse_codes
+from lightning_fp8.convert.conversion import (
+    apply_conversion,
+    plan_conversion,
+    reason_ineligible,
+    refuse_codes,
+    report_first_steps,
+)
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear import Linear
@@ -66,7 +72,8 @@ def convert_to_float8_training(
             swap_class(each, Linear)
         each.fp8, each.own_context = True, context  # type: ignore[assignment]
     policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=_runs_in_high_precision)
-    apply_conversion(module, plan_conversion(module, policy))
+    apply_conversion(module, plan := plan_conversion(module, policy))
+    report_first_steps(module, plan, policy)
     if not chosen:
         warnings.warn("convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2)
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):

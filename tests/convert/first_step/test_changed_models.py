@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import (
     FP8FabricPrecision,
     FP8Precision,
+    LayerNormMLP,
     conversion_summary,
     convert_module,
     fp8_autocast,
@@ -95,7 +96,7 @@ ADDED = "it was added after the conversion"
 EXPECTED: dict[Callable[[Any], None], dict[str, tuple[str, str]]] = {
     replace_one: {"blocks.1.fc": ("BF16", REPLACED)},
     replace_all: {f"blocks.{i}.{name}": ("BF16", REPLACED) for i in (1, 2) for name in ("fc", "out")},
-    replace_by_no_linear: {"blocks.1.fc": ("BF16", "it was replaced by an instance of Identity after the conversion")},
+    replace_by_no_linear: {"blocks.1.fc": ("-", "it was replaced by an instance of Identity after the conversion")},
     append: {
         "blocks.4.fc": ("BF16", ADDED),
         "blocks.4.out": ("BF16", ADDED),
@@ -183,6 +184,7 @@ def test_the_table_is_of_the_model_that_ran(change: Callable[[Any], None], loop:
         row = decision(summary, name)
         assert (row.precision, row.reason) == expected
         assert row.ran in ((row.precision == "FP8"), None) or not row.fp8
+    assert "of 8 linear layers" in str(summary) or change in (append, share, replace_by_no_linear)
     changed = {name for name in EXPECTED[change] if decision(summary, name).fp8}
     untouched: list[Any] = [layer for layer in summary.layers if layer.fp8 and layer.name not in changed]
     assert all(layer.ran for layer in untouched)
@@ -200,6 +202,67 @@ def test_a_removed_layer_has_a_row() -> None:
         "blocks.1.out": "it was removed from the model after the conversion",
     }
     assert "removed" in said
+
+
+def share_with_the_first(model: Any) -> None:
+    model.blocks[1] = model.blocks[2] = model.blocks[0]
+
+
+@pytest.mark.parametrize("loop", [in_fabric, in_plain_loop, LOOPS["on_fit_start"]])
+def test_layers_that_share_one_in_high_precision(loop: Any) -> None:
+    summary, (said,) = loop(share_with_the_first)
+    assert (summary.num_fp8, {layer.precision for layer in summary.layers}) == (0, {"BF16", "-"})
+    assert "0 of 4 linear layers ran in FP8" in str(summary)
+    assert "blocks.1.fc, blocks.2.fc: it was replaced by blocks.0.fc after the conversion" in said
+
+
+def test_a_module_of_two_products_that_a_layer_replaces() -> None:
+    def replace_modules(model: Any) -> None:
+        for block in model.blocks:
+            block.fc = linear_like(block.out)
+
+    class Normed(Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.fc = LayerNormMLP(16, 32, device="cpu")
+
+        def on_fit_start(self) -> None:
+            replace_modules(self)
+
+    module, plugin = Normed(), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin)
+    rows = {layer.name: (layer.precision, layer.reason) for layer in plugin.summary.layers}
+    assert rows["blocks.1.fc.fc1"] == rows["blocks.1.fc.fc2"] == ("-", REPLACED)
+    assert rows["blocks.1.fc"] == ("BF16", ADDED)
+    assert "2 of 8 linear layers ran in FP8" in str(plugin.summary)
+    assert "blocks.1.fc.fc1" in said
+
+
+def test_a_layer_that_moves_has_run_from_the_first_step_on() -> None:
+    def insert(model: Any) -> None:
+        model.blocks.insert(1, Block().to(model.blocks[0].fc.weight.dtype))
+
+    summary, (said,) = in_fabric(insert)
+    assert decision(summary, "blocks.2.fc").reason == decision(summary, "blocks.3.fc").reason == ""
+    assert "blocks.1.fc, blocks.1.out: it was added after the conversion" in said
+
+
+def test_layers_of_sizes_that_another_model_has_compiled() -> None:
+    other = convert_module(Trained().bfloat16())
+    with torch.no_grad(), fp8_autocast(fp8_recipe="tensorwise"):
+        torch.compile(other, backend="eager")(torch.randn(4, 16).bfloat16())
+
+    class Reads(Trained):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = F.linear(x, block.fc.weight) @ block.out.weight
+            return x
+
+    module, plugin = Reads(), FP8Precision("tensorwise")
+    (said,) = fit(module, plugin)
+    assert "Block read its weight" in said
+    assert plugin.summary.num_fp8 == 0
 
 
 def test_layers_that_are_replaced_in_a_later_epoch() -> None:
