@@ -44,7 +44,7 @@ class LayerDecision:
 
     @property
     def precision(self) -> str:
-        """``"FP8"`` or :attr:`high_precision`; ``"-"`` for a layer that is gone."""
+        """``"FP8"`` or ``high_precision``; ``"-"`` for a layer that is gone."""
         if self.fp8 and self.ran is not False:
             return "FP8"
         return "-" if self.kind == GONE else self.high_precision
