@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -319,7 +320,13 @@ class FirstStep:
     def _planned_again(self, model: nn.Module) -> Sequence[LayerDecision]:
         try:
             return () if self._again is None else self._again(model).layers
-        except Exception:  # a function in skip does not know the new layers; do not stop training
+        except Exception as error:  # a function in skip does not know the new layers; do not stop training
+            self._again = None
+            warnings.warn(
+                "the table of layers has no rows of those that were added after the conversion, which run in high "
+                f"precision: skip raises {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
             return ()
 
     def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:

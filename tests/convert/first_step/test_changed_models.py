@@ -374,8 +374,9 @@ def test_a_skip_that_does_not_know_new_layers_does_not_stop_training() -> None:
     with fp8_autocast(fp8_recipe="tensorwise"):
         loss = model(torch.randn(4, 32)).square().mean()
     loss.backward()
-    optimizer.step()
-    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3
+    with pytest.warns(UserWarning, match="no rows of those that were added .* skip raises KeyError: '3'"):
+        optimizer.step()
+    assert [layer.ran for layer in conversion_summary(model).layers] == [True] * 3  # said once
 
 
 def test_a_compiled_model_has_the_table_of_what_it_wraps() -> None:
