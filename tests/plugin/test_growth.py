@@ -196,7 +196,7 @@ def test_nothing_grows(work: Callable[[Path], Repeated], times: int, tmp_path: P
 
     state()
     first, then = state(), state()
-    assert then[0] == first[0]
-    assert then[1] == first[1]
-    assert not {name: (n, first[2][name]) for name, n in then[2].items() if n > first[2][name] + times // 4}
-    assert then[3] == first[3]
+    # Tables may shrink: a model that nobody trains is not watched for ever.
+    for before, after, slack in zip(first[:3], then[:3], (0, 0, times // 4)):
+        assert not {name: (before.get(name, 0), n) for name, n in after.items() if n > before.get(name, 0) + slack}
+    assert then[3] <= first[3]
