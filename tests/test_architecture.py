@@ -318,7 +318,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "cpu", "loops", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
