@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
-from lightning_fp8.functions.deferred import DeferredGradient, DeferredTensor
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
@@ -161,7 +160,7 @@ class Product:
             stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         cast, args = self._casts[role], self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        made = x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+        made = ops.quantize(x, cast, **args)
         if self.is_sampled(role) and not again:
             self.sample(role, x, made)
         return made
@@ -176,7 +175,7 @@ class Product:
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None:
             return
-        values = x.computed() if isinstance(x, DeferredTensor) else x.detach()
+        values = x.detach()
         ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
         if sample.losses is not None and sample.exponents is not None:
             ops.sample_recipes(values, role, sample.losses, sample.exponents)

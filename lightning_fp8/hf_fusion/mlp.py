@@ -1,28 +1,27 @@
-"""Gated MLPs of Hugging Face models, such as Llama's, that cast their activation for their last layer, in one pass."""
+"""Gated MLPs of other libraries, such as those of Hugging Face's Llama, as one autograd function."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import fp8_region, ops
-from lightning_fp8.functions.shared_input import offer
-from lightning_fp8.hf_fusion import casting
-from lightning_fp8.hf_fusion.deferred_gated import GatedCastFunction
-from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
-
-KNOWN = {
-    "LlamaMLP": "transformers.models.llama.modeling_llama",
-    "MistralMLP": "transformers.models.mistral.modeling_mistral",
-    "Qwen2MLP": "transformers.models.qwen2.modeling_qwen2",
-    "Qwen3MLP": "transformers.models.qwen3.modeling_qwen3",
-    "GemmaMLP": "transformers.models.gemma.modeling_gemma",
-    "Gemma2MLP": "transformers.models.gemma2.modeling_gemma2",
-    "Gemma3MLP": "transformers.models.gemma3.modeling_gemma3",
-}
-"""Classes whose forward is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, and their modules."""
+from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
+from lightning_fp8.functions.linear import without_gradient
+from lightning_fp8.functions.shared_input import input_cast
+from lightning_fp8.hf_fusion.fused import (
+    FusedModule,
+    computes,
+    fuse,
+    has_global_hooks,
+    has_hooks,
+    in_transform,
+    original_class,
+)
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.scaled import Role
 
 ACTIVATIONS = {
     ("SiLU", "torch.nn.modules.activation"): "silu",
@@ -35,93 +34,115 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-class CastingMLP(casting.CastingModule):
-    """A gated MLP whose last layer reads FP8 copies of its input.
+def _is_whole(weight: Any) -> bool:
+    """Whether an op can read the weight: a parameter, or one in FP8, as FSDP2 gathers; not a DTensor."""
+    return type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)
 
-    Any other reader of this input, or of its gradients, gets the values, which are then computed.
-    """
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
+def _gated(self: Any, x: Any) -> Any:  # templates, of which only the code is read
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj  # noqa: RET504
+
+
+def _gated_at_once(self: Any, x: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _gated_by_liger(self: Any, x: Any) -> Any:
+    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+
+
+def _gated_by_older_liger(self: Any, x: Any) -> Any:
+    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+
+
+class FusedMLP(FusedModule):
+    """A gated MLP whose three FP8 layers are one autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
-        if torch.compiler.is_compiling():
+        if not self._context().enabled:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        contexts = [layer.running_context() for layer in layers if isinstance(layer, LinearLayer)]
-        if not self._is_fp8(layers):
-            self._note(False, contexts[0] if contexts else fp8_region.current_context())
+        modules = self._modules
+        layers = modules["gate_proj"], modules["up_proj"], modules["down_proj"]
+        activation = self._runs_fused(x, layers)
+        self._note(activation is not None)
+        if activation is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        activated = self._cast(gate, up) if _is_castable(gate, up) else None
-        self._note(activated is not None, contexts[0])
-        return self.down_proj(self.act_fn(gate) * up if activated is None else activated)  # type: ignore[no-any-return]
+        return _forward(x, *cast(tuple[Linear, Linear, Linear], layers), activation)
 
-    def _cast(self, gate: Tensor, up: Tensor) -> Tensor | None:
-        down: Any = self.down_proj
-        begun = casting.begin_cast(gate, down)
-        if begun is None:
-            return None
-        columnwise = torch.is_grad_enabled() and down.weight.requires_grad
-        activation = activation_of(self)
-        output: Tensor = GatedCastFunction.apply(gate, up, activation, *begun, columnwise)  # type: ignore[no-untyped-call]
-        offer(output, begun.cast)
-        return output
-
-    def _is_fp8(self, layers: tuple[nn.Module, ...]) -> bool:
-        """Whether all layers run in FP8 now, uncompiled, with only the activation between them."""
-        return (
-            all(
-                isinstance(layer, LinearLayer)
+    def _runs_fused(self, x: Any, layers: tuple[Any, ...]) -> str | None:
+        """The activation, if all layers run in FP8 now, with nothing between them that would have to be called."""
+        for layer in layers:
+            if not (
+                type(layer) is Linear
                 and layer.fp8
-                and layer.running_context().enabled
+                and layer.parallel_mode is None
+                and not layer.return_bias
                 and layer._compiled_call_impl is None
-                for layer in layers
-            )
-            and not hooks_of(self.act_fn)
-            and activation_of(self) is not None
-            and not casting.in_transform()
+                and "forward" not in layer.__dict__
+                and not has_hooks(layer)
+                and _is_whole(layer._parameters.get("weight"))
+            ):
+                return None
+        fits = (
+            type(x) in (Tensor, nn.Parameter)
+            and layers[0]._parameters["bias"] is None
+            and layers[1]._parameters["bias"] is None
+            and x.numel() > 0
+            and self._last_recipe_allows()
+            and not has_global_hooks()
+            and not in_transform()
         )
+        return activation_of(self) if fits else None
+
+    def _last_recipe_allows(self) -> bool:
+        return self._context().recipe.backward_override is None
 
 
-def _is_castable(gate: Any, up: Any) -> bool:
-    """Whether a kernel supports these tensors."""
-    return (
-        type(gate) is type(up) is Tensor
-        and (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
-        and gate.dtype in ops.HIGH_PRECISION
-        and autocast_dtype(gate.device.type) in (None, gate.dtype)
-        and gate.is_contiguous()
-        and up.is_contiguous()
-        and gate.numel() > 0
-    )
+def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str) -> Tensor:
+    wg, wu, wd = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"]
+    bd = down._parameters["bias"]
+    assert wg is not None and wu is not None and wd is not None
+    context = gate._begin(x, wg, None)
+    up._begin(x, wu, None)
+    down._begin_inside(None)
+    (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
+    (of_up, *_), _ = up._products(x, (wu,), (), context, None)
+    (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
+    shared = None
+    if not torch.compiler.is_compiling():
+        shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
+    if not torch.is_grad_enabled():
+        wg, wu, wd = without_gradient(wg), without_gradient(wu), without_gradient(wd)
+    mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
+    y: Tensor = GatedMLPFunction.apply(mlp, x if x.dtype is dtype else x.to(dtype), wg, wu, wd, bd)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
 
 
 def is_known_mlp(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known, also if it casts already."""
-    return casting.is_known(module, KNOWN, CastingMLP)
+    """Whether the forward of ``module`` is the known formula, also if it is fused already."""
+    return _is_ligers(module) or computes(original_class(module).forward, _gated, _gated_at_once)
 
 
-def activation_of(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation of a known MLP; None if it is not supported."""
-    cls = type(mlp.act_fn)
-    return None if "forward" in vars(mlp.act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
-
-
-def hooks_of(module: Any) -> bool:
-    """Whether ``module`` has hooks, which would observe or change its input or output."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+def _is_ligers(mlp: nn.Module) -> bool:
+    return "act_fn" not in mlp._modules and computes(
+        original_class(mlp).forward, _gated_by_liger, _gated_by_older_liger
     )
 
 
-def cast_activation(mlp: nn.Module) -> None:
-    """Make ``mlp`` cast its activation for its last layer, in place."""
-    casting.make_casting(mlp, CastingMLP)
+def activation_of(mlp: nn.Module) -> str | None:
+    """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
+    act_fn = mlp._modules.get("act_fn")
+    if act_fn is None:
+        return "silu"  # Liger's
+    cls = type(act_fn)
+    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 
 
-def __getattr__(name: str) -> Any:  # unpickling looks up classes here
-    return casting.class_named(name, KNOWN, CastingMLP)
+def fuse_mlp(mlp: nn.Module) -> None:
+    """Make ``mlp`` run as one autograd function, in place."""
+    fuse(mlp, FusedMLP)
+
+
+__all__ = ["ACTIVATIONS", "LAYERS", "FusedMLP", "activation_of", "fuse_mlp", "is_known_mlp"]

@@ -1,92 +1,110 @@
-"""Norms of Hugging Face models, such as Llama's, that pass FP8 layers their output as FP8 copies, in one pass."""
+"""RMSNorms of other libraries, such as Hugging Face's, in one kernel forward and one backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import fp8_region, ops
-from lightning_fp8.functions.shared_input import offer
-from lightning_fp8.hf_fusion.casting import (
-    CastingModule,
-    begin_cast,
-    class_named,
-    in_transform,
-    is_known,
-    make_casting,
-)
-from lightning_fp8.hf_fusion.deferred_norm import NormCastFunction
-from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+from lightning_fp8 import ops
+from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, in_transform, original_class
 
-KNOWN = {
-    "LlamaRMSNorm": "transformers.models.llama.modeling_llama",
-    "MistralRMSNorm": "transformers.models.mistral.modeling_mistral",
-    "Qwen2RMSNorm": "transformers.models.qwen2.modeling_qwen2",
-    "Qwen3RMSNorm": "transformers.models.qwen3.modeling_qwen3",
-}
-"""Classes whose forward is ``weight * (x rstd)``, with ``weight`` and ``variance_epsilon``, and their modules."""
+# ruff: noqa: ANN001, ANN202, D103  (templates, of which only the code is read)
+# mypy: ignore-errors
 
 
-class CastingNorm(CastingModule):
-    """An RMSNorm whose output is read only by FP8 layers.
+def _rounds_first(self, x):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(dtype)
 
-    Any other reader of the output gets its values, which are then computed.
-    """
+
+def _rounds_last(self, x):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * x).to(dtype)
+
+
+def _rounds_last_wide(self, x):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight.to(torch.float32) * x).to(dtype)
+
+
+def _zero_centered(self, x):
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class FusedNorm(FusedModule):
+    """An RMSNorm in one kernel, in an FP8 context."""
 
     weight: Tensor
-    variance_epsilon: float
-    _readers: tuple[LinearLayer, ...] = ()
+    _formula: tuple[float, bool, bool] = 0.0, False, False
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
-        if torch.compiler.is_compiling():
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        casts = self._casts(hidden_states)
-        self._note(casts, self._context())
-        begun = begin_cast(hidden_states, self._readers[0]) if casts else None
-        if begun is None:
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        grad = torch.is_grad_enabled()
-        columnwise = grad and any(
-            parameter.requires_grad for reader in self._readers for parameter in reader.parameters(recurse=False)
-        )
-        weight = self.weight if grad else self.weight.detach()
-        output = NormCastFunction.apply(hidden_states, weight, self.variance_epsilon, *begun, columnwise)
-        offer(output, begun.cast)
-        return output  # type: ignore[no-any-return]
-
-    def _context(self) -> fp8_region.FP8Context:
-        return self._readers[0].running_context() if self._readers else fp8_region.DISABLED
-
-    def _casts(self, x: Any) -> bool:
-        """Whether all readers run in FP8 now, and a kernel supports the norm of ``x``."""
-        return (
-            self._context().enabled
-            and all(isinstance(reader, LinearLayer) and reader.fp8 for reader in self._readers)
-            and type(x) is Tensor
-            and type(self.weight) is nn.Parameter
-            and x.dtype == self.weight.dtype
-            and x.dtype in ops.HIGH_PRECISION
-            and x.is_contiguous()
-            and x.numel() > 0
-            and autocast_dtype(x.device.type) is None
-            and not in_transform()
-        )
+        if torch.compiler.is_compiling():  # Inductor fuses it
+            return super().forward(x)
+        context = self._context()
+        if not context.enabled:
+            return super().forward(x)
+        weight = self._parameters["weight"]
+        fits = _fits(x, weight)
+        self._note(fits)
+        if not fits:
+            return super().forward(x)
+        eps, zero_centered, rounds_first = self._formula
+        dtype = torch.promote_types(x.dtype, weight.dtype) if rounds_first else x.dtype
+        return RMSNormFunction.apply(x, weight, RMSNorm(eps, zero_centered, rounds_first, dtype))
 
 
-def is_known_norm(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known, also if it casts already."""
-    return is_known(module, KNOWN, CastingNorm)
+def _fits(x: Any, weight: Any) -> bool:
+    """Whether a kernel supports the norm of ``x``."""
+    return (
+        type(x) is Tensor
+        and type(weight) is nn.Parameter
+        and x.dtype in ops.HIGH_PRECISION
+        and weight.dtype in ops.HIGH_PRECISION
+        and x.device == weight.device
+        and x.numel() > 0
+        and not in_transform()
+    )
 
 
-def cast_for(norm: nn.Module, readers: Sequence[LinearLayer]) -> None:
-    """Make ``norm`` cast for ``readers``, in order of their calls, in place."""
-    make_casting(norm, CastingNorm)
-    norm._readers = tuple(readers)  # type: ignore[assignment]
+def formula_of(norm: nn.Module) -> tuple[float, bool, bool] | None:
+    """``eps``, whether the weight stores gamma - 1, and whether x rstd is rounded first; None if it is not known."""
+    cls = original_class(norm)
+    forward = cls.forward
+    if computes(forward, _rounds_first):
+        return norm.variance_epsilon, False, True
+    if computes(forward, _rounds_last, _rounds_last_wide):
+        return norm.variance_epsilon, False, False
+    if computes(forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
+        return norm.eps, True, False
+    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:
+        return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False
+    return None
 
 
-def __getattr__(name: str) -> Any:  # unpickling looks up classes here
-    return class_named(name, KNOWN, CastingNorm)
+def fuse_norm(norm: nn.Module) -> None:
+    """Make ``norm`` run in one kernel, in place."""
+    formula = formula_of(norm)
+    fuse(norm, FusedNorm)
+    norm._formula = formula
+
+
+__all__ = ["FusedNorm", "formula_of", "fuse_norm"]

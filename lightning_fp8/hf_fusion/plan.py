@@ -1,73 +1,58 @@
-"""Which norms and gated MLPs of unchanged models can cast for the FP8 layers after them, and which did."""
+"""Which norms and gated MLPs of unchanged models take fewer passes, and which did."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, LayerDecision
-from lightning_fp8.hf_fusion.casting import CastingModule
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, cast_activation, hooks_of, is_known_mlp
-from lightning_fp8.hf_fusion.norm import cast_for, is_known_norm
+from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks
+from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp
+from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name
 
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""By a norm's name in a block of Hugging Face's Llama, the layers that read its output, in order of their calls."""
-
 
 def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each norm of ``model``, whether it can cast for the layers that read it, and why (not)."""
-    modules = {clean_name(name): module for name, module in model.named_modules()}
+    """For each norm of ``model``, whether it runs in one kernel, and why (not)."""
+    any_fp8 = any(each.fp8 for each in decisions.values())
     return tuple(
-        LayerDecision(name, tuple(module.weight.shape), not why_not, why_not or _casts_for(name), NORM)  # type: ignore[arg-type, union-attr]
-        for name, module in modules.items()
-        if type(module).__name__.endswith("Norm") and getattr(module, "weight", None) is not None
-        for why_not in (_why_norm_does_not(name, module, modules, decisions),)
+        LayerDecision(
+            name, tuple(module.weight.shape), any_fp8 and not why_not, why_not or "one kernel", NORM  # type: ignore[arg-type, union-attr]
+        )
+        for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
+        if type(module).__name__.endswith("Norm")
+        and getattr(module, "weight", None) is not None
+        and not isinstance(module, FP8Module)
+        for why_not in (_why_norm_does_not(module),)
     )
 
 
 def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
-    """Make the norms that were planned cast, in place."""
+    """Make the norms that were planned run in one kernel, in place."""
+    _fuse(model, norms, fuse_norm)
+
+
+def _fuse(model: nn.Module, planned: Sequence[LayerDecision], fuse: Any) -> None:
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    for norm in norms:
-        if norm.fp8:
-            cast_for(modules[norm.name], [modules[name] for name in _readers(norm.name)])  # type: ignore[misc]
+    for each in planned:
+        if each.fp8:
+            fuse(modules[each.name])
 
 
-def _readers(name: str) -> list[str]:
-    block, _, norm = name.rpartition(".")
-    return [f"{block}.{reader}".lstrip(".") for reader in READERS.get(norm, ())]
-
-
-def _casts_for(name: str) -> str:
-    *others, last = (reader.rpartition(".")[2] for reader in _readers(name))
-    return f"casts for {', '.join(others)} and {last}"
-
-
-def _why_norm_does_not(
-    name: str, module: nn.Module, modules: Mapping[str, nn.Module], decisions: Mapping[str, LayerDecision]
-) -> str:
-    readers = _readers(name)
-    if not is_known_norm(module):
-        return f"fuse=True does not support {type(module).__name__}"
-    if not readers or not all(reader in modules for reader in readers):
-        return "fuse=True does not know which layers read it"
+def _why_norm_does_not(module: nn.Module) -> str:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    in_bf16 = [reader for reader in readers if not (reader in decisions and decisions[reader].fp8)]
-    return f"{in_bf16[0].rpartition('.')[2]}, which reads it, runs in BF16" if in_bf16 else ""
+    return "" if formula_of(module) else f"fuse=True does not support {type(module).__name__}"
 
 
 def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each MLP of ``model``, whether it can cast its activation for its last layer, and why (not)."""
+    """For each MLP of ``model``, whether it runs as one function, and why (not)."""
     return tuple(
-        LayerDecision(name, (), not why_not, why_not or "casts its activation for down_proj", MLP)
+        LayerDecision(name, (), not why_not, why_not or "activates and casts in one pass", MLP)
         for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
         if type(module).__name__.endswith("MLP") and not isinstance(module, FP8Module)
         for why_not in (_why_mlp_does_not(name, module, decisions),)
@@ -75,11 +60,8 @@ def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple
 
 
 def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
-    """Make the MLPs that were planned cast, in place."""
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    for mlp in mlps:
-        if mlp.fp8:
-            cast_activation(modules[mlp.name])
+    """Make the MLPs that were planned run as one function, in place."""
+    _fuse(model, mlps, fuse_mlp)
 
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
@@ -96,25 +78,28 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
             return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
     if activation_of(mlp) is None:
-        return f"fuse=True does not support {type(mlp.act_fn).__name__}"
-    return "its act_fn has hooks" if hooks_of(mlp.act_fn) else ""
+        act_fn: Any = mlp.act_fn
+        return "its act_fn has hooks" if has_hooks(act_fn) else f"fuse=True does not support {type(act_fn).__name__}"
+    return ""
 
 
-NORM_CAST_NOTHING = (
-    "its input and weight differ in dtype, or torch.autocast is on (compute_dtype turns it on), so readers cast"
-)
-MLP_CAST_NOTHING = "one of its layers or its activation was replaced, hooked or compiled, so down_proj casts"
+NORM_CAST_NOTHING = "its input or weight has another type or device than the kernel supports"
+MLP_CAST_NOTHING = "one of its layers or its activation was replaced, hooked, sharded or compiled"
 
 
 def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
     """Reset what :func:`judged_casting` reports."""
-    if planned.fp8 and isinstance(module, CastingModule):
-        module.cast = None
+    if planned.fp8 and isinstance(module, FusedModule):
+        module.fused = None
 
 
 def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDecision:
     """``planned`` with what the module did in training forwards since :func:`forget_what_ran`."""
-    if not planned.fp8 or not isinstance(module, CastingModule) or module.cast is None:
+    if not planned.fp8 or not isinstance(module, FusedModule):
+        return planned
+    if "forward" in vars(module):
+        return replace(planned, ran=False, reason="its forward was replaced on the instance after the conversion")
+    if module.fused is None:
         return planned
     why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING
-    return replace(planned, ran=module.cast, reason=planned.reason if module.cast else why_not)
+    return replace(planned, ran=module.fused, reason=planned.reason if module.fused else why_not)

@@ -20,11 +20,12 @@ from lightning_fp8.ops.activation import (
     gated_quantize_op,
     is_gated,
 )
-from lightning_fp8.ops.norm import Norm, norm_quantize_op
+from lightning_fp8.ops.norm import Norm, norm_quantize_op, rms_norm_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs import casts
 from lightning_fp8.proofs.cases import Case
-from lightning_fp8.proofs.drawing import values
+from lightning_fp8.proofs.comparing import assert_close, kernels_of, reference_of
+from lightning_fp8.proofs.drawing import moved, values
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
@@ -69,6 +70,18 @@ def check_norm_backward(
     x, weight, _ = norm_inputs(shape, dtype, weight_dtype, rms)
     dy = values(*shape, dy_dtype, seed=3)
     casts.check_norm_backward(dy, x, weight, Norm(0.0, rms, zero_centered), not rms, device)
+
+
+def check_rms_norm(
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype, device: str, *,
+    zero_centered: bool = False, rounds_first: bool = False,
+) -> None:  # fmt: skip
+    x, weight, _ = norm_inputs(shape, dtype, weight_dtype, True)
+    arguments = Norm(1e-5, True, zero_centered), out_dtype, rounds_first
+    actual = kernels_of(rms_norm_op)(moved(x, device), moved(weight, device), *arguments)
+    expected = reference_of(rms_norm_op)(x, weight, *arguments)
+    for name, a, b in zip(("y", "statistics"), actual, expected):
+        assert_close(a, b, name)
 
 
 def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
@@ -152,6 +165,10 @@ CASES: list[Case] = [
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
     _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),
     _norm("rms-fp16-128x128", ALIGNED, FP16, FP32, rms=True, layout=Layout.BLOCK_128X128, rowwise=False),
+    Case("rms_norm-bf16", lambda device: check_rms_norm(ALIGNED, BF16, BF16, BF16, device, rounds_first=True)),
+    Case("rms_norm-bf16-centered", lambda device: check_rms_norm(LONG, BF16, FP32, FP32, device, zero_centered=True)),
+    Case("rms_norm-bf16-head", lambda device: check_rms_norm((70, 128), BF16, BF16, BF16, device, rounds_first=True)),
+    Case("rms_norm-fp32-full", lambda device: check_rms_norm(FULL, FP32, FP32, BF16, device)),
     _norm_backward("rms-bf16-long", LONG, BF16, BF16, BF16, rms=True, zero_centered=True),
     _norm_backward("layer-bf16-long", LONG, BF16, FP32, FP32),
     _norm_backward("layer-fp32-ragged", RAGGED, FP32, BF16, FP16),
