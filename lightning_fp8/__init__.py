@@ -1,4 +1,4 @@
-"""FP8 training for PyTorch Lightning, on any machine, with nothing to compile.
+"""FP8 training for PyTorch Lightning, on any machine, without a build step.
 
 Names are imported on first use: ``lightning-fp8 doctor`` prints its first lines before torch is imported, which takes
 seconds and may fail, and tools start without Lightning. ``lightning_fp8.ops`` defines ``torch.ops.lightning_fp8``.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_fp8.attention.modules import DotProductAttention
     from lightning_fp8.callbacks import FP8Callback
     from lightning_fp8.convert.conversion import convert_module
+    from lightning_fp8.convert.first_step import conversion_summary
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.formats import Format
     from lightning_fp8.fp8_region import autocast, fp8_autocast
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
     from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, update_fp8_scales
+    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, reset_fp8_scales, update_fp8_scales
     from lightning_fp8.modules.transformer import (
         InferenceParams,
         MultiheadAttention,
@@ -71,6 +72,7 @@ _HOMES = {
     "TransformerLayer": "modules.transformer",
     "autocast": "fp8_region",
     "checkpoint": "parallel.checkpoint",
+    "conversion_summary": "convert.first_step",
     "convert_module": "convert.conversion",
     "export_te_state_dict": "te.export",
     "fp8_autocast": "fp8_region",
@@ -79,6 +81,7 @@ _HOMES = {
     "get_batch_on_this_cp_rank": "attention.context_parallel",
     "load_fp8_state_dict": "modules.state",
     "update_fp8_scales": "modules.state",
+    "reset_fp8_scales": "modules.state",
     "load_te_state_dict": "te.load",
     "make_recipe": "recipes",
     "onnx_export": "export.context",
@@ -110,6 +113,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "conversion_summary",
     "convert_module",
     "export_te_state_dict",
     "fp8_autocast",
@@ -120,6 +124,7 @@ __all__ = [
     "load_te_state_dict",
     "make_recipe",
     "onnx_export",
+    "reset_fp8_scales",
     "update_fp8_scales",
     "with_master_weights",
 ]

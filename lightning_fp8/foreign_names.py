@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
@@ -34,8 +34,24 @@ def answering(module: str, answer: Callable[[str], str | None]) -> Callable[[str
     return __getattr__
 
 
-def absent_module(module: str, answer: str) -> ModuleType:
-    """A module that can be imported, and raises an error with ``answer`` for every name."""
-    made = ModuleType(module, answer)
-    vars(made)["__getattr__"] = answering(module, lambda name: None if name.startswith("__") else answer)
-    return made
+def add_absent_modules(
+    package: str, answers: Mapping[str, str], names: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add modules to ``package`` that can be imported, and raise an error for every name.
+
+    Args:
+        answers: by the path of each module in ``package``, after that of its own package, what the error says.
+        names: what it says of some names instead.
+    """
+    for path, answer in answers.items():
+        parent, _, name = f"{package}.{path}".rpartition(".")
+        made = sys.modules[f"{parent}.{name}"] = ModuleType(f"{parent}.{name}", answer)
+        answer_all(made, answer, names)
+        setattr(sys.modules[parent], name, made)
+
+
+def answer_all(module: ModuleType, answer: str, names: Mapping[str, str]) -> None:
+    """Let ``module`` raise an error for every name that it does not have: that of ``names``, or ``answer``."""
+    vars(module)["__getattr__"] = answering(
+        module.__name__, lambda name: None if name.startswith("__") else names.get(name, answer)
+    )

@@ -40,6 +40,21 @@ E5M2 = Float8("E5M2", torch.float8_e5m2, 57344.0)
 E8M0_DTYPE = torch.float8_e8m0fnu
 """A power of two, 2**(code - 127), without sign or mantissa; code 255 is NaN. Scales of MXFP8 only."""
 
+CODES_NEED_SCALES = (
+    "such values are codes, which mean nothing without the scales of the checkpoint, weight_scale_inv in those of "
+    "transformers: load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+)
+"""What to do about codes where a high-precision weight should be."""
+
+
+def holds_codes(tensor: torch.Tensor) -> bool:
+    """Whether the values have a floating-point dtype of one byte: float8, its scales in E8M0, or pairs of float4.
+
+    An ``FP8Tensor`` has a high-precision dtype.
+    """
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+
+
 FORMATS = {format.name.lower(): format for format in (E4M3, E5M2)}
 """The formats by the names that ops and kernels give them."""
 

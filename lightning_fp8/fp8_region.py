@@ -68,6 +68,7 @@ class _Thread(threading.local):
         self.active_regions = 0
         self.backward = NO_BACKWARD
         """The backward pass in which the innermost region was entered."""
+        self.num_enabled = 0
 
 
 _thread = _Thread()
@@ -85,6 +86,11 @@ def current_context(own: FP8Context | None = None) -> FP8Context:
     """The context of this thread's innermost region; outside every region ``own``, a layer's, or :data:`DISABLED`."""
     context = _thread.context
     return own if own is not None and context.outside else context
+
+
+def num_enabled_regions() -> int:
+    """The number of enabled regions that this thread has entered, but for those in compiled code."""
+    return _thread.num_enabled
 
 
 def in_backward() -> bool:
@@ -118,8 +124,10 @@ def _current_backward() -> int:
 @contextmanager
 def fp8_context(context: FP8Context) -> Iterator[None]:
     """Make ``context`` the current one inside the region."""
-    if waiting and context.enabled and not torch.compiler.is_compiling():
-        _call_waiting()
+    if context.enabled and not torch.compiler.is_compiling():
+        _thread.num_enabled += 1
+        if waiting:
+            _call_waiting()
     previous, backward = _thread.context, _thread.backward
     active = context.enabled or context.calibrating
     _thread.context = context

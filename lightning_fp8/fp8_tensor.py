@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import warnings
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fp8 import ops
@@ -194,7 +195,8 @@ class FP8Tensor(Tensor):
         return _unpickled, (parts, self.cast, self.shape, self.dtype, self.requires_grad, others)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name in _PARTS if getattr(self, name) is not None], (self.cast, self.dtype)
+        names = [name for name in (*_PARTS, "observed") if getattr(self, name) is not None]
+        return names, (self.cast, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
@@ -203,13 +205,26 @@ class FP8Tensor(Tensor):
             ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
-        return cls(Quantized(row, column), cast, size, dtype)
+        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"))
+
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""
+        parts = [
+            (name, part.dtype, part.shape, part.stride(), part.storage_offset())
+            for name in _PARTS
+            if (part := getattr(self, name)) is not None
+        ]
+        own = type(self).__qualname__, self.shape, self.dtype, str(self.device), self.requires_grad
+        key = repr((own, self.cast, self.recipe, self.observed is not None, parts))
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, FP8Tensor):
+            if function is _aten.detach.default:
+                _refuse_distribution(sys._getframe().f_back)
             if function in _SAME_VALUES:
                 size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
                 if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
@@ -368,6 +383,29 @@ def _is_sharding() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _refuse_distribution(frame: Any) -> None:
+    """Raises:
+    NotImplementedError: If ``detach`` is called by torch's function that makes a DTensor of a parameter; it would
+        shard the values in high precision.
+    """
+    while frame is not None and frame.f_code.co_filename == _PARAMETER:  # nn.Parameter(...) detaches
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
+        raise NotImplementedError(
+            "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init "
+            "keeps in FP8. Construct and convert the model outside of fp8_model_init, or pass tp_group to layers of "
+            "lightning_fp8 in it, which keep their shards in FP8"
+        )
+
+
+def _is_of_dtensor(frame: Any) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor."))
+
+
+_PARAMETER = nn.Parameter.__new__.__code__.co_filename
+_DISTRIBUTES = ("distribute_tensor", "replicate_module_params_buffers", "_replicate_module_fn")
 
 
 def _filled_in(size: Any, numel: int) -> list[int]:

@@ -72,12 +72,16 @@ class _Master:
         weight: the FP8 weight.
         master: float32, the parameter that the optimizer steps.
         version: ``weight._version`` when weight and master last agreed.
+        master_version: the same of the master.
     """
 
     def __init__(self, weight: FP8Tensor) -> None:
         self.weight = weight
         self.master = nn.Parameter(_values(weight).to(weight.device, torch.float32, copy=True))
-        self.version = weight._version
+        self._agree()
+
+    def _agree(self) -> None:
+        self.version, self.master_version = self.weight._version, self.master._version
 
     def follow(self) -> None:
         """Copy the weight's values if they were changed by anything but :meth:`write`."""
@@ -87,18 +91,18 @@ class _Master:
             if not self.weight.is_cast_of(self.master.detach()):
                 with torch.no_grad():
                     self.master.copy_(_values(self.weight))
-            self.version = self.weight._version
+            self._agree()
 
     def take_gradient(self) -> None:
         gradient = self.weight.grad
         self.master.grad = None if gradient is None else gradient.float()
 
     def write(self) -> None:
-        """Cast the master to the weight, if the master has a gradient."""
-        if self.master.grad is not None:
+        """Cast the master to the weight, if it has a gradient or was changed without one, as LBFGS does."""
+        if self.master.grad is not None or self.master_version != self.master._version:
             with torch.no_grad():
                 self.weight.copy_(self.master)
-            self.version = self.weight._version
+            self._agree()
 
 
 def _values(weight: FP8Tensor) -> Tensor:
@@ -234,8 +238,7 @@ class _Masters:
         with torch.no_grad():
             for held, value in self._loaded:
                 held.master.copy_(value)
-                held.weight.copy_(held.master)
-                held.version = held.weight._version
+                held.write()
         self._loaded = []
         self.swap_out(optimizer)
 

@@ -115,6 +115,7 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
 VALUES = {
     "version": set(),
     "arguments": set(),
+    "files": set(),
     "formats": set(),
     "scaling": set(),
     "scaled": {"formats"},
@@ -239,7 +240,7 @@ ROOMS = {
         "parallel.checkpoint",
         "primary_weights",
     },
-    "torchao": {"convert", "fp8_region", "modules"},
+    "torchao": {"convert", "fp8_region", "modules", "parallel.styles"},
     "plugin": {
         "attention.models",
         "fp8_region",
@@ -251,6 +252,7 @@ ROOMS = {
         "modules",
         "ops",
         "proofs",
+        "te",
     },
     "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
     "monitor": {"delayed", "modules", "ops", "plugin"},

@@ -99,10 +99,14 @@ def _sum(problem: Problem, given: Inputs, exam: Exam, passing: str, name: str, a
     work = f"{name} of {problem.length} products above 0"
     result = Result(work, f"{OURS}, {apart}", problem.shape, "float8_e4m3fn")
     try:
-        call = Ops(problem, given).prepared(passing)
-        return Candidate(replace(result, errors={name: exam.errors(passing, call())[name]}), Contender(call))
+        errors = exam.errors(passing, Ops(problem, given).prepared(passing)())
     except (NoKernel, KernelError) as error:
         return Candidate(replace(result, note=f"no kernel: {said(error)}"), None)
+
+    def contender() -> Contender:  # launches of its own: a later call of the op would plan others
+        return Contender(Launches(problem, given, backward=passing == BACKWARD).products(passing))
+
+    return _started(replace(result, errors={name: errors[name]}), contender)
 
 
 # --- Turns ------------------------------------------------------------------------------------------------------------

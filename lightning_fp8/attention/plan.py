@@ -195,7 +195,7 @@ def judged(
     layer: LayerDecision,
     module: nn.Module | None,
     owner: Owner | None,
-    counts: tuple[int, int, int],
+    counts: tuple[int, int],
     calls: int,
     otherwise: str,
 ) -> LayerDecision:
@@ -203,18 +203,18 @@ def judged(
 
     Args:
         owner: None for our own modules.
-        counts: calls of attention in FP8, in high precision, and in evaluation mode.
+        counts: calls of attention in FP8 and in high precision.
         calls: forwards of the module, where they are counted.
         otherwise: the reason to report if attention was not called, or only outside FP8 contexts; see ``first_step``.
     """
-    fp8, high_precision, evaluations = counts
+    fp8, high_precision = counts
     if not layer.fp8:  # as decided for the module at that time
         return replace(layer, fp8=True, ran=True, reason="") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"
         return replace(layer, ran=True, reason=also if high_precision and why else layer.reason)
-    if evaluations or (owner is not None and not high_precision and not calls and was_traced(owner)):
+    if owner is not None and not high_precision and not calls and was_traced(owner):
         return layer
     if high_precision and why:
         return replace(layer, ran=False, reason=why)

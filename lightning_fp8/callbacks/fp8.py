@@ -44,7 +44,7 @@ class FP8Callback(TrainerHooks):
 
         def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
             if state is not None:
-                plugin.set_model_state(pl_module, state)
+                plugin.set_te_state(state)
             self.te_report = report
             rank_zero_info(str(report))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_fp8.delayed.history import validated_state
+from lightning_fp8.files import replacing
 from lightning_fp8.te.keys import EXTRA_STATE, is_grouped
 from lightning_fp8.te.remap import states_by_name
 from lightning_fp8.te.te_state import TensorState, te_states_in
@@ -75,7 +76,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
+def inspect(path: str | os.PathLike[str], only: str = "*", worst: int | None = None) -> str:
     """Return a table of the FP8 state of all modules in the file.
 
     The state may be in Transformer Engine's format or in this package's.
@@ -91,7 +92,7 @@ def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
         CheckpointError: If the file or a state in it is damaged. The message names the module.
         OSError: If the file cannot be opened.
     """
-    with open_checkpoint(path) as file:
+    with open_checkpoint(Path(path)) as file:
         lines: list[tuple[str, ...]] = []
         ratios: list[float] = []
         writers = []
@@ -119,7 +120,7 @@ def inspect(path: Path, only: str = "*", worst: int | None = None) -> str:
     return "\n".join([f"{path}: FP8 state written by {'; '.join(writers)}", *table])
 
 
-def convert(source: Path, target: Path) -> str:
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> str:
     """Write ``source`` to ``target``, with its Transformer Engine states converted to the plugin's state.
 
     Parameters keep their names. ``target`` is written atomically. If the file has several state dicts, one is converted
@@ -134,6 +135,7 @@ def convert(source: Path, target: Path) -> str:
             ``target`` exists, or its folder does not.
         OSError: If a file cannot be read or written.
     """
+    source, target = Path(source), Path(target)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
     if not target.parent.is_dir():
@@ -248,14 +250,10 @@ def _printable(text: object) -> str:
 
 
 def _save(value: Any, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")  # a file of mkstemp is only readable by its owner
     try:
-        torch.save(value, temporary)
-        os.replace(temporary, target)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and not isinstance(
-            error, RecursionError
-        ):  # torch raises RuntimeError for a full disk
-            raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None
+        with replacing(target) as part:
+            torch.save(value, part)
+    except RecursionError:
         raise
+    except RuntimeError as error:  # of torch, for a full disk
+        raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None

@@ -7,10 +7,10 @@ lightning-fp8 report fp8.npz bf16.npz -o page.html
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_fp8.files import replacing
 from lightning_fp8.monitor.record import Record
 from lightning_fp8.monitor.report import page
 
@@ -38,9 +38,14 @@ def record_in(path: Path) -> Path:
 
 def _read(path: Path) -> Record:
     try:
-        return Record.load(path)
-    except ValueError as error:
+        record = Record.load(path)
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
+    try:
+        record.require_rows()
+    except ValueError as error:
+        raise SystemExit(f"{path} has no page: {error}") from None
+    return record
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,9 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{out} is a record, which the page would replace; pass another file with -o")
     text = page(*map(_read, paths))
     try:
-        part = out.with_name(f".{out.name}.{os.getpid()}")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, out)
+        with replacing(out) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SystemExit(f"cannot write {out}: {error}; pass another file with -o") from None
     print(f"{out}: {len(text) // 1024} kB")

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in (args.out, args.plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise SystemExit(f"the folder of {path} does not exist")
+        if path is not None and path.is_dir():
+            raise SystemExit(f"{path} is a folder; name a file in it")
     if args.plot is not None and find_spec("matplotlib") is None:
         raise SystemExit("--plot needs matplotlib; install it: pip install matplotlib")
     model, batches, recipe_of_yaml = _prepared(args.config, args.batches, args.seed)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -32,15 +33,24 @@ from lightning_fp8.convert.blocks import (
     find_heads,
     find_positions,
     is_linear,
-    linear_names,
     matrices_of,
+)
+from lightning_fp8.convert.first_step import (
+    ONLY_DISABLED,
+    OUTSIDE,
+    FirstStep,
+    idle_message,
+    uncompiled,
+    watch_first_steps,
 )
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
+from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import RegionWatch
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
@@ -52,19 +62,55 @@ from lightning_fp8.recipes import Recipe
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     """The reason why ``module`` cannot run in FP8; an empty string if it can."""
+    if codes := [*codes_of(module).values()]:
+        return f"its weight is {codes[0].dtype}"
     if isinstance(module, LinearLayer):
-        return ""
+        return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
     cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
         return f"{type(module).__name__} is a subclass of nn.Linear{' with its own forward' * has_forward}"
+    if reason := foreign_weight(module):
+        return reason
     if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance, by something that may not call ours"
     return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
+
+
+def refuse_codes(model: nn.Module, policy: Policy) -> None:
+    """Refuse a model with float8 weights: only their own layers know the scales.
+
+    Raises:
+        TypeError: If a module that ``policy.skip`` does not match has such a parameter.
+    """
+    all_names = _all_names(model)
+    found = []
+    for module in model.modules():
+        names, codes = all_names[id(module)], codes_of(module)
+        full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
+        if codes and not skipped_by(module, names, policy, full):
+            found.append((full[0], names[0], next(iter(codes.values())).dtype))
+    if found:
+        key, name, dtype = found[0]
+        more = f", and {len(found) - 1} more layers have such weights" if len(found) > 1 else ""
+        raise TypeError(
+            f"{key} of {type(model).__name__} is {dtype}{more}: {CODES_NEED_SCALES}. Or keep such layers as they are: "
+            f"skip=({name!r},), or a module_filter_fn that does not choose them"
+        )
+
+
+def codes_of(module: nn.Module) -> dict[str, Tensor]:
+    """The float8 parameters of ``module`` itself, and its weight if it is a linear layer with a buffer for a weight."""
+    own = {"weight": module._buffers.get("weight") if is_linear(module) else None, **module._parameters}
+    return {
+        name: each
+        for name, each in own.items()
+        if each is not None and holds_codes(each) and each.dtype != E8M0_DTYPE  # scales
+    }
 
 
 def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -> ConversionSummary:
@@ -79,7 +125,12 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     )
     output_heads = find_heads(model)
     places = find_positions(model)
-    linears = {*linear_names(model)}
+    adapted = {
+        clean_name(f"{name}.base_layer".lstrip("."))
+        for name, module in model.named_modules()
+        if (base := module._modules.get("base_layer")) is not None
+        and (is_linear(base) or hasattr(module, "adapter_layer_names"))
+    }
     names = _all_names(model)
     decisions = []
     for raw_name, module in model.named_modules():
@@ -88,11 +139,12 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             decisions.append(attentions[name])
         if is_linear(module):
             head = "" if isinstance(module, LinearLayer) else output_heads.get(name, "")
+            has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
-                or reason_for_bf16(places.get(name), policy, head)
-                or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), linears))
+                or reason_for_bf16(None if has_own_context else places.get(name), policy, head)
+                or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
             )
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
@@ -135,6 +187,7 @@ def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
 
 
 def _in_high_precision(name: str, parameter: Tensor, kind: str, reason: str) -> LayerDecision:
+    reason = f"it is {parameter.dtype}" if holds_codes(parameter) else reason
     return LayerDecision(name, tuple(parameter.shape), False, reason, kind, parameter.numel())
 
 
@@ -219,19 +272,23 @@ def convert_module(
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
     A *layer* is an element of a ``ModuleList`` or ``Sequential`` of blocks of the same class. An encoder and a decoder
-    each have such a list. In a model without one, a layer is a Linear, in registration order. Some layers stay in BF16:
+    each have such a list. In a model without one, a layer is a Linear, in registration order. No dtype changes: BF16
+    means the dtype of the weights here, or that of ``torch.autocast``. Besides the first and last layers, some stay in
+    BF16:
 
     - an output head: tied to an embedding, named by the model's ``get_output_embeddings()``, or the last Linear after
-      the blocks. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
+      the blocks, of the model or of a later part. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
     - adapters (LoRA).
     - narrow layers, which are slower in FP8: at most 64 features on one side, more than 8 times as many on the other.
+
+    Layers of torchao's ``convert_to_float8_training`` run in FP8 wherever they are, unless ``skip`` matches them.
 
     Args:
         model: any module. Its parameters stay the same objects, and its ``state_dict`` keeps its keys.
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: the number of first layers to keep.
         num_layers_at_end_in_bf16: the number of last layers to keep.
-        replace_layers: False converts nothing; only existing ``lightning_fp8.Linear`` modules run in FP8.
+        replace_layers: False converts nothing; only existing modules of ``lightning_fp8`` run in FP8.
         skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,
@@ -243,11 +300,14 @@ def convert_module(
     Raises:
         ValueError, TypeError: If a count is negative, if ``skip`` is neither globs nor functions, or if one of its
             globs matches no module.
+        TypeError: If the weight of a layer that ``skip`` does not match is float8 codes, as in ``FP8Linear`` of
+            transformers.
     """
     require_module("convert_module", model)
     policy = Policy(
         first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip, fuse
     )
+    refuse_codes(model, policy)
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
@@ -257,11 +317,29 @@ def convert_module(
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     elif fuse and not summary.fuses:
         warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
+    report_first_steps(model, summary, policy)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
         if isinstance(module, LinearLayer) and module.fp8:
             module.record.watch = watch
     return model
+
+
+def report_first_steps(model: nn.Module, summary: ConversionSummary, policy: Policy) -> None:
+    """Warn after the first optimizer steps of a loop without a plugin if layers do not run as ``summary`` plans."""
+    again = partial(plan_conversion, policy=replace(policy, fuse=False))
+    watch_first_steps(model, FirstStep(model, summary, again, partial(_warn_of_idle, set())))
+
+
+def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
+    """Warn of layers of :func:`convert_module` that did not run in FP8 as planned, except those that were ``told``."""
+    # The layers' RegionWatch warns of training outside every region.
+    if said := idle_message(summary, told, unsaid=(OUTSIDE, ONLY_DISABLED)):
+        warnings.warn(
+            "layers that were planned in FP8 multiplied nothing in FP8 in the first training step, or do not any more; "
+            f"see conversion_summary(model) for the reasons: {said}",
+            stacklevel=2,
+        )
 
 
 def nothing_fuses(model: nn.Module) -> str:
@@ -297,6 +375,7 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
         for module in model.modules()
     ]
     others = [name for names in aliases if known & {*names} for name in names if name not in known]
+    others += [name for module in model.modules() if codes_of(module) for name in by_id[id(module)]]
     modules = [name for names in aliases for name in names if name]
     return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
@@ -319,42 +398,66 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
     history = _share_history(model)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
+    if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):
+        model.register_load_state_dict_pre_hook(require_values)
     history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too
     if "torch.distributed.tensor" in sys.modules:
         from lightning_fp8.parallel.agreement import require_same_plans  # imported late: it imports torch.distributed
 
         require_same_plans(model, names_of_fp8_weights(model))
     _gather_in_fp8(model)
-    when_sharded(model, _gather_in_fp8)
+    _await_sharding(model, [_gather_in_fp8])
     return history
 
 
+class _Awaited(NamedTuple):
+    """What is called once a layer's weight is a DTensor. Fabric shards models after their conversion."""
+
+    layer: weakref.ref[LinearLayer]
+    actions: list[Callable[[nn.Module], None]]
+
+
+_until_sharded: weakref.WeakKeyDictionary[nn.Module, _Awaited] = weakref.WeakKeyDictionary()
+
+
 def when_sharded(model: nn.Module, action: Callable[[nn.Module], None]) -> None:
-    """Calls ``action`` once a model has been sharded. Fabric shards models after the conversion.
+    """Call ``action`` once a converted model has been sharded, unless it is sharded or converted again before.
 
     The check, at the beginning of an ``fp8_autocast`` region, reads one weight: the first that is not a DTensor.
     """
-    model = getattr(model, "_orig_mod", model)  # a compiled module may be dropped by the caller
-    plain = [
-        (each, each.weight_names[0])
-        for each in model.modules()
-        if isinstance(each, LinearLayer) and each.fp8 and not is_dtensor(getattr(each, each.weight_names[0]))
-    ]
-    if plain:
-        fp8_region.waiting.append(partial(_act_if_sharded, weakref.ref(model), weakref.ref(plain[0][0]), action))
+    if (awaited := _until_sharded.get(uncompiled(model))) is not None:
+        awaited.actions.append(action)
 
 
-def _act_if_sharded(
-    model: weakref.ref[nn.Module], layer: weakref.ref[LinearLayer], action: Callable[[nn.Module], None]
-) -> bool:
-    """Whether ``action`` was called, or the model is gone."""
-    living, looked_at = model(), layer()
-    if living is None or looked_at is None:
-        return True
-    if not is_dtensor(getattr(looked_at, looked_at.weight_names[0])):
-        return False
-    action(living)
-    return True
+def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], None]]) -> bool:
+    """Whether ``model`` has a layer whose weight is not a DTensor; if so, ``actions`` replace those of the model."""
+    model = uncompiled(model)  # a caller may drop a compiled module
+    _until_sharded.pop(model, None)
+    layers = (each for each in model.modules() if isinstance(each, LinearLayer) and each.fp8)
+    plain = next((each for each in layers if not _is_sharded_layer(each)), None)
+    if plain is not None:
+        _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
+        if _act_where_sharded not in fp8_region.waiting:
+            fp8_region.waiting.append(_act_where_sharded)
+    return plain is not None
+
+
+def _act_where_sharded() -> bool:
+    """Call the actions of models that have been sharded. It returns whether no model is left."""
+    for model, (reference, actions) in list(_until_sharded.items()):
+        layer = reference()
+        # Without the layer, or after its class was changed, another one is looked at from now on.
+        waits = not _is_sharded_layer(layer) if isinstance(layer, LinearLayer) else _await_sharding(model, actions)
+        if waits:
+            continue
+        _until_sharded.pop(model, None)
+        for action in actions:
+            action(model)
+    return not _until_sharded
+
+
+def _is_sharded_layer(layer: Any) -> bool:
+    return is_dtensor(getattr(layer, layer.weight_names[0]))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
 
-from lightning_fp8.attention.models.owners import owner_of, watch
+from lightning_fp8.arguments import require_module
+from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
-from lightning_fp8.convert.summary import ATTENTION, ConversionSummary, LayerDecision
-from lightning_fp8.hf_fusion.plan import MLP_CAST_NOTHING, NORM_CAST_NOTHING, forget_what_ran, judged_casting
+from lightning_fp8.convert.summary import ATTENTION, GONE, ConversionSummary, LayerDecision
+from lightning_fp8.delayed.owners import parameter_ids
+from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
+from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
 
 STEPS = 50
 """The number of training steps before idle layers are reported. Some layers are called at random, or rarely."""
 
+STEPS_OF_OTHERS = 1000
+"""The number of steps of other models' optimizers after which a model is not watched any more."""
+
 NOT_YET = "it was not called in the first training step; others may call it"
-OUTSIDE = "it was called outside the plugin's forward, where layers run in high precision"
+NOT_CALLED = "it was not called"
+OUTSIDE = "it was called outside the plugin's forward and every fp8_autocast, where layers run in high precision"
+DISABLED_REGION = "it was called inside fp8_autocast(enabled=False)"
+ONLY_DISABLED = "every region was fp8_autocast(enabled=False)"
+FROZEN = "it is frozen and was not called; code that reads its weight multiplies in high precision"
+APPEARED = "it was added after the conversion"
+LATE = "first ran after the first training step"
 
 
 class StepFlops(FlopCounterMode):
@@ -125,41 +141,70 @@ _ATTENTION = {
 
 
 class FirstStep:
-    """Records which layers of a model run in its first training steps.
+    """Compares the layers that run in the first training steps with those that a conversion planned.
 
     Args:
-        model: the converted model.
-        summary: the summary of its conversion, as it is before the first step.
+        model: the converted model. It is not kept alive.
+        summary: the summary of its conversion.
+        again: plans the conversion of the model as it is now, which gives the rows of layers that have appeared since.
+            None adds no such rows.
+        report: called with each table that has news.
+        begins: count forwards from now on; otherwise from :meth:`begin` on.
     """
 
-    def __init__(self, model: nn.Module, summary: ConversionSummary) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        summary: ConversionSummary,
+        again: Callable[[nn.Module], ConversionSummary] | None = None,
+        report: Callable[[ConversionSummary], None] | None = None,
+        begins: bool = True,
+    ) -> None:
         self.summary = summary
-        self.steps = 0
-        self._found: ConversionSummary | None = None
+        self.steps = self.steps_of_others = 0
         self.settled = False
-        # Weak references, since a plugin holds this object until the first step, which may never come.
+        self._found: ConversionSummary | None = None
+        self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
+        self._again = again
+        self._report = report
+        self._idle_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._never = NOT_YET
+        self._readers: dict[str, str] = {}
         self._modules = WeakValueDictionary({clean_name(name): module for name, module in model.named_modules()})
-        self._before = {
-            name: _counts(record) for name, module in self._modules.items() if (record := _record(module)) is not None
-        }
-        for planned in (*summary.norms, *summary.mlps):
+        self._names = frozenset(self._modules)
+        self._before: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+        self._attentions: dict[str, Owner] = {}
+        self._entered: dict[str, int] = {}
+        self.begun = False
+        if begins:
+            self.begin()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies and pickles of a model are not watched
+
+    def begin(self) -> None:
+        """Count forwards from now on."""
+        self.begun = True
+        self._enabled_before = num_enabled_regions()
+        model = self._model()
+        for module in () if model is None else model.modules():
+            if (record := _record(module)) is not None:
+                self._before[module] = _counts(record)
+        for planned in (*self.summary.norms, *self.summary.mlps):
             forget_what_ran(planned, self._modules.get(planned.name))
         self._attentions = {
             layer.name: owner
-            for layer in summary.layers
+            for layer in self.summary.layers
             if layer.kind == ATTENTION and layer.fp8 and (owner := owner_of(self._modules.get(layer.name))) is not None
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
             watch(owner, True)
-        self._flops = None if _is_compiled(model) else StepFlops()
+        self._flops = None if model is None or _is_compiled(model) else StepFlops()
 
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
-        return nullcontext() if self._flops is None or self._found is not None else self._flops
-
-    def _owner(self, layer: LayerDecision) -> str:
-        return layer.name if layer.name in self._modules else layer.name.rpartition(".")[0]
+        return nullcontext() if not self.begun or self._flops is None or self._found is not None else self._flops
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -167,116 +212,243 @@ class FirstStep:
         A step that calls no layer, for example because ``training_step`` returned None, is not the first step.
         """
         self.steps += 1
-        if self._found is None and (self._anything_ran() or self.steps >= STEPS):
-            self._found = self.finish()
-            return self.settle() if self.steps >= STEPS else self._found
-        return self.settle() if self.steps >= STEPS else None
+        if self.steps >= STEPS:
+            return self.settle()
+        return self.finish() if self._found is None and self._anything_ran() else None
 
     def finish(self) -> ConversionSummary:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
-        layers = tuple(self._judged(layer) for layer in self.summary.layers)
-        norms, mlps = (
-            tuple(judged_casting(planned, self._modules.get(planned.name)) for planned in fused)
-            for fused in (self.summary.norms, self.summary.mlps)
-        )
-        summary = replace(self.summary, layers=layers, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        found = self._kept(self.summary)
+        self._idle_at_first.update(each for each in self._before if isinstance(each, LinearLayer) and self._idle(each))
         flops = 0 if self._flops is None else self._flops.get_total_flops()
-        if self._flops is None or self._flops.failed or not flops or any(map(self._may_be_compiled, layers)):
-            return summary
-        return replace(summary, flops=flops, flops_in_fp8=self._flops.in_fp8)
-
-    def _may_be_compiled(self, layer: LayerDecision) -> bool:
-        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
-        module = self._modules.get(self._owner(layer))
-        hidden = layer.fp8 and layer.ran is None and isinstance(module, LinearLayer) and was_traced(*module.features)
-        return hidden and not any(self._since(self._owner(layer)))
+        if self._flops is not None and not self._flops.failed and flops and not self._may_be_compiled(found):
+            self._found = found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
+        return found
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step has called have that reason. It is returned once."""
         if self.settled or self.steps < 2:  # layers may run in later steps
             return None
+        first = self._found or self.finish()
         self.settled = True
-        judged = self._found or self.finish()
-        layers = tuple(self._seen_since(layer) for layer in judged.layers)
-        return replace(judged, layers=layers, fallbacks=fallbacks())
+        self._never = f"{NOT_CALLED} in the first {self.steps} training steps"
+        return self._kept(first)
 
-    def _seen_since(self, layer: LayerDecision) -> LayerDecision:
-        if layer.reason != NOT_YET:
-            return layer
-        fp8, high_precision, _ = self._since(self._owner(layer))
-        if fp8:
-            return self._late(layer)
-        if high_precision:
-            return replace(layer, reason=OUTSIDE)
-        return replace(layer, reason=f"it was not called in the first {self.steps} training steps")
+    def later(self) -> ConversionSummary:
+        """The table with layers that have run or changed since; of a model without a first step, the plan."""
+        return self.summary if self._found is None else self._kept(self._found)
 
-    def later(self, summary: ConversionSummary) -> ConversionSummary:
-        """``summary`` updated with layers that were idle in the first step and have run in FP8 since."""
-        layers = (
-            self._late(layer) if layer in summary.idle and self._since(self._owner(layer))[0] else layer
-            for layer in summary.layers
+    def _kept(self, summary: ConversionSummary) -> ConversionSummary:
+        """``summary`` with the rows of now."""
+        now = self._modules_now()
+        norms, mlps = (
+            tuple(judged_casting(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
+            for fused in (self.summary.norms, self.summary.mlps)
         )
-        return replace(summary, layers=tuple(layers), fallbacks=fallbacks())
-
-    def _late(self, layer: LayerDecision) -> LayerDecision:
-        return replace(layer, ran=True, reason="first ran after the first training step")
-
-    def _since(self, name: str) -> tuple[int, int, int]:
-        """The numbers of forwards in FP8, in high precision, and in evaluation mode, since the construction."""
-        record = _record(self._modules.get(name))
-        if record is None or name not in self._before:  # gone
-            return 0, 0, 0
-        fp8, high_precision, evaluations = (now - then for now, then in zip(_counts(record), self._before[name]))
-        return fp8, high_precision, evaluations
-
-    def _called(self, name: str) -> bool:
-        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
-        module = self._modules.get(name)
-        return not isinstance(module, LinearLayer) or (any(self._since(name)) or was_traced(*module.features))
-
-    def _anything_ran(self) -> bool:
-        counted = self._flops is not None and self._flops.get_total_flops() > 0
-        return counted or any(
-            self._called(name) for name in self._before if isinstance(self._modules.get(name), LinearLayer)
-        )
+        rows = self._judged_rows(now)
+        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        return self._found
 
     def stop(self) -> None:
         """Stop recording calls of attention."""
         for owner in self._attentions.values():
             watch(owner, False)
 
-    def _judged(self, layer: LayerDecision) -> LayerDecision:
-        owner = self._owner(layer)
-        module = self._modules.get(owner)
+    # Optimizer steps, outside a Trainer
+
+    def stepped(self) -> None:
+        """Report the table after an optimizer step if there is news."""
+        if in_backward():  # of one parameter; others have none of their gradients yet
+            if self._stepped_before not in waiting:
+                waiting.append(self._stepped_before)
+        elif (summary := self.after_step()) is not None and self._report is not None:
+            self._report(summary)
+
+    def _stepped_before(self) -> bool:
+        if in_backward():  # a region of a recomputed forward
+            return False
+        self.stepped()
+        return True
+
+    # What a layer did
+
+    def _owner(self, layer: LayerDecision) -> str:
+        return layer.name if layer.name in self._names else layer.name.rpartition(".")[0]
+
+    def _modules_now(self) -> dict[str, nn.Module]:
+        """The modules of the model as it is now, by all of their names."""
+        model = self._model()
+        named = () if model is None else model.named_modules(remove_duplicate=False)
+        return {clean_name(name): module for name, module in named}
+
+    def _judged_rows(self, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
+        """The rows of the model as it is now, and of layers that are gone."""
+        model = self._model()
+        if model is None:
+            return self.summary.layers
+        names = {id(module): name for name, module in reversed(now.items())}  # the first of several
+        places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
+        taken = set(places.values())
+        rows: dict[str, LayerDecision] = {}
+        gone = []
+        replaced: dict[str, tuple[LayerDecision, nn.Module | None]] = {}
+        for layer in self.summary.layers:
+            owner = self._owner(layer)
+            module = now.get(owner)
+            if (place := places.get(owner)) is not None:
+                row = self._judged(layer, now[place], now.get(place.rpartition(".")[0]))
+                row = replace(row, name=place + layer.name.removeprefix(owner))
+                rows[row.name] = row
+            elif layer.fp8 and (module is None or owner in taken):
+                gone.append(_gone(layer, "removed from the model"))
+            elif layer.fp8:
+                replaced[layer.name] = layer, module
+        for row in self._planned_again(model):
+            if (name := row.name) not in rows:
+                module = now.get(name, now.get(name.rpartition(".")[0]))
+                rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
+        for name, (layer, module) in replaced.items():
+            owner = self._owner(layer)
+            first = names[id(module)]
+            other = None if first == owner else rows.get(first + name.removeprefix(owner))
+            rows[name] = _of_replaced(layer, module, rows.get(name), other)
+        order = {name: index for index, name in enumerate(now)}
+        in_order = sorted(rows.values(), key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
+        return (*in_order, *gone)
+
+    def _planned_again(self, model: nn.Module) -> Sequence[LayerDecision]:
+        try:
+            return () if self._again is None else self._again(model).layers
+        except Exception as error:  # a function in skip does not know the new layers; do not stop training
+            self._again = None
+            warnings.warn(
+                "the table of layers has no rows of those that were added after the conversion, which run in high "
+                f"precision: skip raises {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return ()
+
+    def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
+        """The row of a layer that was not there when the model was converted."""
+        row = replace(row, high_precision=next((layer.high_precision for layer in self.summary.layers), "BF16"))
+        if isinstance(module, LinearLayer):
+            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module, parent)
+        return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
+
+    def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
         if layer.kind == ATTENTION:
             return self._judged_attention(layer, module)
-        if not layer.fp8 or not isinstance(module, LinearLayer):
-            return layer
-        fp8, high_precision, evaluations = self._since(owner)
+        if not isinstance(module, LinearLayer):
+            if not layer.fp8:
+                return layer
+            return replace(
+                layer, ran=False, reason=f"it was changed to the class {type(module).__name__} after the conversion"
+            )
+        fp8, high_precision = self._since(module)
         if fp8:
-            return replace(layer, ran=True)
-        if evaluations or (not high_precision and was_traced(*module.features)):
+            reasons = (
+                layer.reason if layer.fp8 else "",
+                LATE if module in self._idle_at_first else "",
+                f"{high_precision} of {fp8 + high_precision} forwards ran in high precision" if high_precision else "",
+                _other_recipe(module),
+            )
+            return replace(layer, fp8=True, ran=True, reason="; ".join(filter(None, reasons)))
+        if not layer.fp8 or (not high_precision and self._may_be_traced(module)):
             return layer
-        if not high_precision and not any(parameter.requires_grad for parameter in module.parameters()):
-            return layer  # not trained: an average of the weights, or the base layer of an adapter
-        return replace(layer, ran=False, reason=self._why_idle(owner, module, called=bool(high_precision)))
+        return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
 
-    def _judged_attention(self, layer: LayerDecision, module: nn.Module | None) -> LayerDecision:
+    def _judged_attention(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
         owner = self._attentions.get(layer.name)
-        since = self._since(layer.name)
+        since = self._since(module)
         calls = 0 if owner is None else owner.calls - self._entered[layer.name]
         return judged(layer, module, owner, since, calls, OUTSIDE if since[1] else NOT_YET)
 
-    def _why_idle(self, name: str, module: nn.Module, called: bool) -> str:
+    def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
+        if not module.fp8:
+            return "a later conversion keeps it in high precision"
+        if why := foreign_weight(module):
+            return why
         if called:
-            return OUTSIDE
-        if "forward" in vars(module):
+            context = module._last_context
+            if context is None or context.outside:
+                return OUTSIDE
+            return DISABLED_REGION if num_enabled_regions() > self._enabled_before else ONLY_DISABLED
+        if "forward" in vars(module) and not calls_own_forward(module):
             return "its forward was replaced on the instance and does not call ours"
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
-            parent = type(self._modules.get(name.rpartition(".")[0])).__name__
-            return f"{parent} read its weight and did not call it in the first training step"
-        return NOT_YET
+            self._readers[layer.name] = (
+                f"{type(parent).__name__} read its weight and did not call it in the first training step"
+            )
+        if layer.name in self._readers:  # later its gradient may be gone
+            return self._readers[layer.name]
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return FROZEN  # an average of the weights, or the base layer of an adapter
+        return self._never
+
+    def _since(self, module: nn.Module) -> tuple[int, int]:
+        """The numbers of training forwards in FP8 and in high precision since :meth:`begin`.
+
+        Those of a module that was only called in evaluation mode are its evaluations.
+        """
+        record = _record(module)
+        if record is None:
+            return 0, 0
+        before = self._before.get(module, (0, 0, 0, 0))
+        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(_counts(record), before))
+        return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
+
+    def _anything_ran(self) -> bool:
+        counted = self._flops is not None and self._flops.get_total_flops() > 0
+        if counted or any(isinstance(each, LinearLayer) and self._called(each) for each in list(self._before)):
+            return True
+        model = self._model()
+        return model is not None and any(parameter.grad is not None for parameter in model.parameters())
+
+    def _called(self, layer: LinearLayer) -> bool:
+        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
+        return any(self._since(layer)) or was_traced(*layer.features)
+
+    def _idle(self, layer: LinearLayer) -> bool:
+        return not self._since(layer)[0] and not self._may_be_traced(layer)
+
+    def _may_be_traced(self, layer: LinearLayer) -> bool:
+        """Whether compiled code may have multiplied in FP8 for ``layer``; the ops that it calls are counted."""
+        flops = self._flops
+        nothing_in_fp8 = flops is not None and not flops.failed and flops.get_total_flops() > 0 and not flops.in_fp8
+        return was_traced(*layer.features) and not nothing_in_fp8
+
+    def _may_be_compiled(self, summary: ConversionSummary) -> bool:
+        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
+        modules = [self._modules.get(self._owner(layer)) for layer in summary.layers if layer.fp8 and layer.ran is None]
+        return any(
+            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
+            for each in modules
+        )
+
+
+def _gone(layer: LayerDecision, what: str) -> LayerDecision:
+    """The row of a planned layer that is not in the model any more."""
+    return replace(layer, kind=GONE, ran=False, reason=f"it was {what} after the conversion", parameters=0)
+
+
+def _of_replaced(
+    layer: LayerDecision, module: nn.Module | None, row: LayerDecision | None, other: LayerDecision | None
+) -> LayerDecision:
+    """The row of a planned layer that ``module`` replaces.
+
+    Args:
+        row: the row of ``module`` by the name of ``layer``, if there is one.
+        other: its row by its first name, if it has several.
+    """
+    if other is not None:  # what ran is in that row
+        return replace(_gone(layer, f"replaced by {other.name}"), ran=None if other.precision == "FP8" else False)
+    gone = _gone(layer, f"replaced by an instance of {type(module).__name__}")
+    if row is None:
+        return gone
+    reasons = [gone.reason, *([row.reason] if row.reason not in ("", APPEARED) else [])]
+    ran = row.ran if isinstance(module, LinearLayer) else False
+    return replace(row, fp8=True, ran=ran, reason="; ".join(reasons))
 
 
 def _record(module: nn.Module | None) -> LayerRecord | None:
@@ -286,8 +458,22 @@ def _record(module: nn.Module | None) -> LayerRecord | None:
     return None if owner is None else owner.record
 
 
-def _counts(record: LayerRecord) -> tuple[int, int, int]:
-    return record.fp8, record.high_precision, record.evaluations
+def _counts(record: LayerRecord) -> tuple[int, ...]:
+    return record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8
+
+
+def _other_recipe(layer: LinearLayer) -> str:
+    """The note that the last forward ran by another recipe than the plugin's; empty if it did not."""
+    context, history = layer._last_context, layer.history
+    planned = None if history is None else history.plugin_recipe
+    if planned is None or context is None or context.recipe == planned:
+        return ""
+    return f"by recipe={context.recipe.name!r} of an fp8_autocast inside the plugin's forward"
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wrapped, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -296,15 +482,92 @@ def _is_compiled(model: nn.Module) -> bool:
     )
 
 
-def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
-    """A message for each reason why planned FP8 layers did not run in FP8, with the way out.
+_ATTRIBUTE = "_fp8_first_step"
+"""Holds the :class:`FirstStep` of a model. A table would keep alive a model that a function in ``skip`` refers to."""
 
-    Layers that a later step may still call are not included.
+_stepping: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that optimizer steps report."""
+
+
+def watch_first_steps(model: nn.Module, first_step: FirstStep, by_optimizers: bool = True) -> None:
+    """Give ``model`` its ``first_step``; those of its parts end.
+
+    Args:
+        by_optimizers: optimizer steps report what ran.
     """
+    for module in model.modules():
+        _stepping.discard(module)
+    setattr(uncompiled(model), _ATTRIBUTE, first_step)
+    if by_optimizers:
+        _stepping.add(uncompiled(model))
+
+
+def watched(model: nn.Module) -> FirstStep | None:
+    """The first steps of the root of a conversion."""
+    return vars(uncompiled(model)).get(_ATTRIBUTE)
+
+
+@torch.compiler.disable
+def report_after_step(optimizer: Any, *_: Any) -> None:
+    """Report what ran of the models of which ``optimizer`` holds a parameter."""
+    held = {*parameter_ids(optimizer)} if _stepping else set()
+    for model in list(_stepping):
+        first_step = watched(model)
+        if first_step is None or first_step.settled:
+            _stepping.discard(model)
+        elif any(id(parameter) in held for parameter in model.parameters()):
+            first_step.stepped()
+        else:  # a teacher, or a network that trains later
+            first_step.steps_of_others += 1
+            first_step.settled = first_step.steps_of_others == STEPS_OF_OTHERS
+
+
+register_optimizer_step_post_hook(report_after_step)  # after the one that updates the scales
+
+
+def conversion_summary(model: nn.Module) -> ConversionSummary:
+    """The table of a model that :func:`convert_module` converted: what is planned, or what ran.
+
+    It shows what ran after the first step of a ``torch.optim.Optimizer`` that holds a parameter of the model. Under a
+    plugin, ``plugin.summary`` is the same for the last model.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ValueError: If it is not the root of a conversion.
+    """
+    require_module("conversion_summary", model)
+    if (first_step := watched(model)) is None:
+        raise ValueError(f"this {type(model).__name__} is not a model that convert_module converted; pass its root")
+    return first_step.later()
+
+
+def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[str] = ()) -> str:
+    """A message that names the layers that did not multiply in FP8 as planned; empty if there is no news.
+
+    Layers that were not called in the first step, and may be called in a later one, are named only if less than half
+    of what is planned ran, by numbers of parameters.
+
+    Args:
+        told: the names of layers that a message has named. The named ones are added.
+        unsaid: reasons of layers that are not named.
+    """
+    planned = [layer for layer in summary.layers if layer.fp8 and layer.reason != FROZEN]
+    ran = sum(layer.parameters for layer in planned if layer.ran is not False)
+    half = 2 * ran >= sum(layer.parameters for layer in planned)
+    named = [
+        layer
+        for layer in summary.idle
+        if layer.reason not in (FROZEN, *unsaid) and layer.name not in told and not (half and layer.reason == NOT_YET)
+    ]
+    told |= {layer.name for layer in named}
+    return "; ".join(idle_layers(named))
+
+
+def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
+    """A message for each reason why planned FP8 layers did not run in FP8, with the way out."""
     by_reason: dict[str, list[str]] = {}
     for layer in idle:
-        if layer.reason != NOT_YET:
-            by_reason.setdefault(layer.reason, []).append(layer.name)
+        by_reason.setdefault(layer.reason, []).append(layer.name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         yield f"{', '.join(names[:8])}{more}: {reason}{_way_out(reason)}"
@@ -313,10 +576,12 @@ def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
 def _way_out(reason: str) -> str:
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
-    if reason == NORM_CAST_NOTHING:
-        return "; weights_dtype=torch.bfloat16 without compute_dtype lets norms cast"
-    if reason == MLP_CAST_NOTHING:
-        return ", which only costs one more pass over memory; fuse=False removes it from the table"
-    if reason.startswith("it was not called"):
+    if reason in WAYS_OUT:
+        return WAYS_OUT[reason]
+    if reason in (NOT_YET, DISABLED_REGION, ONLY_DISABLED):
+        return ""
+    if "after the conversion" in reason:
+        return "; change the model before it is converted, in configure_model for example, or convert it again"
+    if reason.startswith(NOT_CALLED):
         return ", which is harmless if it is rarely needed"
     return "; skip=(...) removes it from the table"

@@ -118,18 +118,18 @@ def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "")
     return ""
 
 
-def reason_small(name: str, shape: Sequence[int], linears: Set[str]) -> str:
+def reason_small(name: str, shape: Sequence[int], adapted: Set[str]) -> str:
     """The reason why a layer is too small to be faster in FP8; empty if it is not.
 
     Args:
         name: the name of the layer.
         shape: ``(out_features, in_features)``.
-        linears: the names of all linear layers. Siblings of a ``base_layer`` are its adapters, by peft's names. They
-            have few FLOPs at any rank, and are the only layers that are trained.
+        adapted: the names of the modules that have adapters, which are those called ``base_layer``, by peft's names.
+            Adapters have few FLOPs at any rank, and are the only layers that are trained.
     """
     parts = name.split(".")
-    bases = {".".join([*parts[:depth], "base_layer"]) for depth in range(len(parts))}
-    if bases & linears - {name}:
+    bases = {".".join([*parts[:depth], "base_layer"]) for depth in range(len(parts))} & adapted
+    if any(not f"{name}.".startswith(f"{base}.") for base in bases):
         return "an adapter (LoRA) of another layer"
     small, large = sorted(shape)
     if small <= NARROW and large > 8 * small:

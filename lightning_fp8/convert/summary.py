@@ -8,6 +8,7 @@ from textwrap import wrap
 from lightning_fp8.convert.table import WIDTH, Row, grouped, rendered
 
 LINEAR = "linear"
+GONE = "gone"
 ATTENTION = "dot product attention"
 NORM = "norm"
 MLP = "mlp"
@@ -24,10 +25,12 @@ class LayerDecision:
         fp8: whether FP8 is planned; False is high precision.
         reason: the reason why it does not run in FP8; empty if it does.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
-            ``"recurrent"``, ``"parameter"``, or ``"dot product attention"``, which has no matrix.
+            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, and ``"gone"`` for a planned
+            layer that is no longer in the model.
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
         high_precision: the dtype that it runs in without FP8: ``"BF16"``, ``"FP16"`` or ``"FP32"``.
+            In plain loops, ``"BF16"`` stands for any high precision.
     """
 
     name: str
@@ -41,7 +44,10 @@ class LayerDecision:
 
     @property
     def precision(self) -> str:
-        return "FP8" if self.fp8 and self.ran is not False else self.high_precision
+        """``"FP8"`` or ``high_precision``; ``"-"`` for a layer that is gone."""
+        if self.fp8 and self.ran is not False:
+            return "FP8"
+        return "-" if self.kind == GONE else self.high_precision
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class ConversionSummary:
     @property
     def num_fp8(self) -> int:
         """The number of layers that run in FP8. After the first training step, the number of those that did."""
-        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind != ATTENTION)
+        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind not in (ATTENTION, GONE))
 
     @property
     def num_fp8_attention(self) -> int:

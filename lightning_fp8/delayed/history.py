@@ -15,7 +15,7 @@ import itertools
 import os
 import reprlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -349,6 +349,17 @@ class AmaxHistory:
         self.slots_of[id(module)] = tuple(slots)
         _modules_changed()
 
+    def remove_module(self, module: Any) -> None:
+        """Give up the slots of ``module``, which uses another history from now on."""
+        self.modules.pop(id(module), None)
+        self.slots_of.pop(id(module), None)
+        _modules_changed()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a living module uses slots, or there are none."""
+        return not self.names or any(self.slots_of[id(module)] for module in living(self.modules))
+
     def training_forward_begins(self, *, observes: bool = False) -> None:
         """Update the counts for warnings; see :meth:`Watch.forward_begins`."""
         training = any(module.training for module in living(self.modules))
@@ -364,14 +375,22 @@ class AmaxHistory:
                 amax_history[length - num_kept :] = self.amax_history[self.amax_history.shape[0] - num_kept :]
             self.amax_history = amax_history
 
+    @_not_for_inference
+    def reset(self, slots: Iterable[int] | None = None) -> None:
+        """Empty ``slots``. Without them, the history is as a new one."""
+        if slots is None:
+            self.updates, self.steps, self.span = 0, None, None
+        emptied = slice(None) if slots is None else list(slots)
+        for values in (self.scale, self.amax, self.num_observed, self.amax_history):
+            values[..., emptied] = 0.0
+        self.nonzero_scales = NonzeroScales()
+        self.watch.state_changed()
+
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""
         self.resize(max(len(amax_history), len(self.amax_history)))
-        self.nonzero_scales = NonzeroScales()
+        self.reset([index])
         self.scale[index] = scale
-        self.amax[index] = 0.0
-        self.num_observed[index] = 0.0
-        self.amax_history[:, index] = 0.0
         self.amax_history[len(self.amax_history) - len(amax_history) :, index] = amax_history.to(
             self.amax_history.device
         )
@@ -409,26 +428,18 @@ class AmaxHistory:
         names = self.names if names is None else names
         saved_index = {name: index for index, name in enumerate(saved_names)}
         known = [(index, saved_index[name]) for index, name in enumerate(names) if name in saved_index]
-        new_scale = torch.zeros_like(self.scale)
-        new_history = self.amax_history.new_zeros(amax_history.shape[0], len(self.names))
+        self.reset()
+        self.resize(amax_history.shape[0])
         if known:
             own_slots, saved_slots = (torch.tensor(indices, device=self.scale.device) for indices in zip(*known))
-            new_scale[own_slots] = scale.to(self.scale.device)[saved_slots]
-            new_history[:, own_slots] = amax_history.to(self.scale.device)[:, saved_slots]
-        self.scale.copy_(new_scale)
-        self.amax_history = new_history
-        self.updates = updates
-        self.span = span_in(state)
-        self.nonzero_scales = NonzeroScales()
-        self.amax.zero_()
-        self.num_observed.zero_()
-        if known:  # files of Transformer Engine have neither
+            self.scale[own_slots] = scale.to(self.scale.device)[saved_slots]
+            self.amax_history[:, own_slots] = amax_history.to(self.scale.device)[:, saved_slots]
+            # Files of Transformer Engine have neither.
             self.amax[own_slots] = state["seen"].to(self.scale.device)[saved_slots] if "seen" in state else 0.0
             self.num_observed[own_slots] = (
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
-        self.steps = steps_in(state)
-        self.watch.forwards = 0
+        self.updates, self.steps, self.span = updates, steps_in(state), span_in(state)
         return [name for name in names if name not in saved_index]
 
 

@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from lightning_fp8.delayed.owners import (
     parameter_ids,
     slots_without_optimizer,
 )
-from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
+from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, uses_begin
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaling import FLOAT32_MAX, is_usable
 
@@ -79,10 +79,15 @@ def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, tr
     if training or _region.recipe is None:
         _region.recipe = recipe
         _region.group = group
-    if training and not torch.compiler.is_compiling():
-        histories = [history for history in all_histories() if history.plugin_recipe is None]
+    if torch.compiler.is_compiling():
+        return
+    histories = [history for history in all_histories() if history.plugin_recipe is None]
+    uses_begin(history.watch for history in histories)
+    if training:
         for history in histories:
             history.training_forward_begins()
+        if histories and recipe.reduce_amax:
+            refuse_join(group)
         update_waiting(histories)
 
 
@@ -255,10 +260,14 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
     """Replace the amaxes of ``histories`` by their maximum over ``group``; ``None`` is all ranks.
 
     Raises:
-        RuntimeError: If the names of slots differ between ranks, on all ranks.
+        RuntimeError: If the names of slots differ between ranks, on all ranks; or in a ``Join`` context.
     """
     if not histories or not are_several_ranks(group):
         return
+    if _has_uneven_inputs(group):
+        if not any(bool(history.amax.any()) for history in histories):
+            return  # the step ran by a recipe without state
+        refuse_join(group)
     _compare_names(histories, group)
     amaxes = torch.cat([history.amax for history in histories])
     # A collective's maximum may drop a NaN on some ranks. inf keeps the old scale, too.
@@ -271,6 +280,70 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
 def are_several_ranks(group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``group`` has more than one rank; ``None`` is all ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+_joins: list[Join] = []
+"""The ``Join`` contexts that this process has entered. DistributedDataParallel does not tell whether it is in one."""
+
+
+def _track_joins() -> None:
+    enter, leave = Join.__enter__, Join.__exit__
+
+    @wraps(enter)
+    def entered(self: Join) -> Any:
+        _joins.append(self)
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    @wraps(leave)
+    def left(self: Join, *exception: Any) -> Any:
+        try:
+            return leave(self, *exception)
+        finally:
+            _joins[:] = [each for each in _joins if each is not self]
+
+    Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]
+
+
+if dist.is_available():
+    from torch.distributed.algorithms.join import Join
+
+    _track_joins()
+
+
+def refuse_join(group: dist.ProcessGroup | None = None) -> None:
+    """Called where amaxes of ``group`` will be reduced.
+
+    Raises:
+        RuntimeError: In a ``Join`` context with uneven inputs. A rank whose inputs have ended repeats only the
+            collectives of DistributedDataParallel, which would meet the reduction of amaxes on other ranks.
+    """
+    if _has_uneven_inputs(group):
+        raise RuntimeError(
+            "delayed scaling with reduce_amax=True reduces amaxes over ranks in each optimizer step, and is not "
+            "supported in join() of DistributedDataParallel or Join(...): a rank whose inputs have ended does not take "
+            "part. Use DelayedScaling(reduce_amax=False), with which each rank has its own scales; a recipe without "
+            "state, such as 'tensorwise'; or join(throw_on_early_termination=True)"
+        )
+
+
+def refuse_default_dtype_in_join() -> None:
+    """Called where a plugin has set torch's default dtype.
+
+    Raises:
+        RuntimeError: In a ``Join`` context with uneven inputs, unless the default dtype is float32.
+    """
+    if _has_uneven_inputs() and (dtype := torch.get_default_dtype()) is not torch.float32:
+        raise RuntimeError(
+            f"join() sums counters of torch's default dtype, which the plugin, as Lightning's own precision plugins, "
+            f"sets to {dtype} inside forwards; ranks whose inputs have ended are outside and send float32. Pass "
+            "weights_dtype=torch.float32, or train in a plain loop with convert_module and fp8_autocast"
+        )
+
+
+def _has_uneven_inputs(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this process is in a ``Join`` context in which inputs of the ranks of ``group`` may end."""
+    uneven = any(each._enable and not each._throw_on_early_termination for each in _joins)
+    return uneven and are_several_ranks(group)
 
 
 _compared: weakref.WeakKeyDictionary[AmaxHistory, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()

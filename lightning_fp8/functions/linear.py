@@ -147,11 +147,11 @@ class Product:
         if isinstance(x, FP8Tensor):
             serves = x.recipe is None or x.recipe == self.recipe
             if is_cast_for(x, self._casts[role]) and serves:
-                if torch.compiler.is_compiling():
-                    return kept_operands(x, rowwise, columnwise)
                 _, amax, _ = self._scale_and_amax(role, again)
                 if amax is not None and x.observed is not None:
                     torch.maximum(amax, x.observed, out=amax)
+                if torch.compiler.is_compiling():
+                    return kept_operands(x, rowwise, columnwise)
                 if role is Role.INPUT:
                     x.takers.append(self.slots)
                 return x.quantized(rowwise=rowwise, columnwise=columnwise)
@@ -191,7 +191,8 @@ class Product:
         columnwise: bool,
     ) -> tuple[Quantized, Tensor]:
         """The operands of ``x [..., K]`` (see :meth:`quantize_input`), and ``x wᵀ + bias`` in ``dtype``."""
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        held = shared is not None and not any(shared.lacks(columnwise)) and not self.is_sampled(Role.INPUT)
+        rows = x if held or x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a DeferredTensor computes it
         results = None
         casts_both = self.cached_weight is None and (shared is None or shared.is_new)
         if casts_both and not torch.compiler.is_compiling() and not self.is_sampled(Role.INPUT):
@@ -298,7 +299,8 @@ class Product:
 
 def without_gradient(x: Tensor) -> Tensor:
     """``x.detach()``. FP8 weights cannot be detached in ``torch.inference_mode``, so it is disabled for them."""
-    if type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
+    traced = torch.compiler.is_compiling()  # Dynamo cannot trace the question after it
+    if traced or type(x) in (Tensor, torch.nn.Parameter) or not torch.is_inference_mode_enabled():
         return x.detach()
     with torch.inference_mode(False):
         return x.detach()

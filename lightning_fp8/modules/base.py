@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import current_context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import Slots
@@ -74,6 +75,8 @@ class FP8Module(nn.Module):
 
     def use_history(self, history: AmaxHistory, first_slot: int = 0) -> None:
         """Use the slots of ``history`` from ``first_slot`` on, in the order of :meth:`history_slots`."""
+        if self.history is not None:
+            self.history.remove_module(self)
         indices = count(first_slot)
         self._slots = tuple({role: history.slot(next(indices)) for role in self.roles} for _ in self.gemms)
         self._join(history)
@@ -109,14 +112,19 @@ class FP8Module(nn.Module):
             self._join(self.history)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Refuse ``torch.nn.DataParallel`` in FP8: its threads do not inherit this thread's ``fp8_autocast``."""
-        context = current_context()
-        if self.fp8 and (context.enabled or context.calibrating):
+        """A replica of ``torch.nn.DataParallel``, whose threads do not inherit this thread's ``fp8_autocast``.
+
+        Raises:
+            RuntimeError: If the replica would run in another precision than this thread's region asks for.
+        """
+        context, own = current_context(), getattr(self, "own_context", None)
+        if self.fp8 and (context.enabled or context.calibrating or (own is not None and not context.outside)):
             raise RuntimeError(
                 "torch.nn.DataParallel runs each replica in a separate thread, where fp8_autocast has no effect: "
-                f"{type(self).__name__} would run in high precision there. Use DistributedDataParallel, strategy='ddp' "
-                "of a Trainer, or leave fp8_autocast"
+                f"{type(self).__name__} would run in {f'FP8, {own.recipe.name},' if own else 'high precision'} there. "
+                "Use DistributedDataParallel, strategy='ddp' of a Trainer, or leave fp8_autocast"
             )
+        self._record = self.record  # replicas count in it
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Any:
@@ -128,7 +136,17 @@ class FP8Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # torch swaps a tensor subclass with a new tensor, which lacks the attributes that others set on the old one.
         own = [(name, dict(vars(each))) for name, each in self._parameters.items() if isinstance(each, FP8Tensor)]
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if not own or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{type(self).__name__}.{own[0][0]} is stored in FP8, and cannot be moved or converted while a graph "
+                "or another object holds it. Finish the backward pass before this call, or delete the loss and all "
+                "outputs of the model (del loss). Then repeat the call: modules before this one are moved or converted "
+                "already, this one and those after it are not"
+            ) from error
         for name, attributes in own:
             of_others = {key: value for key, value in attributes.items() if key not in FP8Tensor.ATTRIBUTES}
             vars(self._parameters[name]).update(of_others)
@@ -151,7 +169,12 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories."""
+        """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories.
+
+        Raises:
+            RuntimeError: If a value for a high-precision parameter is float8.
+        """
+        require_values(self, state_dict, prefix)
         if (entry := take_state(state_dict, prefix)) is not None:
             from lightning_fp8.te.te_state import CheckpointError, read_te_state  # imported late: few runs need it
 
@@ -172,3 +195,18 @@ class FP8Module(nn.Module):
             self.ensure_slots()
             for (_, slot), tensor_state in zip(self.named_slots(), tensor_states):
                 slot.history.set_slot(slot.index, tensor_state.scale, tensor_state.amax_history)
+
+
+def require_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A load-state-dict pre-hook of a model.
+
+    Raises:
+        RuntimeError: If a value for a high-precision parameter is float8. Nothing is loaded then.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and holds_codes(value) and not holds_codes(parameter):
+            raise RuntimeError(
+                f"{prefix}{name} is {value.dtype} in the state dict and {parameter.dtype} in the model: "
+                f"{CODES_NEED_SCALES}, and then its state dict"
+            )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, is_foreign
 
 
 class TransposedLinear(LinearLayer):
@@ -16,11 +16,12 @@ class TransposedLinear(LinearLayer):
 
     def _weight_and_bias(self) -> tuple[Tensor, Any]:
         weight, bias = super()._weight_and_bias()
-        return weight.t(), bias
+        return weight if is_foreign(weight) else weight.t(), bias
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = input.reshape(-1, input.shape[-1])
-        y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+        w = weight if is_foreign(weight) else weight.t()
+        y = x @ w if bias is None else torch.addmm(bias, x, w)
         return y.view(*input.shape[:-1], -1)
 
 

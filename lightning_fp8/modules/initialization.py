@@ -59,9 +59,10 @@ class Initialization:
     rng_tracker_name: str | None = None
 
     @classmethod
-    def told(cls, weight: InitMethod | None, bias: InitMethod | None, parallel: ParallelArguments) -> Initialization:
-        """A copy that uses the RNG tracker of a layer's parallel arguments."""
-        return cls(weight, bias, parallel.get("get_rng_state_tracker"), parallel.get("rng_tracker_name"))
+    def told(cls, weight: InitMethod | None, parallel: ParallelArguments) -> Initialization:
+        """Zeros for biases, the default for weights if None is given, the RNG tracker of parallel arguments."""
+        tracker, name = parallel.get("get_rng_state_tracker"), parallel.get("rng_tracker_name")
+        return cls(weight or default_init_method, nn.init.zeros_, tracker, name)
 
     def fill(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None] = ()) -> None:
         """Fill the parameters in place.

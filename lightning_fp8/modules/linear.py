@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,9 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
             weight has the attribute ``grad_added_to_main_grad``, it is set to True and ``grad`` becomes zeros, as
             Megatron's hooks require.
         return_bias: return ``(y without bias, bias)``.
-        init_method: initializes each weight, also in ``reset_parameters``. ``None`` is ``torch.nn.Linear``'s method.
+        init_method: initializes each weight, also in ``reset_parameters``. ``None`` is a normal distribution with a
+            standard deviation of 0.023, as in Transformer Engine. The bias starts at zero. Layers that are converted
+            from ``torch.nn.Linear`` keep its method.
         params_dtype: the dtype of the parameters. ``dtype`` is an alias.
         parameters_split: split the weight's rows into several parameters (``query_weight``, ``query_bias``, ...),
             which replace ``weight`` and ``bias``. Either names, or a dictionary of names and numbers of rows.
@@ -57,7 +59,7 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         NotImplementedError: If an argument that is not supported differs from its default.
     """
 
-    initialization = Initialization()
+    initialization = Initialization()  # of a layer whose class was swapped in place
 
     @checked_arguments
     def __init__(
@@ -79,15 +81,18 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
         require_positive("in_features", in_features)
         require_positive("out_features", out_features)
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, out_features)
-        dtype = one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        factory: dict[str, Any] = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **factory)) if bias else None)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         if split_rows is not None:
             self._split_parameters(split_rows)
         self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
-        self.initialization = Initialization.told(init_method, None, parallel)
-        self.initialization.fill(*self.weights_and_biases())
+        self.initialization = Initialization.told(init_method, parallel)
+        self.reset_parameters()
         cut_linear(self, parallel.get("parallel_mode"), TensorParallel.asked(parallel))
         self.ensure_slots()
         keep_weights_in_fp8(self, self.weight_names)
@@ -95,21 +100,16 @@ class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[m
     def reset_parameters(self) -> None:
         """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
 
-        Weights and biases are initialized as in ``torch.nn.Linear``; ``init_method`` then fills the weights.
-
         Raises:
             RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits
                 ``init_method``.
         """
         refuse_meta(self)
-        with self._as_whole():
-            weights, biases = self.weights_and_biases()
-            bound = 1 / math.sqrt(weights[0].shape[1])
-            for weight, bias in zip(weights, biases):
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-                if bias is not None:
-                    nn.init.uniform_(bias, -bound, bound)
-            self.initialization.fill(weights, biases)
+        if self.initialization.weight is None:
+            nn.Linear.reset_parameters(self)
+        else:
+            with self._as_whole():
+                self.initialization.fill(*self.weights_and_biases())
         self.forget_weight()
 
     def forward(  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,9 @@ from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
-from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
+from lightning_fp8.fp8_region import DISABLED, FP8Context
+from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import (
     Delayed,
     HighPrecisionGradientsFunction,
@@ -138,11 +141,17 @@ class LinearLayer(WeightCachingModule):
         """``(out_features, in_features)`` for each of :attr:`gemms`."""
         return {"": (self.out_features, self.in_features)}
 
-    def _begin(self, input: Tensor, weight: Tensor, is_first_microbatch: bool | None) -> FP8Context:
-        """Check the arguments of a forward, count it in the record, and return the context that it runs under."""
+    def _begin(
+        self, input: Tensor, weight: Tensor, is_first_microbatch: bool | None, second: Tensor | None = None
+    ) -> FP8Context:
+        """Check the arguments of a forward, count it in the record, and return the context that it runs under.
+
+        With a ``weight``, or ``second`` weight, of another package's class, this is :data:`DISABLED`.
+        """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
-        if (
+        foreign = (type(weight) not in _TENSORS and is_foreign(weight)) or (second is not None and is_foreign(second))
+        if not foreign and (
             type(input) not in _TENSORS
             or input.dtype is not weight.dtype
             or not input.dim()
@@ -157,21 +166,23 @@ class LinearLayer(WeightCachingModule):
         """:meth:`_begin` of a forward whose input another module has computed and cast."""
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
-            if self.fp8:
+            if self.fp8 and not foreign:
                 (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
-            return context
+            return DISABLED if foreign else context
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
-        record, in_fp8 = self._record or self.record, context.enabled and self.fp8
+        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not foreign
         record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
-            return context
+            return DISABLED if foreign else context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        return context
+        return DISABLED if foreign else context
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
+        if any(is_foreign(self._parameters.get(name)) for name in self.weight_names):
+            return DISABLED
         if torch.compiler.is_compiling():
             return fp8_region.current_context(self.own_context)
         return fp8_region.context_of_forward(self._last_context, self.own_context)[0]
@@ -201,6 +212,11 @@ class LinearLayer(WeightCachingModule):
         if len(self.weight_names) == 1:
             return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
         weights, biases = self.weights_and_biases()
+        if any(map(is_foreign, weights)):
+            raise TypeError(
+                f"{self.kind} with parameters_split: {foreign_weight(self)}, which cannot be concatenated; leave this "
+                "layer out of the call that replaced its weights"
+            )
         return concatenated(weights), None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
 
     def _products(
@@ -303,6 +319,8 @@ class LinearLayer(WeightCachingModule):
 
         If wgrad is delayed or accumulated in ``main_grad``, it is a view whose backward redirects the gradient.
         """
+        if is_foreign(weight):
+            return weight
         main_grad = self._main_grad(weight, is_first_microbatch)
         delayed = None if self.delayed_wgrads is None or not torch.is_grad_enabled() else self.delayed_wgrads[gemm]
         if main_grad is None and delayed is None:
@@ -404,6 +422,8 @@ class LinearLayer(WeightCachingModule):
                 f"{self.kind}'s weight is on {weight.device} and the input on {input.device}; move one to the other"
                 + ("; a meta weight has no values yet: call module.to_empty(device=...)" if weight.is_meta else "")
             )
+        if holds_codes(weight):
+            raise TypeError(f"{self.kind}'s weight is {weight.dtype}: {CODES_NEED_SCALES}")
         if input.dtype != weight.dtype and not autocast_dtype(input.device.type):
             raise TypeError(
                 f"{self.kind}'s weight is {weight.dtype} and the input {input.dtype}; cast one of them, or run under "
@@ -416,3 +436,46 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def foreign_weight(module: nn.Module) -> str:
+    """The reason why the class of a weight of ``module`` keeps it in high precision; an empty string if none does."""
+    computed = module._modules.get("parametrizations", ())
+    for name in getattr(module, "weight_names", ("weight",)):
+        weight = None if name in computed else getattr(module, name, None)  # type: ignore[operator]
+        if is_foreign(weight):
+            cls = type(_local(weight)).__name__
+            return f"its {name} is {'an' if cls[0] in 'AEIOUaeiou' else 'a'} {cls}"
+    return ""
+
+
+def is_foreign(weight: Any) -> bool:
+    """Whether ``weight`` has a tensor class that computes or converts itself, as torchao's and bitsandbytes' have.
+
+    Such a weight is not cast: it is multiplied by ``torch.nn.functional.linear``, which calls its class. Classes of
+    torch's tracing, sharding and lazy initialization, and those of this package, are not meant.
+    """
+    return type(weight) not in _TENSORS and isinstance(weight, Tensor) and _computes_itself(type(_local(weight)))
+
+
+def _local(weight: Any) -> Any:
+    return weight._local_tensor if is_sharded(weight) and not torch.compiler.is_compiling() else weight
+
+
+@torch.compiler.assume_constant_result
+def _computes_itself(cls: type) -> bool:
+    return _defines_operations(cls)
+
+
+@cache
+def _defines_operations(cls: type) -> bool:
+    if issubclass(cls, FP8Tensor) or cls.__module__.startswith(_NOT_FOREIGN):
+        return False
+    own = (vars(base) for base in cls.__mro__ if base not in nn.Parameter.__mro__)
+    return any({"__torch_dispatch__", "__torch_function__", "to"} & names.keys() for names in own)
+
+
+_NOT_FOREIGN = (
+    *("torch._subclasses.", "torch.nn.parameter"),
+    *("torch.distributed.tensor", "torch.distributed._functional_collectives"),
+)

@@ -51,12 +51,13 @@ class LayerRecord:
         fp8: the number of training forwards (``module.training``) that multiplied in FP8.
         high_precision: the number of training forwards that did not multiply in FP8.
         evaluations: the number of forwards outside training, in either precision.
+        evaluations_in_fp8: the number of ``evaluations`` that multiplied in FP8.
         outside: the number of forwards outside every ``fp8_autocast`` with gradients enabled, while the layer is
             watched.
         watch: the watch of the layer's model, if it is of ``convert_module``.
     """
 
-    COUNTS: ClassVar = ("evaluations", "fp8", "high_precision", "outside")
+    COUNTS: ClassVar = ("evaluations", "evaluations_in_fp8", "fp8", "high_precision", "outside")
     __slots__ = (*COUNTS, "watch")
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class LayerRecord:
 
     def clear(self) -> None:
         """Start anew."""
-        self.fp8 = self.high_precision = self.evaluations = self.outside = 0
+        self.fp8 = self.high_precision = self.evaluations = self.evaluations_in_fp8 = self.outside = 0
 
     @property
     def ran(self) -> bool:
@@ -76,6 +77,7 @@ class LayerRecord:
         """Count one forward."""
         if not training:
             self.evaluations += 1
+            self.evaluations_in_fp8 += fp8
         elif fp8:
             self.fp8 += 1
         else:

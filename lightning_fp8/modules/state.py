@@ -136,12 +136,32 @@ def update_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
+    update_slots(_slots_of(model))
+
+
+def reset_fp8_scales(model: nn.Module) -> None:
+    """Empty the delayed scales and amax histories of the FP8 layers of ``model``, as those of a new model.
+
+    Until the next update each tensor is scaled by its current amax. Call this function after loading weights without
+    FP8 state into a model that has been trained: its scales are those of other weights. ``model`` may be a part of a
+    converted model; the other parts keep their scales. All ranks that share scales must call it.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+    """
+    require_module("reset_fp8_scales", model)
+    for history, slots in _slots_of(model):
+        history.reset(None if len(slots) == len(history.names) else slots)
+
+
+def _slots_of(model: nn.Module) -> list[tuple[AmaxHistory, frozenset[int]]]:
+    """The slots of the FP8 layers of ``model``, by their histories in order of creation."""
     slots: dict[AmaxHistory, set[int]] = {}
     for _, module in fp8_modules(model):
         for _, slot in module.named_slots():
             slots.setdefault(slot.history, set()).add(slot.index)
     in_order = sorted(slots, key=lambda history: history.creation_index)
-    update_slots([(history, frozenset(slots[history])) for history in in_order])
+    return [(history, frozenset(slots[history])) for history in in_order]
 
 
 def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:

@@ -181,12 +181,12 @@ class CutLayer(GroupTaker, LinearLayer):
             self.register_parameter(name, nn.Parameter(piece, whole.requires_grad))
         self._mark_parameters()
         first: Any = getattr(self, "initialization", None) or getattr(self, "initializations", (None,))[0]
-        tracked = first is not None and first.weight is not None and first.get_rng_state_tracker is not None
+        tracked = first is not None and first.get_rng_state_tracker is not None
         if tensor_parallel.group is None and not tracked:
             warnings.warn(
                 f"tp_size={tensor_parallel.size} without tp_group: the constructor does not know this rank, and "
-                "initializes parameters with the shards of rank 0. Pass tp_group, or init_method and "
-                "get_rng_state_tracker, or load a state_dict",
+                "initializes parameters with the shards of rank 0. Pass tp_group, or get_rng_state_tracker, or load a "
+                "state_dict",
                 UserWarning,
                 stacklevel=1,  # the same line for all layers, so the warning is shown once
             )

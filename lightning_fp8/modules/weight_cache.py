@@ -22,6 +22,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 from lightning_fp8.functions.linear import Product
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.ops import Quantized
+from lightning_fp8.parallel.sharded_linear import is_sharded
 from lightning_fp8.recipes import DelayedScaling
 from lightning_fp8.scaled import Role
 
@@ -86,6 +87,7 @@ class WeightCachingModule(FP8Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         in_fp8 = [(name, weight) for name in self.weight_names if isinstance(weight := self._held(name), FP8Tensor)]
         preserved = {name: weight.high_precision_init_val for name, weight in in_fp8}
+        before = self._values_if_watched()
         super()._load_from_state_dict(*args)
         self._weight_cache = None
         for name, weight in in_fp8:
@@ -98,6 +100,18 @@ class WeightCachingModule(FP8Module):
                 held = self._held(name)
                 assert isinstance(held, FP8Tensor)
                 held.high_precision_init_val = value.detach().to("cpu", held.dtype, copy=True)
+        if self.history is not None:
+            given = {name: args[0].get(args[1] + name) for name in before}
+            self.history.watch.weights_loaded |= any(
+                _is_in_place(given[name], self._held(name)) or _differ(values, self._held(name))
+                for name, values in before.items()
+            )
+
+    def _values_if_watched(self) -> dict[str, Tensor]:
+        """Copies of this rank's values of the parameters, if the history has scales that may be those of other ones."""
+        if self.history is None or self.history.watch.weights_loaded or not bool(self.history.scale.any()):
+            return {}
+        return {name: _local(own).clone() for name, own in self._parameters.items() if own is not None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save FP8 weights as plain tensors, dequantized."""
@@ -165,6 +179,26 @@ class WeightCachingModule(FP8Module):
                 ops.observe(weight.detach(), product.slots[Role.WEIGHT].amax)
             kept.observed = True
         return kept.copies
+
+
+def _local(values: Tensor) -> Tensor:
+    """This rank's part of ``values``."""
+    sharded: Any = values
+    return sharded.detach().to_local() if is_sharded(values) else values.detach()  # type: ignore[no-any-return]
+
+
+def _differ(before: Tensor, held: Tensor | None) -> bool:
+    """Whether ``held`` has other values than ``before``, in the dtype of ``before``."""
+    if held is None or before.shape != (after := _local(held)).shape:
+        return False
+    return before.is_meta != after.is_meta or not (before.is_meta or torch.equal(after.to(before), before))
+
+
+def _is_in_place(given: Any, held: Tensor | None) -> bool:
+    """Whether a sharded state dict has the memory of ``held``, which distributed checkpoints are read into."""
+    if not isinstance(given, Tensor) or held is None or not (is_sharded(given) and is_sharded(held)):
+        return False
+    return _local(given).data_ptr() == _local(held).data_ptr()
 
 
 def _sources(parameters: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], StorageWeakRef], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import time
 from pathlib import Path
@@ -32,6 +33,9 @@ from lightning_fp8.version import __version__
 WHAT_IF_EVERY = 10
 """Every so many samples, also count the errors of other recipes."""
 
+FILE = "fp8_monitor.npz"
+"""The file of a record, if ``path`` names none."""
+
 LONGEST_INTERVAL = 10_000
 """The maximum number of steps of an interval, since their amaxes and scales are held in memory."""
 
@@ -57,7 +61,7 @@ class FP8Monitor(Callback):
         per_layer: also log the figures of each cast.
         path: the file of the record. ``None`` is ``fp8_monitor.npz`` in the Trainer's ``log_dir``, or
             ``default_root_dir``, and no file with ``fast_dev_run``. An existing file is kept, and the new one gets a
-            number.
+            number. A folder is refused.
 
     Attributes:
         alarms: the alarms that were found.
@@ -69,17 +73,20 @@ class FP8Monitor(Callback):
             ``path`` not a path.
     """
 
-    def __init__(self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | Path | None = None) -> None:
+    def __init__(
+        self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | os.PathLike[str] | None = None
+    ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
             raise TypeError(f"every_n_steps={every_n_steps!r} must be an integer from 1 to {LONGEST_INTERVAL}")
         if not 1 <= every_n_steps <= LONGEST_INTERVAL:
             raise ValueError(f"every_n_steps={every_n_steps} must be from 1 to {LONGEST_INTERVAL}")
-        if path is not None and (not isinstance(path, (str, Path)) or not str(path).strip()):
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not str(path).strip()):
             raise TypeError(f"path={path!r} must be a file, or None for one in the folder of the logs")
         require_bool("per_layer", per_layer)
         self.every_n_steps = every_n_steps
         self.per_layer = per_layer
         self.path = None if path is None else Path(path)
+        self._refuse_folder()
         self.record: Record | None = None
         self.saved_to: Path | None = None
         self.seconds = 0.0
@@ -88,6 +95,13 @@ class FP8Monitor(Callback):
         self._trace: StepTrace | None = None
         self._sampler: Sampler | None = None
         self._casts = Casts([], [], [], [])
+
+    def _refuse_folder(self) -> None:
+        if self.path is not None and self.path.is_dir():
+            raise ValueError(
+                f"path={str(self.path)!r} is a folder; name a file in it, for example {self.path / FILE}, or leave "
+                "path out to write to the folder of the logs"
+            )
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -107,10 +121,12 @@ class FP8Monitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises:
-        ValueError: If the Trainer has several monitors, which would replace each other's samples.
+        ValueError: If the Trainer has several monitors, which would replace each other's samples, or if ``path`` is a
+            folder.
         """
         if sum(isinstance(each, FP8Monitor) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has several FP8Monitor callbacks; pass one")
+        self._refuse_folder()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -145,7 +161,7 @@ class FP8Monitor(Callback):
             if isinstance(recipe, DelayedScaling):
                 self._trace = StepTrace(casts.slots, self.every_n_steps)
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        path = self.path or (None if is_trial else Path(folder) / "fp8_monitor.npz")
+        path = self.path or (None if is_trial else Path(folder) / FILE)
         self.saved_to = _unused(path) if path is not None and trainer.is_global_zero else None
 
     @override

@@ -52,7 +52,7 @@ class Casts(NamedTuple):
         The casts of a layer without gradients, such as those of a teacher, have no amaxes and are not sampled.
         """
         records = (layer.record for layer in self.layers)
-        return np.array([bool(each.fp8 or (each.evaluations and not each.high_precision)) for each in records], bool)
+        return np.array([bool(each.fp8 or each.evaluations_in_fp8) for each in records], bool)
 
     def largest_rounded(self, recipe: Recipe) -> Array:
         """The largest magnitude that each cast rounds to it, ``[n]``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fp8.files import replacing
+from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.names import layer_of_slot
 from lightning_fp8.ops.sample import COUNTS, EXPONENTS, SAMPLED_RECIPES
 
@@ -156,6 +159,13 @@ class Record:
         if not self.exponents.size:
             self.exponents = np.zeros((n, EXPONENTS))
 
+    def require_rows(self) -> None:
+        """Raises:
+        ValueError: If :attr:`layers` or :attr:`alarms` lack what a page shows.
+        """
+        for name, expected in _ROWS.items():
+            _require(getattr(self, name), expected, name)
+
     @property
     def num_steps(self) -> int:
         """The number of steps in the intervals."""
@@ -196,34 +206,28 @@ class Record:
         self.losses[..., 0] = np.fmax(self.losses[..., 0], share)
         self.losses[..., 1] = np.fmin(self.losses[..., 1], decibels)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record as an ``.npz`` file. An existing file is replaced atomically."""
         described = {
             "version": VERSION,
             "fields": FIELDS,
             **{name: getattr(self, name) for name in _DESCRIBED},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with open(part, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    description=np.array(json.dumps(described)),
-                    steps=np.array([[each.first_step, each.last_step] for each in self.intervals], np.int64).reshape(
-                        -1, 2
-                    ),
-                    loss=np.array([each.loss for each in self.intervals]),
-                    values=np.array([each.values for each in self.intervals]),
-                    losses=self.losses,
-                    exponents=self.exponents,
-                )
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        steps = [[each.first_step, each.last_step] for each in self.intervals]
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part, open(part, "wb") as file:
+            np.savez_compressed(
+                file,
+                description=np.array(json.dumps(described)),
+                steps=np.array(steps, np.int64).reshape(-1, 2),
+                loss=np.array([each.loss for each in self.intervals]),
+                values=np.array([each.values for each in self.intervals]),
+                losses=self.losses,
+                exponents=self.exponents,
+            )
 
     @classmethod
-    def load(cls, path: Path | str) -> Record:
+    def load(cls, path: str | os.PathLike[str]) -> Record:
         """Read a file of :meth:`save`. No code in it is executed.
 
         Raises:
@@ -231,15 +235,19 @@ class Record:
             ValueError: If it is not a record, or has a newer version.
         """
         try:
+            if not Path(path).stat().st_size:
+                raise ValueError("it is empty")
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is no .npz file, or its end is missing")
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             if "description" not in arrays:
                 raise ValueError("it has no description; FP8Monitor writes fp8_monitor.npz into the log_dir")
             described = json.loads(str(arrays["description"]))
-            version, missing = described["version"], set(FIELDS) - set(described["fields"])
-            if missing and version <= VERSION:
-                raise ValueError(f"it lacks {sorted(missing)}")
+            _require(described, {"version": int}, "its description")
+            version = described["version"]
             if version <= VERSION:
+                _require(described, {"fields": [str], **_DESCRIBED}, "its description")
                 return cls._from_arrays(described, arrays)
         except OSError:
             raise
@@ -252,26 +260,86 @@ class Record:
 
     @classmethod
     def _from_arrays(cls, described: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Record:
-        order = [described["fields"].index(name) for name in FIELDS]
-        shape = len(arrays["steps"]), len(described["names"]), len(described["fields"])
-        intervals = [
-            Interval(int(first), int(last), float(loss), of_casts[:, order])
-            for (first, last), loss, of_casts in zip(
-                arrays["steps"], arrays["loss"], arrays["values"].reshape(shape), strict=True
-            )
-        ]
         fields = {name: described[name] for name in _DESCRIBED}
         fields["recipes"] = tuple(fields["recipes"])
+        if missing := set(FIELDS) - set(described["fields"]):
+            raise ValueError(f"its fields lack {sorted(missing)}")
         n = len(described["names"])
-        for name, of_record in (("losses", (n, len(fields["recipes"]), 2)), ("exponents", (n, EXPONENTS))):
-            if arrays[name].shape != of_record:
-                raise ValueError(f"{name} has the shape {arrays[name].shape}, not {of_record}")
+        for name, numbers in (("roles", (n,)), ("formats", (0, n))):
+            if len(fields[name]) not in numbers:
+                raise ValueError(f"it has {len(fields[name])} {name}, not {n}, as many as names")
+        if unknown := set(fields["formats"]) - {E4M3.name, E5M2.name}:
+            raise ValueError(f"its formats have {sorted(unknown)[0]!r}, which is neither {E4M3.name} nor {E5M2.name}")
+        steps = len(arrays["steps"]) if "steps" in arrays else 0
+        for name, of_record in (
+            ("steps", (steps, 2)),
+            ("loss", (steps,)),
+            ("values", (steps, n, len(described["fields"])) if steps else (0,)),
+            ("losses", (n, len(fields["recipes"]), 2)),
+            ("exponents", (n, EXPONENTS)),
+        ):
+            if name not in arrays:
+                raise ValueError(f"it lacks the array {name!r}")
+            if arrays[name].dtype.kind not in "iuf" or arrays[name].shape != of_record:
+                raise ValueError(
+                    f"its array {name!r} is {arrays[name].dtype} {arrays[name].shape}, not numbers {of_record}"
+                )
+        order = [described["fields"].index(name) for name in FIELDS]
+        intervals = [
+            Interval(int(first), int(last), float(loss), of_casts[:, order])
+            for (first, last), loss, of_casts in zip(arrays["steps"], arrays["loss"], arrays["values"])
+        ]
+        for each in intervals:
+            if each.first_step > each.last_step:
+                raise ValueError(f"it has an interval from step {each.first_step} to step {each.last_step}")
         return cls(**fields, intervals=intervals, losses=arrays["losses"], exponents=arrays["exponents"])
 
 
-_DESCRIBED = (
-    "names", "roles", "formats", "recipe", "recipe_fields", "recipes", "layers", "verdict", "alarms", "environment",
-)  # fmt: skip
+_DESCRIBED: dict[str, Any] = {
+    "names": [str],
+    "roles": [str],
+    "formats": [str],
+    "recipe": str,
+    "recipe_fields": str,
+    "recipes": [str],
+    "layers": [dict],
+    "verdict": str,
+    "alarms": [dict],
+    "environment": dict,
+}
+"""The attributes in a saved record's description, and their types. ``[str]`` is a list of strings; a dictionary has at
+least these keys."""
+
+_ROWS: dict[str, Any] = {
+    "layers": [dict.fromkeys(("name", "shape", "precision", "reason"), str)],
+    "alarms": [
+        {
+            **dict.fromkeys(("kind", "rule", "value", "cause", "consequence", "advice"), str),
+            **dict.fromkeys(("first_step", "last_step"), int),
+            "casts": [str],
+            "skip": [str],
+        }
+    ],
+}
+"""What a page shows of the rows of the tables."""
+
+
+def _require(value: Any, expected: Any, what: str) -> None:
+    """Raises:
+    ValueError: If ``value``, which messages call ``what``, is not of the ``expected`` types; see :data:`_DESCRIBED`.
+    """
+    cls: type = expected if isinstance(expected, type) else type(expected)
+    found: type = type(value)
+    if found is not cls:
+        raise ValueError(f"{what} is {str(value)[:40]!r}, of type {found.__name__}, not {cls.__name__}")
+    if isinstance(expected, list):
+        for index, each in enumerate(value):
+            _require(each, expected[0], f"{what}[{index}]")
+    elif isinstance(expected, dict):
+        for key, of_key in expected.items():
+            if key not in value:
+                raise ValueError(f"{what} lacks {key!r}")
+            _require(value[key], of_key, f"{what}[{key!r}]")
 
 
 def merged(intervals: Iterable[Interval]) -> Interval:

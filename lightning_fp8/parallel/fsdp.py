@@ -56,6 +56,7 @@ try:
             "free_unsharded_param",
             "init_unsharded_param",
             "reset_sharded_param",
+            "to_sharded",
         ),
         FSDPParamGroup: ("_reshard_after_forward", "_to_sharded", "_use_post_forward_mesh", "wait_for_unshard"),
     }
@@ -238,23 +239,20 @@ def _before_forward(module: Any, *_: Any) -> None:
 
 
 def _choose(group: Any, params: list[GatheredParam]) -> None:
-    contexts = [param.layer.running_context() for param in params]
-    wanted = [param.recipe_in(context) for param, context in zip(params, contexts)]
+    wanted = [param.recipe_in(param.layer.running_context()) for param in params]
     gathered = not group.is_sharded or group._all_gather_result is not None
     if gathered and any(param.recipe not in (None, recipe) for param, recipe in zip(params, wanted)):
         group.wait_for_unshard()
+        found = [(each.sharded_param, each._unsharded_param.requires_grad) for each in group.fsdp_params]
         group._to_sharded()
+        params[0].set_requires_grad(found)
         gathered = False
     grad = torch.is_grad_enabled()
-    for param, context, recipe in zip(params, contexts, wanted):
+    for param, recipe in zip(params, wanted):
         if not gathered:
             param.use(recipe)
         if param.recipe is None:
             param.stays_in_high_precision |= grad
-        else:
-            param.observes = grad and param.layer.training and context.observe
-            if gathered and param.is_compiled():
-                param.observe()
 
 
 # --- A weight ---------------------------------------------------------------------------------------------------------
@@ -277,7 +275,6 @@ class GatheredParam(FSDPParam):
 
     Attributes:
         recipe: the recipe it is gathered by; None in high precision.
-        observes: whether the current forward observes amaxes.
         changes: number of changes that the weight's version counter does not record.
         amaxes: amaxes of the whole weight by layout, each with the :meth:`generation` it was computed for.
         stays_in_high_precision: a graph of this step may use the parameter that was gathered in high precision.
@@ -294,7 +291,6 @@ class GatheredParam(FSDPParam):
         self._state = weakref.ref(state)
         self._around = [weakref.ref(each) for each in around]
         self.recipe: Recipe | None = None
-        self.observes = False
         self.changes = 0
         self.amaxes: dict[Layout, tuple[Any, Tensor]] = {}
         self.stays_in_high_precision = self.read_otherwise = self.needs_both = False
@@ -302,6 +298,7 @@ class GatheredParam(FSDPParam):
         self._scale: Tensor | None = None
         self._amax_of_shard: Tensor | None = None
         self._other: tuple[Any, list[Tensor]] = None, []
+        self._requires_grad_before: list[tuple[Tensor, bool]] = []
         _attached.add(self)
 
     @property
@@ -426,8 +423,21 @@ class GatheredParam(FSDPParam):
             assert weight is not None
             weight.source = self
         weight.operands, weight.cast, weight.recipe = operands, cast, self.recipe
-        if self.is_compiled() and not self._operands_asked[1]:
-            self.observe()
+        weight.observed = self._amax_of_shard
+
+    def set_requires_grad(self, of_params: Sequence[tuple[Tensor, bool]]) -> None:
+        """Set ``requires_grad`` of these sharded parameters until the weight is resharded.
+
+        A change by the user while FSDP2 keeps weights gathered is lost when FSDP2 reshards them, and only then.
+        """
+        self._requires_grad_before = [(each, each.requires_grad) for each, _ in of_params]
+        for each, requires_grad in of_params:
+            each.requires_grad_(requires_grad)
+
+    def to_sharded(self) -> None:
+        super().to_sharded()
+        self.set_requires_grad(self._requires_grad_before)
+        self._requires_grad_before = []
 
     def free_unsharded_param(self) -> None:
         super().free_unsharded_param()
@@ -463,11 +473,6 @@ class GatheredParam(FSDPParam):
                 self._unsharded_param = leaf
             self._other = kept
         self.recipe = recipe
-
-    def observe(self) -> None:
-        """Update the slot's amax with that of this rank's rows, as the cast in a forward does."""
-        if self.observes and self._amax_of_shard is not None:
-            torch.maximum(self.slot.amax, self._amax_of_shard, out=self.slot.amax)
 
     def shard(self) -> Tensor:
         """The shard in the dtype of a high-precision gather, without padding."""
@@ -513,9 +518,7 @@ class GatheredParam(FSDPParam):
         layout = cast.layout
         if layout.has_one_scale:
             self._scale = self._scale_of_all(recipe)
-            amax = None
-            if isinstance(recipe, DelayedScaling) and rowwise:
-                amax = self._amax_of_shard = torch.zeros_like(self._scale)
+            amax = self._amax_of_shard = torch.zeros_like(self._scale) if isinstance(recipe, DelayedScaling) else None
             q = ops.quantize(shard, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
             assert q is not None
             codes = q.data.contiguous().view(torch.uint8).reshape(-1)
@@ -613,8 +616,6 @@ class GatheredWeight(FP8Tensor):
         if whole is not None and whole is not self and whole.recipe == self.recipe:
             self.operands = whole.operands  # this is a view made before the last gather
         row, column = self.operands
-        if rowwise and self.source is not None:
-            self.source.observe()
         transposes = self.scaling.transposes
         needs_row = row is None and (rowwise or transposes)
         needs_column = columnwise and column is None and not transposes
@@ -628,6 +629,6 @@ class GatheredWeight(FP8Tensor):
         return super().dequantize() if self.source is None else self.source.gather_in_high_precision()
 
     def _same(self, size: torch.Size) -> FP8Tensor:
-        made = GatheredWeight(self.operands, self.cast, size, self.dtype)
+        made = GatheredWeight(self.operands, self.cast, size, self.dtype, observed=self.observed)
         made.source, made.recipe = self.source, self.recipe
         return made

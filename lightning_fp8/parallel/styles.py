@@ -65,9 +65,10 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (layout,) = self.output_layouts if isinstance(self.output_layouts, tuple) else (self.output_layouts,)
+        parallel = super()._apply(module, device_mesh)  # first: it refuses some weights
         if isinstance(module, nn.Linear) and (layout.is_shard() or layout.is_replicate()):
             module.output_layout = layout  # type: ignore[assignment]
-        return super()._apply(module, device_mesh)
+        return parallel
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):

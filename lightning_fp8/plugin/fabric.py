@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -14,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -32,32 +33,54 @@ from lightning_fp8.convert.conversion import (
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
+    refuse_codes,
     when_sharded,
     with_gathers,
 )
-from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.convert.first_step import (
+    FirstStep,
+    idle_message,
+    report_after_step,
+    watch_first_steps,
+    watched,
+)
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
-from lightning_fp8.delayed.history import AmaxHistory, span_of, validated_state
-from lightning_fp8.delayed.owners import all_slots, owned_by
-from lightning_fp8.delayed.update import after_optimizer_step, optimizer_step_number, update_slots, update_waiting
+from lightning_fp8.delayed.history import AmaxHistory, span_of
+from lightning_fp8.delayed.owners import all_slots
+from lightning_fp8.delayed.update import (
+    after_optimizer_step,
+    optimizer_step_number,
+    refuse_default_dtype_in_join,
+    refuse_join,
+    update_slots,
+    update_waiting,
+)
+from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
-from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.plugin.dtypes import (
     cast_floating_point,
     cast_module,
+    naming_kept_buffers,
     precision_name,
     table_name,
     weights_and_compute_dtypes,
 )
 from lightning_fp8.plugin.kept_weights import KeptWeights
-from lightning_fp8.plugin.states import by_name, load_state, of_living_models, validated_states, with_equal_names
+from lightning_fp8.plugin.states import (
+    by_name,
+    load_state,
+    of_living_models,
+    validated_states,
+    with_equal_names,
+    without_state,
+)
 from lightning_fp8.proofs import first_steps
 from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
-class FP8FabricPrecision(FabricPrecision):
+class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
     """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
 
     Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
@@ -65,11 +88,13 @@ class FP8FabricPrecision(FabricPrecision):
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype of the parameters, or its name, ``"bfloat16"`` or ``"bf16"``.
+        weights_dtype: dtype that parameters and persistent buffers are cast to, or its name, ``"bfloat16"`` or
+            ``"bf16"``. See :meth:`convert_module` for what is not cast. With float32 weights, ``"fp32"`` and
+            ``compute_dtype="bf16"`` keep them as masters.
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
-        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; with False only ``lightning_fp8.Linear`` runs in FP8.
+        replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only modules of ``lightning_fp8`` in FP8.
         skip: globs of the names of modules that stay in BF16, or a function ``(module, name) -> bool``; see
             :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
@@ -105,6 +130,7 @@ class FP8FabricPrecision(FabricPrecision):
         fuse: bool = False,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
+        self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
         attention = plain(attention)
         require_bool("attention", attention)
         self.recipe = make_recipe(recipe)
@@ -124,11 +150,8 @@ class FP8FabricPrecision(FabricPrecision):
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
-        self._states_of_models: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plan: ConversionSummary | None = None
-        self._first_steps: dict[AmaxHistory, FirstStep] = {}
-        self._stepped_in_backward: set[AmaxHistory] = set()
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[str] = set()
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def __repr__(self) -> str:
@@ -148,25 +171,27 @@ class FP8FabricPrecision(FabricPrecision):
         return f"{self!r} (for Fabric; the Trainer takes FP8Precision)"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that strategies send to the processes they start, without weak references and first-step hooks."""
-        without: dict[str, Any] = {"_first_steps": {}, "_stepped_in_backward": set()}
-        return {**self.__dict__, "_models": list(self._models), **without}
+        """The state that strategies send to the processes they start, without weak references."""
+        return {**self.__dict__, "_models": list(self._models)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _models=WeakSet(state["_models"]))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and floating-point buffers to ``weights_dtype`` and convert linear layers, in place.
+        """Cast parameters and persistent buffers to ``weights_dtype`` and convert linear layers, in place.
 
-        A second call changes nothing. Complex parameters and buffers stay complex; Lightning's own true precision makes
-        them real.
+        A second call changes nothing. These keep their dtypes, although Lightning's own true precision casts most of
+        them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; modules with float8
+        weights, whose scales are beside them; and, unless ``weights_dtype`` is float32, what a model of transformers
+        lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
+
+        Raises:
+            TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.
         """
         require_module("convert_module", module)
-        if any(
-            t.is_floating_point() and t.dtype != self.weights_dtype for t in (*module.parameters(), *module.buffers())
-        ):
-            cast_module(module, self.weights_dtype)
+        refuse_codes(module, self.policy)
+        cast = self._said_of_cast(*cast_module(module, self.weights_dtype))
         attention = FP8Context(self.recipe).attention
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
@@ -186,15 +211,14 @@ class FP8FabricPrecision(FabricPrecision):
         history.plugin_recipe = self.recipe
         if is_sharded(module):
             self.plan = with_gathers(self.plan, module, self.recipe)
-        when_sharded(module, partial(_report_gathers, weakref.ref(self), history))
+        when_sharded(module, partial(_report_gathers, weakref.ref(self)))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
-        if self._register_history(history):
+        is_new = self._register_history(history)
+        self._watch(module, self.plan, is_new)
+        if is_new:
             self._reported = set()
-            if (first_step := self._first_step_of(module, self.plan)) is not None:
-                self._first_steps[history] = first_step
-                _watching.add(self)
-            rank_zero_info(f"{self.recipe}\n{self.summary}")
+            rank_zero_info(f"{cast}{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -205,16 +229,33 @@ class FP8FabricPrecision(FabricPrecision):
                 )
             if self.policy.fuse and not self.summary.fuses:
                 rank_zero_warn(nothing_fuses(module))
+        elif cast:
+            rank_zero_info(cast.rstrip())
         if self._pending_state is not None:
-            self.load_state_dict(self._pending_state)
-        for model, state in self._states_of_models:
-            if model is module:
-                load_state(history, state, self.recipe)
-        self._states_of_models = [each for each in self._states_of_models if each[0] is not module]
+            self._load_states(validated_states(self._pending_state), self._pending_state.get("recipe"))
         return module
 
-    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> FirstStep | None:
-        return FirstStep(module, summary)
+    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+        """Report what runs of ``module`` after its first optimizer steps."""
+        if is_new:
+            watch_first_steps(module, self._first_step(module, plan))
+
+    def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
+        again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
+        return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
+
+    def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int) -> str:
+        """The line that says that parameters were cast; an empty string if there were none."""
+        if not num_cast:
+            return ""
+        name = table_name(self.weights_dtype)
+        cast = " and ".join(f"{number} {str(dtype).removeprefix('torch.')}" for dtype, number in num_cast.items())
+        kept = f"; other tensors that stay in float32, such as buffers that are not saved: {num_kept}" * bool(num_kept)
+        masters = f". To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
+        return (
+            f"{cast} parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}{kept}"
+            f"{masters if torch.float32 in num_cast else ''}\n"
+        )
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
@@ -222,12 +263,10 @@ class FP8FabricPrecision(FabricPrecision):
             return  # another callback has reported it
         before = self.summary
         self.summary = summary
-        idle = [layer for layer in summary.idle if (layer.name, layer.reason) not in self._reported]
-        self._reported |= {(layer.name, layer.reason) for layer in idle}
-        if reasons := list(idle_layers(idle)):
+        if said := idle_message(summary, self._reported):
             rank_zero_warn(
-                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step; "
-                f"see plugin.summary for the reasons: {'; '.join(reasons)}"
+                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step, or do not "
+                f"any more; see plugin.summary for the reasons: {said}"
             )
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
@@ -235,9 +274,9 @@ class FP8FabricPrecision(FabricPrecision):
             if before is None or fallback not in before.fallbacks:
                 rank_zero_info(fallback)
 
-    def report_gathers(self, module: nn.Module, history: AmaxHistory) -> None:
+    def report_gathers(self, module: nn.Module) -> None:
         """For a model that was sharded after its conversion, report weights that FSDP2 gathers in high precision."""
-        first_step = self._first_steps.get(history)
+        first_step = watched(module)
         before = self.summary if first_step is None else first_step.summary
         if before is None or (summary := with_gathers(before, module, self.recipe)) == before:
             return
@@ -293,6 +332,7 @@ class FP8FabricPrecision(FabricPrecision):
     def forward_context(self) -> Iterator[None]:
         """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
         with ExitStack() as stack:
+            stack.enter_context(naming_kept_buffers(self._models, self.weights_dtype))
             stack.enter_context(self.tensor_init_context())
             if self.compute_dtype != self.weights_dtype:
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
@@ -300,15 +340,17 @@ class FP8FabricPrecision(FabricPrecision):
             stack.enter_context(fp8_context(self._context()))
             histories = list(self.histories.values())
             if isinstance(self.recipe, DelayedScaling):
+                uses_begin(history.watch for history in histories)
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
                 first_steps.begin(self._models)
-                self._report_first_steps(self._stepped_in_backward)
-                self._stepped_in_backward = set()
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.training_forward_begins(observes=len(histories) == 1)
+                if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
+                    refuse_join()
                 update_waiting(histories)
+            refuse_default_dtype_in_join()
             yield
 
     def _context(self) -> FP8Context:
@@ -328,32 +370,14 @@ class FP8FabricPrecision(FabricPrecision):
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
         update_slots(all_slots(self.histories.values()))
-        self._report_first_steps(self.histories.values())
-
-    def report_step(self, optimizer: Any) -> None:
-        """Report what ran of the models of which ``optimizer`` has stepped parameters."""
-        stepped = {history for history, _ in owned_by(optimizer)}
-        if in_backward():  # of one parameter; others have none of their gradients yet
-            self._stepped_in_backward |= stepped
-        else:
-            self._report_first_steps(stepped)
-
-    def _report_first_steps(self, stepped: Iterable[AmaxHistory]) -> None:
-        """Report what ran of the models that stepped."""
-        for history in list(stepped):
-            if (first_step := self._first_steps.get(history)) is not None:
-                if (summary := first_step.after_step()) is not None:
-                    self.report_first_step(summary)
-                if first_step.settled:
-                    del self._first_steps[history]
-        self._first_steps = {history: each for history, each in self._first_steps.items() if history.modules}
-        if not self._first_steps:
-            _watching.discard(self)
+        for model in list(self._models):
+            if (first_step := watched(model)) is not None:
+                first_step.stepped()
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._scales_follow(optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
@@ -363,7 +387,8 @@ class FP8FabricPrecision(FabricPrecision):
         yield
         if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
             after_optimizer_step(optimizer)
-            _report_step(optimizer)
+            report_after_step(optimizer)
+            _note_step()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -376,31 +401,29 @@ class FP8FabricPrecision(FabricPrecision):
     def _recipe_fields(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
-    def set_model_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Load the scales and histories of ``state`` into ``model``, or when it is converted if it is not yet.
-
-        Raises:
-            ValueError: If the state is malformed. Nothing is changed then.
-        """
-        validated_state(state)
-        if any(module.history is known for _, module in fp8_modules(model) for known in self.histories.values()):
-            load_fp8_state_dict(model, state)
-        else:
-            self._states_of_models.append((model, state))
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Models that are not converted yet are loaded when they are converted.
+
+        The scales of models that have no state in it are emptied.
 
         Raises:
             ValueError: If the state is malformed. Nothing is changed then.
         """
         states = validated_states(state_dict)
         self._drop_unused()
+        if without := without_state(self.histories, states):
+            self._report_without_state(without)
+        self._load_states(states, state_dict.get("recipe"))
+
+    def _report_without_state(self, names: list[str]) -> None:
+        if isinstance(self.recipe, DelayedScaling):
+            rank_zero_info(f"FP8 state: the checkpoint has none of {', '.join(names)}, whose scales start empty")
+
+    def _load_states(self, states: dict[str, Any], saved: Any) -> None:
         if not self.histories:
-            self._pending_state = state_dict
+            self._pending_state = {"recipe": saved, **states}
             return
-        saved = state_dict.get("recipe")
         if isinstance(saved, dict) and saved != self._recipe_fields():
             rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training continues with {self.recipe}")
         if alike := with_equal_names(states):
@@ -415,9 +438,14 @@ class FP8FabricPrecision(FabricPrecision):
                 load_state(history, states[name], self.recipe, saved)
 
 
-def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], history: AmaxHistory, model: nn.Module) -> None:
+def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:
     if (living := plugin()) is not None:
-        living.report_gathers(model, history)
+        living.report_gathers(model)
+
+
+def _report(plugin: weakref.ref[FP8FabricPrecision], summary: ConversionSummary) -> None:
+    if (living := plugin()) is not None:
+        living.report_first_step(summary)
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:
@@ -435,14 +463,8 @@ def pieces_of(model: nn.Module) -> str:
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
 
 
-_watching: WeakSet[FP8FabricPrecision] = WeakSet()
-"""The plugins with models whose first step has not been reported."""
-
-
 @torch.compiler.disable
-def _report_step(optimizer: Any, *_: Any) -> None:
-    for plugin in list(_watching):
-        plugin.report_step(optimizer)
+def _note_step(*_: Any) -> None:
     if in_backward():
         first_steps.steps_in_backward()
     else:
@@ -456,4 +478,4 @@ def _look_before_step(*_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_report_step)  # after the one that updates the scales
+register_optimizer_step_post_hook(_note_step)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
 from lightning_fp8.convert.conversion import ConversionSummary
-from lightning_fp8.convert.first_step import FirstStep
-from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
+from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.delayed.owners import owned_by
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.fp8_tensor import FP8Tensor
@@ -27,12 +27,12 @@ from lightning_fp8.modules.record import any_traced
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
+from lightning_fp8.te.keys import has_te_state
 
 _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
 
 
-# Lightning's own plugins have this order too. Its Precision.optimizer_step calls no super().
-class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
+class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
 
     Takes the same arguments and raises the same errors as :class:`FP8FabricPrecision`. Every step of a
@@ -42,7 +42,8 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
     """
 
     watched: FirstStep | None = None
-    """The first training steps, whose FLOPs are counted."""
+    """The first training steps of the last model, whose FLOPs are counted."""
+    _te_state: dict[str, Any] | None = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -69,12 +70,42 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
         self.histories = {"model": history}
         return is_new
 
-    def _first_step_of(self, module: nn.Module, summary: ConversionSummary) -> None:
-        return None  # the Trainer's hooks are called when a step begins
+    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+        self.watched = self._first_step(module, plan, begins=False)
+        watch_first_steps(module, self.watched, by_optimizers=False)  # the Trainer's hooks begin it
+
+    def set_te_state(self, state: dict[str, Any]) -> None:
+        """Load the FP8 state of a Transformer Engine checkpoint once the Trainer restores this plugin's state.
+
+        Raises:
+            ValueError: If the state is malformed.
+        """
+        validated_state(state)
+        self._te_state = {"model": state}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the state of a checkpoint that has none of this plugin: Transformer Engine's, or an empty one.
+
+        If it has one, the Trainer calls :meth:`load_state_dict` next.
+        """
+        states, self._te_state = self._te_state, None
+        if type(self).__qualname__ in checkpoint:
+            return
+        # Modules of this package have loaded Transformer Engine's state with their parameters.
+        own_te_state = not states and has_te_state(checkpoint.get("state_dict", ()))
+        if not (own_te_state and all(history.watch.state_loaded for history in self.histories.values())):
+            self.load_state_dict(states or {})
+
+    def _report_without_state(self, names: list[str]) -> None:
+        return None  # the Trainer's hooks name the file
 
     def release(self) -> None:
         """Stop managing the models' scales, so that they can be trained elsewhere; called when the Trainer ends."""
-        self.watched = None
+        if self.watched is not None:
+            self.watched.stop()  # if it failed
+            self.watched = None
+        self._te_state = None
         self.detach_attention()
         for history in self.histories.values():
             history.plugin_recipe = None
@@ -94,11 +125,6 @@ class FP8Precision(Precision, FP8FabricPrecision):  # type: ignore[misc]
             if isinstance(optimizer, Optimizer) and any(isinstance(each, FP8Tensor) for each in model.parameters()):
                 with_master_weights(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
-
-    @override
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._scales_follow(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 
 
 def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The models' states in the state of a plugin, by name.
+    """The models' states in the state of a plugin, by name, without those of no tensors.
 
     Raises:
         TypeError: If ``state_dict`` is not a mapping of names.
@@ -22,9 +22,15 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}
-    for state in states.values():
-        validated_state(state)
-    return states
+    return {name: state for name, state in states.items() if validated_state(state)[0]}
+
+
+def without_state(histories: dict[str, AmaxHistory], states: dict[str, Any]) -> list[str]:
+    """Empty the histories that have no state in ``states``, and return their names."""
+    names = [name for name, history in histories.items() if history.names and name not in states]
+    for name in names:
+        histories[name].reset()
+    return names
 
 
 def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, saved_with: Any = None) -> None:
@@ -36,7 +42,8 @@ def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, save
     new_slots = history.load_state_dict(state_for(recipe, state, saved_with))
     if not isinstance(recipe, DelayedScaling):
         return
-    if restored := len(history.names) - len(new_slots):
+    restored = len(history.names) - len(new_slots)
+    if restored and bool(history.scale.any()):  # a recipe without state saves empty scales
         age = f", after {history.updates} updates" if history.updates else ""  # not in Transformer Engine's files
         rank_zero_info(f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored{age}")
     if new_slots:
@@ -52,8 +59,8 @@ def by_name(histories: Sequence[AmaxHistory]) -> dict[str, AmaxHistory]:
 
 
 def of_living_models(histories: dict[str, AmaxHistory]) -> dict[str, AmaxHistory]:
-    """The histories whose models still exist, with new names, so that no name refers to another model's history."""
-    return by_name([history for history in histories.values() if history.modules or not history.names])
+    """The histories that models still use, with new names, so that no name refers to another model's history."""
+    return by_name([history for history in histories.values() if history.in_use])
 
 
 def with_equal_names(states: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.proofs import first_steps
@@ -25,13 +27,14 @@ class TrainerHooks(Callback):
     not. Layers that were not called are listed only at the end of the first epoch, or after 50 steps.
     """
 
-    _first_step: FirstStep | None = None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _say_if_scales_are_missing(trainer)
         summary = _plugin(trainer).summary
         if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
-            rank_zero_info("FP8 is emulated on the CPU: it computes what a GPU would, and is slower than BF16")
+            rank_zero_info(
+                "FP8 is emulated on the CPU: it computes what a GPU would, at a speed that depends on "
+                "the processor and the model; small layers are slower than in BF16"
+            )
         layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
@@ -52,8 +55,8 @@ class TrainerHooks(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         plugin = _plugin(trainer)
         plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
-        if self._first_step is None and plugin.plan is not None:
-            self._first_step = plugin.watched = FirstStep(pl_module, plugin.plan)
+        if plugin.watched is not None and not plugin.watched.begun:
+            plugin.watched.begin()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Called after the closure of the step, before the parameters change."""
@@ -63,19 +66,15 @@ class TrainerHooks(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Compare the plan with the layers that ran."""
-        if self._first_step is not None and (summary := self._first_step.after_step()) is not None:
-            _plugin(trainer).report_first_step(summary)
+        _report(_plugin(trainer), FirstStep.after_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report layers that were not called in a whole epoch."""
-        if self._first_step is not None and (summary := self._first_step.settle()) is not None:
-            _plugin(trainer).report_first_step(summary)
+        _report(_plugin(trainer), FirstStep.settle)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the table with layers that have run after the first step."""
-        plugin = _plugin(trainer)
-        if self._first_step is not None and plugin.summary is not None:
-            plugin.summary = self._first_step.later(plugin.summary)
+        """Report what has changed since the first training step."""
+        _report(_plugin(trainer), FirstStep.later)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn != "fit":
@@ -97,12 +96,14 @@ class TrainerHooks(Callback):
         self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._first_step is not None:
-            self._first_step.stop()  # if it failed
-            self._first_step = None
         _plugin(trainer).release()
         if type(self) is TrainerHooks:  # which the plugin has added
             trainer.callbacks = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+
+
+def _report(plugin: FP8Precision, find: Callable[[FirstStep], ConversionSummary | None]) -> None:
+    if plugin.watched is not None and (summary := find(plugin.watched)) is not None:
+        plugin.report_first_step(summary)
 
 
 def _say_if_scales_are_missing(trainer: Trainer) -> None:
@@ -111,7 +112,8 @@ def _say_if_scales_are_missing(trainer: Trainer) -> None:
     scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
     if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):
         rank_zero_info(
-            f"{trainer.ckpt_path} has no FP8 scales: until the first update each tensor is scaled by its own amax"
+            f"{trainer.ckpt_path} has no FP8 scales: they start empty, and until the first update each tensor is "
+            "scaled by its own amax"
         )
 
 

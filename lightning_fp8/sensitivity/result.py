@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fp8.files import replacing
+
 VERSION = 1
 """Of saved results."""
 
@@ -121,15 +123,18 @@ class Sensitivity:
     def __str__(self) -> str:
         return self.table()
 
-    def save(self, path: Path) -> None:
-        """Write the result as JSON, infinite errors as null. An existing file is replaced atomically."""
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the result as JSON, infinite errors as null. An existing file is replaced atomically.
+
+        Raises:
+            OSError: If it cannot be written, for example to a folder.
+        """
         text = json.dumps(_without_inf({"version": VERSION, **asdict(self)}), indent=1, allow_nan=False)
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, path)
+        with replacing(path) as part:
+            part.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path | str) -> Sensitivity:
+    def load(cls, path: str | os.PathLike[str]) -> Sensitivity:
         """Read a file of :meth:`save`.
 
         Raises:
@@ -146,9 +151,10 @@ class Sensitivity:
             made = None if check is None else Check(**{**check, "skip": tuple(check["skip"])})
             return cls(rows=rows, check=made, default_skip=skip, **found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a result of measure_sensitivity: {error}") from None
+            said = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} is not a result of measure_sensitivity: {said}") from None
 
-    def plot(self, path: Path | str, most: int = 40) -> None:
+    def plot(self, path: str | os.PathLike[str], most: int = 40) -> None:
         """Plot the ranking as bars.
 
         Raises:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
 from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.modules.fused.normed_layer import NormedLayer
-from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict
+from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, reset_fp8_scales
 from lightning_fp8.names import gemm_name
 from lightning_fp8.scaled import LINEAR_ROLES
 from lightning_fp8.te.keys import has_te_state, is_state, prefix_of
@@ -47,7 +48,9 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
     remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, fp8_roles_of(model))
     report = check_fit(model, remapped, strict)
     model.load_state_dict(remapped.state_dict, strict=strict)
-    if remapped.fp8_state is not None:
+    if remapped.fp8_state is None:
+        reset_fp8_scales(model)
+    else:
         load_fp8_state_dict(model, remapped.fp8_state)
     return report
 
@@ -122,6 +125,8 @@ def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:
         return f"has shape {tuple(given.shape)} in the file and {tuple(own.shape)} in the model"
     if (own.is_floating_point() and not given.is_floating_point()) or (given.is_complex() and not own.is_complex()):
         return f"is {given.dtype} in the file and {own.dtype} in the model"
+    if holds_codes(given) and not holds_codes(own):
+        return f"is {given.dtype} in the file and {own.dtype} in the model: {CODES_NEED_SCALES}"
     return ""
 
 

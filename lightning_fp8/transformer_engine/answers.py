@@ -33,6 +33,11 @@ RECIPE = {
 STATE = {
     **RECIPE,
     **dict.fromkeys(("FP8GlobalStateManager", "FP8GlobalState", "RecipeState"), _STATE),
+    **dict.fromkeys(
+        ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support"),
+        "use is_fp8_available(return_reason=True), and the like for other recipes",
+    ),
+    "get_default_fp8_recipe": "use get_default_recipe()",
     "check_recipe_support": "every recipe is supported everywhere; is_fp8_available() is about FP8 tensor cores",
     "get_fp8_torch_dtype": "recipe.cast(role).float8.dtype is the dtype of a tensor's role",
     "get_fp8_max": "recipe.fp8_format.value.max_fwd and max_bwd are the largest values",
@@ -87,39 +92,76 @@ MODULES = {
     "constants": "dtypes and groups are torch's own",
     "cpp_extensions": "the operations are torch.ops.lightning_fp8's",
     "cpu_offload": _OFFLOAD,
+    "cpu_offload_v1": _OFFLOAD,
     "cross_entropy": PYTORCH["parallel_cross_entropy"],
+    "custom_recipes": _QUANTIZERS,
+    **dict.fromkeys(("_extra_state", "distributed_weight", "dynamo"), _INTERNAL),
+    "ep": _EXPERTS,
     "float8_tensor": _WEIGHTS,
     "graph": PYTORCH["make_graphed_callables"],
     "jit": _INTERNAL,
+    "numerics_debug": "lightning_fp8.FP8Monitor records what casts lose",
+    "onnx_extensions": "use onnx_export, as docs/onnx.md shows",
     "ops": _OPERATIONS,
     "optimizers": _OPTIMIZERS,
     "permutation": PYTORCH["moe_permute"],
+    "quantized_tensor": _WEIGHTS,
     "router": "use torch.topk and torch.softmax",
     "tensor": _WEIGHTS,
+    "torch_version": _INTERNAL,
+    "triton": _INTERNAL,
     "utils": _INTERNAL,
 }
 """Modules of ``pytorch`` whose names do not exist here."""
 
-ATTENTION = {"FusedMLAQUpProjRopeQuant": PYTORCH["FusedMLAQUpProjRopeQuant"]}
-"""Names of ``pytorch.attention``."""
-
-MODULE = {
-    name: PYTORCH[name]
-    for name in (
-        *("GroupedLinear", "Fp8Padding", "Fp8Unpadding"),
-        *("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"),
-    )
-}
-"""Names of ``pytorch.module``."""
-
-DISTRIBUTED = {
-    "CudaRNGStatesTracker": PYTORCH["CudaRNGStatesTracker"],
+NAMES = {
+    **{**PYTORCH, **STATE},
+    # attention
+    "apply_fused_qkv_rotary_pos_emb": "split the tensor, and call apply_rotary_pos_emb of queries and of keys",
+    **dict.fromkeys(
+        ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"),
+        "InferenceParams keeps keys and values, without pages; leave it out",
+    ),
+    **dict.fromkeys(
+        ("get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp", "generate_positional_ids_for_cp"),
+        "use lightning_fp8.get_batch_on_this_cp_rank, for sequences of one length",
+    ),
+    # distributed
     "activation_recompute_forward": "checkpoint() needs no context around it; leave it out",
     "gather_split_1d_tensor": "checkpoint(distribute_saved_activations=True) distributes and gathers; leave it out",
-}
-"""Names of ``pytorch.distributed``."""
-
-EXPORT = {
+    # export
     "te_translation_table": "use lightning_fp8.export.translation_table, as docs/onnx.md shows",
+    # module
+    "TransformerEngineBaseModule": "test for Linear, LayerNormLinear, LayerNormMLP and DotProductAttention",
 }
-"""Names of ``pytorch.export``."""
+"""Names of the modules of ``pytorch``, of which each answers all: versions of Transformer Engine move them."""
+
+_INSIDE = {
+    "attention": "custom_ops fused_mla_q_uproj",
+    "attention.dot_product_attention": "backends context_parallel flex_attention softmax utils",
+    "cpp_extensions": "fused_attn gemm",
+    "custom_recipes": "gemm quantizer_factories quantizer_factory_zoo reference_current_scaling reference_nvfp4 "
+    "reference_utils",
+    "dynamo": "quantizer_opaque tensor_spec",
+    "module": "_common _split_quantization base fp8_padding fp8_unpadding grouped_linear",
+    "ops": "_common basic fused fuser linear op sequential",
+    "ops.basic": "activation add_extra_input all_gather all_reduce basic_linear bias constant_scale dropout "
+    "grouped_linear identity l2normalization layer_norm make_extra_output quantize reduce_scatter reshape rmsnorm "
+    "swiglu",
+    "ops.fused": "backward_activation_bias backward_add_rmsnorm backward_linear_add backward_linear_scale "
+    "forward_linear_bias_activation forward_linear_bias_add forward_linear_scale_add grouped_mlp "
+    "userbuffers_backward_linear userbuffers_forward_linear",
+    "optimizers": "fused_adam fused_sgd multi_tensor_apply",
+    "tensor": "_quantization_helpers float8_blockwise_tensor float8_tensor grouped_tensor hybrid_tensor "
+    "identity_tensor mxfp8_tensor nvfp4_tensor quantized_tensor storage utils",
+    "tensor.storage": "float8_blockwise_tensor_storage float8_tensor_storage grouped_tensor_storage "
+    "hybrid_tensor_storage identity_tensor_storage mxfp8_tensor_storage nvfp4_tensor_storage",
+    "triton": "cross_entropy grouped_dbias_dscales mhc pad permutation",
+}
+
+ABSENT_MODULES = MODULES | {
+    f"{package}.{name}": MODULES.get(package.partition(".")[0], _INTERNAL)
+    for package, names in _INSIDE.items()
+    for name in names.split()
+}
+"""All modules of ``pytorch``, by their paths, whose names do not exist here; a package is before its modules."""

@@ -89,7 +89,11 @@ X = torch.randn(2, 3, 4, 16)
         ({"query_layer": X[:1]}, ValueError, "1 sequences of queries and 2 of keys"),
         ({"qkv_format": "xyz"}, ValueError, "qkv_format='xyz' is unknown"),
         ({"attn_mask_type": "xyz"}, ValueError, "attn_mask_type='xyz' is unknown"),
-        ({"attn_mask_type": "arbitrary"}, ValueError, "needs attention_mask, a bool tensor"),
+        (
+            {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(3, 3)},
+            ValueError,
+            "takes one attention_mask, a bool tensor",
+        ),
         ({"core_attention_bias_type": "xyz"}, ValueError, "core_attention_bias_type='xyz' is unknown"),
         ({"core_attention_bias_type": "pre_scale_bias"}, ValueError, "with no core_attention_bias"),
         ({"core_attention_bias": X}, ValueError, "with a core_attention_bias; pass 'post_scale_bias'"),

@@ -31,5 +31,20 @@ def test_largest_scores(mask_type: str, biased: bool, recipe: Any) -> None:
     with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
         output, largest = core(q, k, v, **call)
     assert output.shape == (2, 200, 32)
-    assert largest.dtype == torch.float32
+    assert largest.dtype == output.dtype == torch.float32
     torch.testing.assert_close(largest.double(), scores.amax((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [None, {"name": "tensorwise", "fp8_dpa": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dtype_is_the_outputs(dtype: torch.dtype, recipe: Any) -> None:
+    """The largest score in float64, rounded once; also where torch.autocast sets the dtype."""
+    core = DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="no_mask", return_max_logit=True)
+    q, k, v = (torch.randn(2, 40, 2, 16).to(dtype) for _ in range(3))
+    exact = (torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4).amax((0, 2, 3))
+    for given in ((q, k, v), (q.float(), k.float(), v.float())):
+        in_region = fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
+        with in_region, torch.autocast("cpu", dtype, enabled=given[0].dtype != dtype):
+            output, largest = core(*given)
+        assert largest.dtype == output.dtype == dtype
+        torch.testing.assert_close(largest.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)

@@ -94,6 +94,24 @@ def test_true_in_a_mask_is_masked_out() -> None:
     assert torch.equal(both[0][1, :1], alone[0])
 
 
+@pytest.mark.parametrize("window", [None, (3, 2)])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_arbitrary_without_a_mask_hides_no_key(window: tuple[int, int] | None, enabled: bool) -> None:
+    """As in Transformer Engine, and it is told."""
+    forget_what_was_told()
+    module = DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="arbitrary", window_size=window)
+    q, k, v = torch.randn(2, 7, 2, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+    region = fp8_autocast(enabled=enabled, fp8_recipe={"name": "tensorwise", "fp8_dpa": True})
+    with region, pytest.warns(UserWarning, match="'arbitrary' without attention_mask hides no key: pass the mask, or"):
+        found = module(q, k, v)
+    distance = torch.arange(9) - torch.arange(7)[:, None] - 2  # the diagonal ends in the bottom right corner
+    seen = (distance >= -3) & (distance <= 2) if window else torch.ones(7, 9, dtype=torch.bool)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    truth = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).flatten(2)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mask", ["causal", "no_mask", "causal_bottom_right"])
 @pytest.mark.parametrize("name", ["attention_mask", "cu_seqlens"])
 def test_a_mask_without_effect_is_told(name: str, mask: str) -> None:

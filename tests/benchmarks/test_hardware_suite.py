@@ -11,9 +11,11 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.contenders.hardware_kernels import CHAIN, copy_rate_kernel, product_rate_kernel
 from benchmarks.measuring import report
+from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS
 from benchmarks.suites import hardware
 from cuda_kernels.attention import forward
+from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import compile_cache
@@ -56,6 +58,27 @@ def test_warpgroups_without_turns_wait_for_nobody() -> None:
         assert compile_cache.source_key(free, "cubin", "90a") != key
         without = ptx_of(free)
     assert "bar.arrive" not in without
+
+
+def test_each_row_times_the_kernel_of_its_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all of them are planned, as under the timer."""
+    started: list[str] = []
+    with noted():
+        candidates = list(hardware._sums(hardware.TINY, Plan(CPU, dry=True)))
+        monkeypatch.setattr(Launch, "run", lambda launch, *addresses: started.append(launch.kernel.name))
+        timed = []
+        for _, contender in candidates:
+            assert contender is not None
+            started.clear()
+            contender.call()
+            timed.append([*started])
+    spec = AttentionSpec(128, "bfloat16")
+    kernels = [attention_dkv_kernel(spec, flush).name for flush in (128, 1024, 1 << 20)]
+    assert len({*kernels}) == 3
+    assert [result.by.rpartition(", ")[2] for result, _ in candidates[1:]] == [
+        "each 128 apart", "each 1024 apart", "never apart"
+    ]  # fmt: skip
+    assert [[name for name in names if name in kernels] for names in timed] == [[], *([name] for name in kernels)]
 
 
 def test_every_question_has_its_row(tmp_path: Path) -> None:

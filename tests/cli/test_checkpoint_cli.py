@@ -176,7 +176,7 @@ def converted(content: Any, folder: Path) -> tuple[Any, str]:
     """What ``convert`` makes of a file, as ``torch.load`` reads it, and what it says."""
     torch.save(content, folder / "in.pt")
     (folder / "out.pt").unlink(missing_ok=True)
-    said = convert(folder / "in.pt", folder / "out.pt")
+    said = convert(str(folder / "in.pt"), str(folder / "out.pt"))
     return torch.load(folder / "out.pt", weights_only=True), said
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import convert_module
-from lightning_fp8.convert.conversion import reason_ineligible
+from lightning_fp8.convert.conversion import plan_conversion, reason_ineligible
+from lightning_fp8.convert.policy import Policy
 from tests.convert.models import Block, LanguageModel, fp8_names, mlp, reasons
 
 # Which layers
@@ -222,3 +223,28 @@ def test_counts_must_be_integers_of_at_least_zero(count: object) -> None:
 def test_skip_must_be_a_sequence_of_globs(skip: object) -> None:
     with pytest.raises(TypeError, match="must be a sequence of module-name globs"):
         convert_module(mlp(3), skip=skip)
+
+
+class Wrapper(nn.Module):
+    """As peft's of a layer, or of one parameter of a module (``target_parameters``), nested for several."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A, self.lora_B = (nn.ModuleDict({"default": nn.Linear(64, 64)}) for _ in range(2))
+
+
+def test_adapters_of_modules_that_are_no_linear_layers() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Parameter(torch.randn(4, 64, 64)), nn.Linear(64, 64)
+
+    model = nn.ModuleList([Wrapper(Wrapper(Experts()))])
+    rows = {layer.name: layer for layer in plan_conversion(model, Policy(first_last_layers_bf16=False)).layers}
+    adapters = {name for name in rows if "lora" in name}
+    assert len(adapters) == 4
+    assert {rows[name].reason for name in adapters} == {"an adapter (LoRA) of another layer"}
+    assert rows["0.base_layer.base_layer.gate"].fp8

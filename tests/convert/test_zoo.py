@@ -48,6 +48,7 @@ class Fit(L.LightningModule):
         torch.manual_seed(0)
         self.model = animal.make()
         self.batch = animal.batch()
+        self.mixed = animal.mixed
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -104,7 +105,8 @@ def animal(name: str) -> Animal:
 
 
 def fit(module: Fit, recipe: str | None, path: Path | None = None, resume: Path | None = None) -> FP8Precision | None:
-    plugin = FP8Precision(recipe) if recipe else None  # type: ignore[arg-type]
+    dtypes = {"weights_dtype": "fp32", "compute_dtype": "bf16"} if module.mixed else {}
+    plugin = FP8Precision(recipe, **dtypes) if recipe else None  # type: ignore[arg-type]
     callbacks = [FP8Callback()] if plugin else []
     trainer = quiet_trainer(
         max_epochs=STEPS,

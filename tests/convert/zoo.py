@@ -31,6 +31,8 @@ class Animal:
         other: names of matrices that no linear layer holds, whether they are multiplied or not.
         needs: the package that it comes from.
         near: how far its loss may be from BF16's, relatively.
+        mixed: float32 weights that compute in BF16, because the model multiplies BF16 weights with buffers that stay in
+            float32.
     """
 
     make: Callable[[], nn.Module]
@@ -40,6 +42,7 @@ class Animal:
     other: str = ""
     needs: str = "transformers"
     near: float = 0.02
+    mixed: bool = False
 
 
 def expand(text: str) -> list[str]:
@@ -309,6 +312,7 @@ ZOO: dict[str, Animal] = {
         idle="layers.1.blocks.{0,1}.attn.qkv",  # with a bias that it builds
         other="patch_embed.proj",
         needs="timm",
+        mixed=True,
     ),
     "timm_eva02": Animal(
         timm("eva02_tiny_patch14_224", **TIMM_VIT), pixels(),
@@ -316,6 +320,7 @@ ZOO: dict[str, Animal] = {
         idle="blocks.1.attn.qkv",
         other="pos_embed patch_embed.proj",
         needs="timm",
+        mixed=True,
     ),
     "timm_convnext": Animal(
         timm("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 32, 32, 32), conv_mlp=False),

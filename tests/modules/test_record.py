@@ -34,7 +34,7 @@ def test_forwards_are_counted_by_what_they_multiplied_in() -> None:
     linear.eval()
     with fp8_autocast():
         linear(torch.randn(2, 16))
-    assert counts(linear.record) == {"fp8": 2, "high_precision": 2, "evaluations": 1}
+    assert counts(linear.record) == {"fp8": 2, "high_precision": 2, "evaluations": 1, "evaluations_in_fp8": 1}
     assert linear.record.ran
     linear.record.clear()
     assert not counts(linear.record)

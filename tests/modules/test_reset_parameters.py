@@ -21,7 +21,9 @@ from lightning_fp8 import (
     MultiheadAttention,
     RMSNorm,
     TransformerLayer,
+    convert_module,
     fp8_autocast,
+    fp8_model_init,
 )
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -64,7 +66,7 @@ def test_a_layer_made_on_meta_begins_as_one_that_was_not(name: str) -> None:
     reset(module)
     for (key, parameter), other in zip(module.named_parameters(), expected.parameters()):
         assert torch.equal(parameter, other), key
-        assert not key.endswith("bias") or name.startswith("linear") or not parameter.any(), key
+        assert not key.endswith("bias") or not parameter.any(), key
 
 
 def test_a_layer_that_was_on_meta_trains_in_fp8() -> None:
@@ -79,27 +81,50 @@ def test_a_layer_that_was_on_meta_trains_in_fp8() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
-def test_linear_without_a_method_is_torchs() -> None:
+def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Transformer Engine's weights, one after the other."""
+    torch.manual_seed(seed)
+    return [torch.empty(shape).normal_(0, 0.023) for shape in shapes]
+
+
+@pytest.mark.parametrize("layer", [Linear, LayerNormLinear])
+@pytest.mark.parametrize("split", [None, {"q": 64, "kv": 32}])
+def test_weights_without_a_method_are_normal_and_biases_zero(layer: type[Any], split: dict[str, int] | None) -> None:
+    rows = (96,) if split is None else tuple(split.values())
     torch.manual_seed(5)
+    module = layer(400, 96, parameters_split=split)
+    for seed in (5, 6):
+        weights, biases = module.weights_and_biases()
+        for weight, bias, expected in zip(weights, biases, drawn(seed, *((n, 400) for n in rows)), strict=True):
+            assert torch.equal(weight, expected)
+            assert not bias.any()
+        spoiled(module)
+        torch.manual_seed(6)
+        module.reset_parameters()
+
+
+def test_weights_in_fp8_start_as_the_casts_of_the_same_values() -> None:
+    torch.manual_seed(5)
+    with fp8_model_init():
+        module = Linear(48, 32)
+    for seed in (5, 6):
+        (expected,) = drawn(seed, (32, 48))
+        values = module.weight.detach().float() + 0  # not a tensor in FP8
+        torch.testing.assert_close(values, expected, rtol=1 / 16, atol=expected.abs().max().item() / 448 / 8)
+        torch.manual_seed(6)
+        module.reset_parameters()
+
+
+def test_a_converted_layer_keeps_torchs_method() -> None:
     expected = nn.Linear(48, 32)
-    torch.manual_seed(5)
-    module = Linear(48, 32)
+    module = copy.deepcopy(expected)
+    convert_module(module, first_last_layers_bf16=False)
+    assert type(module) is Linear
+    for layer in (module, expected):
+        torch.manual_seed(6)
+        layer.reset_parameters()
     assert torch.equal(module.weight, expected.weight)
     assert torch.equal(module.bias, expected.bias)
-    torch.manual_seed(6)
-    expected.reset_parameters()
-    torch.manual_seed(6)
-    module.reset_parameters()
-    assert torch.equal(module.weight, expected.weight)
-    assert torch.equal(module.bias, expected.bias)
-
-
-def test_parts_of_a_split_weight_are_filled_like_the_whole() -> None:
-    module = spoiled(Linear(400, 96, parameters_split={"q": 64, "kv": 32}))
-    module.reset_parameters()  # type: ignore[operator]
-    for parameter in module.parameters():  # uniform within ±1/sqrt(in_features), of variance bound²/3
-        assert parameter.abs().max() <= 1 / math.sqrt(400)
-        assert parameter.var().item() == pytest.approx(1 / 400 / 3, rel=0.5)
 
 
 @pytest.mark.parametrize("layer", [Linear, LayerNormLinear])
@@ -117,7 +142,8 @@ def test_a_method_is_called_on_each_part(layer: type[Any]) -> None:
     assert (module.kv_weight == 4).all()
 
 
-def test_the_tracker_is_forked_again() -> None:
+@pytest.mark.parametrize("init_method", [None, nn.init.ones_])
+def test_the_tracker_is_forked_again(init_method: Any) -> None:
     class Tracker:
         forked: list[str] = []  # noqa: RUF012
 
@@ -127,7 +153,7 @@ def test_the_tracker_is_forked_again() -> None:
 
     tracker = Tracker()
     options = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "weights"}
-    module = Linear(16, 8, init_method=nn.init.normal_, **options)  # type: ignore[arg-type]
+    module = Linear(16, 8, init_method=init_method, **options)  # type: ignore[arg-type]
     module.reset_parameters()
     assert tracker.forked == ["weights", "weights"]
 

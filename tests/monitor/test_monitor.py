@@ -240,6 +240,16 @@ def test_a_run_that_fails_keeps_its_record(tmp_path: Path) -> None:
     assert Record.load(tmp_path / "run.npz").num_steps == 7
 
 
+def test_a_folder_is_no_file_of_a_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path='.*' is a folder; name a file in it, for example .*fp8_monitor.npz"):
+        FP8Monitor(path=tmp_path)
+    monitor = FP8Monitor(path=str(tmp_path / "later"))
+    (tmp_path / "later").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        fit(monitor, steps=2)
+    assert [each.name for each in tmp_path.iterdir()] == ["later"]
+
+
 def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monitor = FP8Monitor(2, path=tmp_path / "file" / "run.npz")

@@ -164,6 +164,67 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "other.html").read_text() == page(record())
 
 
+def damaged(path: Path, change: Any) -> Path:
+    """A record whose description and arrays are what ``change`` makes of them."""
+    record().save(path)
+    arrays = dict(np.load(path))
+    described = json.loads(str(arrays.pop("description")))
+    change(described, arrays)
+    np.savez(path, description=np.array(json.dumps(described)), **arrays)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda described, arrays: described.pop("roles"), "its description lacks 'roles'"),
+        (lambda described, arrays: described.pop("version"), "its description lacks 'version'"),
+        (
+            lambda described, arrays: described.update(names=3),
+            r"its description\['names'\] is '3', of type int, not list",
+        ),
+        (lambda described, arrays: described["roles"].pop(), "it has 8 roles, not 9, as many as names"),
+        (lambda described, arrays: described["fields"].remove("amax"), r"its fields lack \['amax'\]"),
+        (lambda described, arrays: described["formats"].__setitem__(0, "E3M4"), "its formats have 'E3M4'"),
+        (lambda described, arrays: arrays.pop("loss"), "it lacks the array 'loss'"),
+        (lambda described, arrays: arrays.update(loss=np.array(["a"] * 6)), "its array 'loss' is <U1"),
+        (lambda described, arrays: arrays["steps"].__imul__(-1), "it has an interval from step -1 to step -50"),
+        (lambda described, arrays: described["alarms"][1].pop("cause"), r"alarms\[1\] lacks 'cause'"),
+        (lambda described, arrays: described["layers"][0].update(shape=None), r"layers\[0\]\['shape'\] is 'None'"),
+    ],
+)
+def test_a_damaged_record_is_a_sentence(change: Any, message: str, tmp_path: Path) -> None:
+    path = damaged(tmp_path / "run.npz", change)
+    with pytest.raises(SystemExit, match=f"run.npz .*: {message}"):
+        main(["report", str(path)])
+    assert [each.name for each in tmp_path.iterdir()] == ["run.npz"]
+
+
+def test_a_list_in_place_of_the_description_is_a_sentence(tmp_path: Path) -> None:
+    np.savez(tmp_path / "run.npz", description=np.array("[1]"))
+    with pytest.raises(SystemExit, match=r"its description is '\[1\]', of type list, not dict"):
+        main(["report", str(tmp_path / "run.npz")])
+
+
+def test_files_of_other_kinds_are_a_sentence(tmp_path: Path) -> None:
+    record().save(tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for content, message in ((b"", "it is empty"), (b'{"a": 1}', "is no .npz"), (whole[:-40], "its end is missing")):
+        (tmp_path / "run.npz").write_bytes(content)
+        with pytest.raises(SystemExit, match=f"run.npz is not a record of FP8Monitor: .*{message}"):
+            main(["report", str(tmp_path / "run.npz")])
+
+
+def test_no_page_replaces_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record().save(tmp_path / "run.npz")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    for out in (tmp_path / "folder", "."):
+        with pytest.raises(SystemExit, match="it is a folder; name a file in it.*with -o"):
+            main(["report", str(tmp_path / "run.npz"), "-o", str(out)])
+    assert {each.name for each in tmp_path.rglob("*")} == {"run.npz", "folder"}
+
+
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     def refused(*args: object, message: str) -> None:
         with pytest.raises(SystemExit, match=message):

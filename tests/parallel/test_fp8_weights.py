@@ -686,3 +686,99 @@ def test_a_master_is_rounded_once() -> None:
 
 def kept(values: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(quantized_tensor(values, TENSOR_CAST))
+
+
+def optimizers() -> list[Any]:
+    def named(name: str, **options: Any) -> Any:
+        return functools.partial(getattr(torch.optim, name), **options)
+
+    lbfgs = [named("LBFGS", lr=0.5, max_iter=3), named("LBFGS", max_iter=3, line_search_fn="strong_wolfe")]
+    others = [
+        named(name, lr=0.01, **options)
+        for name, options in (
+            ("SGD", {"momentum": 0.9}), ("SGD", {"fused": True}),
+            ("Adam", {"foreach": True}), ("Adam", {"fused": True}),
+        )
+    ]  # fmt: skip
+    return [(each, True) for each in (*lbfgs, *others)] + [(each, False) for each in others]
+
+
+@pytest.mark.parametrize(("make", "by_closure"), optimizers())
+def test_a_weight_that_is_frozen_between_steps_follows_its_master(make: Any, by_closure: bool) -> None:
+    """Beside float32 weights that are cast in each pass. LBFGS goes on moving a weight that has no gradient."""
+    x, target = torch.randn(16, 16), torch.randn(16, 16)
+
+    def train(in_fp8: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        if in_fp8:
+            with fp8_model_init(preserve_high_precision_init_val=True):
+                convert_module(model, first_last_layers_bf16=False)
+            optimizer = with_master_weights(make(model.parameters()))
+        else:
+            optimizer = make(convert_module(model, first_last_layers_bf16=False).parameters())
+        losses: list[float] = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with fp8_autocast(fp8_recipe=POWER_2):
+                loss = F.mse_loss(model(x), target)
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        for step in range(6):
+            model[1].weight.requires_grad_(step not in (2, 3))
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return losses
+
+    assert train(True) == train(False)
+
+
+MOVES: list[Callable[[nn.Module], Any]] = [
+    lambda model: model.to("cpu"), lambda model: model.to(torch.float16), lambda model: model.half(),
+    lambda model: model.float(), lambda model: model.cpu(), lambda model: model.to(torch.zeros(1).half()),
+    lambda model: model.type(torch.half),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_weight_that_a_graph_holds_is_not_moved_and_the_error_says_what_to_do(
+    move: Callable[[nn.Module], Any], frozen: bool
+) -> None:
+    with fp8_model_init():
+        model = nn.Sequential(nn.LayerNorm(16), convert_module(mlp()), nn.Linear(4, 4)).bfloat16()
+    model[1].requires_grad_(not frozen)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        loss = model(torch.randn(8, 16, dtype=torch.bfloat16)).sum()
+    held = r"Linear.weight is stored in FP8.*Finish the backward pass before this call.*\(del loss\).*repeat the call"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=held):
+            move(model)
+    after = model.state_dict()
+    assert {name: type(each) for name, each in model.named_parameters()}["1.2.weight"] is not Tensor
+    for name in ("1.2.weight", "1.2.bias", "1.4.weight", "1.4.bias", "2.weight"):
+        assert after[name].dtype is torch.bfloat16, name
+        assert torch.equal(after[name], expected[name]), name
+    del loss, after
+    move(model)
+    assert len({parameter.dtype for parameter in model.parameters()}) == 1
+    assert in_fp8(model) == ["1.2.weight", "1.4.weight"]
+
+
+def test_after_the_backward_pass_a_weight_is_moved() -> None:
+    with fp8_model_init():
+        model = convert_module(mlp())
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        loss = model(torch.randn(8, 16)).sum()
+    loss.backward()
+    gradient = model[2].weight.grad.clone()
+    model.half()
+    assert model[2].weight.dtype is torch.half
+    assert torch.equal(model[2].weight.grad, gradient.half())

@@ -55,11 +55,10 @@ def trainer(*plugins: Any, callbacks: tuple[Callback, ...] = (), **options: Any)
         devices=1,
         plugins=list(plugins) or None,
         callbacks=list(callbacks),
-        logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        **({"max_epochs": 1, "num_sanity_val_steps": 0} | options),
+        **({"max_epochs": 1, "num_sanity_val_steps": 0, "logger": False} | options),
     )
 
 

@@ -281,6 +281,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Accepts]]
         {"model": MODEL, "state": STATE},
         {"model": one_of(), "state": one_of()},
     ),
+    "conversion_summary": (fp8.conversion_summary, {}, {"model": one_of()}),
+    "reset_fp8_scales": (fp8.reset_fp8_scales, {}, {"model": one_of()}),
     "update_fp8_scales": (fp8.update_fp8_scales, {}, {"model": one_of()}),
     "load_te_state_dict": (
         fp8.load_te_state_dict,

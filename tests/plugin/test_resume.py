@@ -15,6 +15,7 @@ from torch import nn
 from lightning_fp8 import (
     DelayedScaling,
     FP8FabricPrecision,
+    FP8Precision,
     convert_module,
     fp8_autocast,
     fp8_state_dict,
@@ -240,17 +241,18 @@ def test_one_damaged_model_among_two_leaves_both_alone() -> None:
     assert (plugin.histories["model"].scale == 3).all()
 
 
-def test_a_state_given_to_a_model_before_it_is_converted_reaches_it_and_no_other() -> None:
-    plugin = FP8FabricPrecision(first_last_layers_bf16=False)
-    first, second = (nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
-    plugin.convert_module(first)
-    before = fp8_state_dict(first)
-    given = {**before, "scale": torch.tensor([2.0, 4.0, 8.0])}
-    plugin.set_model_state(second, given)
-    plugin.convert_module(second)
-    assert fp8_state_dict(second)["scale"].tolist() == [2.0, 4.0, 8.0]
-    assert torch.equal(fp8_state_dict(first)["scale"], before["scale"])
-    plugin.convert_module(second)  # again changes nothing
-    load_fp8_state_dict(second, before)
-    plugin.convert_module(second)
-    assert fp8_state_dict(second)["scale"].tolist() == [0.0, 0.0, 0.0]
+def test_a_state_of_transformer_engine_waits_until_the_trainer_restores_the_plugin() -> None:
+    plugin = FP8Precision(first_last_layers_bf16=False)
+    model = nn.Sequential(nn.Linear(16, 16))
+    plugin.convert_module(model)
+    before = fp8_state_dict(model)
+    with pytest.raises(ValueError, match="FP8 state lacks"):
+        plugin.set_te_state({})
+    plugin.set_te_state({**before, "scale": torch.tensor([2.0, 4.0, 8.0])})
+    assert torch.equal(fp8_state_dict(model)["scale"], before["scale"])
+    plugin.on_load_checkpoint({})
+    assert fp8_state_dict(model)["scale"].tolist() == [2.0, 4.0, 8.0]
+    plugin.on_load_checkpoint({"FP8Precision": {}})  # the Trainer calls load_state_dict next
+    assert fp8_state_dict(model)["scale"].tolist() == [2.0, 4.0, 8.0]
+    plugin.on_load_checkpoint({})  # another file
+    assert fp8_state_dict(model)["scale"].tolist() == [0.0, 0.0, 0.0]

@@ -179,6 +179,12 @@ def test_an_infinite_error_is_saved_as_json(tmp_path: Path) -> None:
     found.save(tmp_path / "found.json")
     json.loads((tmp_path / "found.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert Sensitivity.load(tmp_path / "found.json") == found
+    found.save(str(tmp_path / "again.json"))
+    assert Sensitivity.load(str(tmp_path / "again.json")) == found
+    with pytest.raises(IsADirectoryError, match="it is a folder; name a file in it"):
+        found.save(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {"found.json", "again.json"}
+    assert not [*tmp_path.parent.glob(f".{tmp_path.name}.*")]
 
 
 def test_delayed_scales_are_those_of_the_batches() -> None:
@@ -283,7 +289,7 @@ def test_results_are_saved_and_shown(tmp_path: Path) -> None:
     found.plot(tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "other.json").write_text('{"rows": []}')
-    with pytest.raises(ValueError, match="not a result of measure_sensitivity"):
+    with pytest.raises(ValueError, match="not a result of measure_sensitivity: it lacks 'version'"):
         Sensitivity.load(tmp_path / "other.json")
 
 

@@ -44,6 +44,8 @@ def test_a_prompt_then_row_by_row(qkv_format: str, options: dict[str, object], c
     x = torch.randn((9, 3, 32) if time == 0 else (3, 9, 32))
     whole = forward(model, x, self_attn_mask_type="causal")
     params, parts = InferenceParams(4, 12, 2, 8, torch.float32), []
+    params.allocate_memory(1)
+    assert params.is_paged is False
     for rows in x.split([4, 2, 1, 1, 1], time):
         if counted_by == "pre_step":
             params.pre_step(dict.fromkeys("abc", rows.shape[time]))

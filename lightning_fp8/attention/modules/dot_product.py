@@ -55,8 +55,8 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             ``softmax_offset [h]``.
         layer_number, attention_type, name: accepted; they have no effect.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see :meth:`set_context_parallel_group`.
-        return_max_logit: also return the largest score of each head, float32 ``[heads]``. This costs one more product
-            of queries and keys, and is not supported with context parallelism.
+        return_max_logit: also return the largest score of each head, ``[heads]`` in the output's dtype. This costs one
+            more product of queries and keys, and is not supported with context parallelism.
         num_splits: not supported if it is more than 1.
         center_keys: subtract a mean over the sequence from keys before they are cast; not an argument of Transformer
             Engine. See docs/attention.md.
@@ -194,9 +194,10 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
                 ``[..., h, 3, d]``.
             attention_mask: True is masked out. With a padding type: ``[b, 1, 1, s]``, which masks the end of each
                 sequence, or a pair of such masks for queries and keys. With ``"arbitrary"``: broadcastable as
-                ``core_attention_bias``. With other types it has no effect, and a warning is issued. If ``cu_seqlens``
-                are also passed, they are used, as in Transformer Engine. A padding mask with other lengths is then an
-                error if both are on the host; on a GPU and in compiled code the two are not compared.
+                ``core_attention_bias``; None hides no key, and a warning is issued. With other types it has no effect,
+                and a warning is issued. If ``cu_seqlens`` are also passed, they are used, as in Transformer Engine. A
+                padding mask with other lengths is then an error if both are on the host; on a GPU and in compiled code
+                the two are not compared.
             cu_seqlens_q, cu_seqlens_kv: integers ``[b + 1]``: the start of each sequence of ``thd``; with the other
                 formats and a padding type, the cumulative lengths. Otherwise they have no effect, and a warning is
                 issued. If one of them is None, the other is used for both, which must have equally many rows.
@@ -220,7 +221,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         Returns:
             ``[s, b, h d]``, ``[b, s, h d]`` or ``[t, h d]`` in the input's dtype, or in torch.autocast's. Rows of
             padding, and of queries that attend to no key, are 0. With ``return_max_logit``, a pair of the output and
-            the largest score of each head.
+            the largest score of each head, in the same dtype.
 
         Raises:
             ValueError, TypeError: If an argument is invalid. The message lists valid values.
@@ -255,6 +256,11 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        if mask_type == "arbitrary" and attention_mask is None:
+            arguments.tell(
+                "attn_mask_type='arbitrary' without attention_mask hides no key: pass the mask, or "
+                "attn_mask_type='no_mask', which can run in FP8"
+            )
         if "padding" not in mask_type:
             masks.warn_of_no_effect(
                 mask_type,
@@ -302,7 +308,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             return output  # type: ignore[no-any-return]
         if self.context_parallel is not None:
             raise NotImplementedError("return_max_logit=True is not supported with context parallelism; leave it out")
-        return output, self.max_logits(call, q, k, v)
+        return output, self.max_logits(call, q, k, v).to(output.dtype)
 
     def _check_context_parallel(
         self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor

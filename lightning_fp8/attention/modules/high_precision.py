@@ -57,8 +57,8 @@ def extras_of(
     """
     one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
     mask = attention_mask if mask_type == "arbitrary" else None
-    if mask_type == "arbitrary" and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
-        raise ValueError("attn_mask_type='arbitrary' needs attention_mask, a bool tensor that is True where masked out")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        raise ValueError("attn_mask_type='arbitrary' takes one attention_mask, a bool tensor, True where masked out")
     if (bias is not None) != bias_type.endswith("scale_bias"):
         raise ValueError(
             f"core_attention_bias_type={bias_type!r} with "

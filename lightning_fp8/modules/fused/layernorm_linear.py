@@ -15,7 +15,7 @@ from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
+from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
 from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
@@ -89,7 +89,7 @@ class LayerNormLinear(NormedLayer):
         if split_rows is not None:
             self._split_parameters(split_rows)
         self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
-        self.initialization = Initialization.told(init_method or default_init_method, nn.init.zeros_, parallel)
+        self.initialization = Initialization.told(init_method, parallel)
         self.reset_parameters()
         tensor_parallel, mode = TensorParallel.asked(parallel), parallel.get("parallel_mode")
         if mode == "row" and tensor_parallel.size > 1:

@@ -19,7 +19,7 @@ from lightning_fp8.functions.linear import Product
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, default_init_method, refuse_meta
+from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
@@ -129,8 +129,7 @@ class LayerNormMLP(NormedLayer):
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
         self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
         self.initializations = tuple(
-            Initialization.told(method or default_init_method, nn.init.zeros_, parallel)
-            for method in (init_method, output_layer_init_method)
+            Initialization.told(method, parallel) for method in (init_method, output_layer_init_method)
         )
         self.reset_parameters()
         tensor_parallel = TensorParallel.asked(parallel)
@@ -184,7 +183,7 @@ class LayerNormMLP(NormedLayer):
         if self.parallel_mode is not None:
             return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
-        context = self._begin(inp, weights[0], is_first_microbatch)
+        context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
         if context.enabled and self.fp8:
             y, normalized = self._fused(inp, weights, context, is_first_microbatch)
         else:
@@ -197,7 +196,7 @@ class LayerNormMLP(NormedLayer):
     def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
         """The forward of a sharded module: each rank activates its own features between the two linear layers."""
         w1, w2 = self.fc1_weight, self.fc2_weight
-        context = self._begin(x, w1, is_first_microbatch)
+        context = self._begin(x, w1, is_first_microbatch, w2)
         added_bias = None if self.return_bias else self.fc2_bias
         calibrating = context.calibrating and not context.enabled and self.fp8
         fc1 = fc2 = None

@@ -77,6 +77,7 @@ class InferenceParams:
             are accepted.
 
     Attributes:
+        is_paged: False.
         sequence_len_offset: the number of cached rows of every sequence; used if :meth:`pre_step` is never called.
 
     Raises:
@@ -109,6 +110,7 @@ class InferenceParams:
             )
         one_of("qkv_format", qkv_format, FORMATS)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.is_paged = False
         self._step = 0
         self._step_of: WeakKeyDictionary[nn.Module, int] = (
             WeakKeyDictionary()
@@ -129,6 +131,9 @@ class InferenceParams:
     def reset(self) -> None:
         """Drop all sequences. Their memory is reused."""
         self._batch, self.sequence_len_offset = None, 0
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Accepted; it has no effect. A module's memory is allocated when it first stores rows."""
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Begin a step. ``step_dict`` maps each sequence's id to its number of new rows, in the order of the batch.

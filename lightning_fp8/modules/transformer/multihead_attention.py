@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from typing_extensions import Unpack
 
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.modules.fused import LayerNormLinear
-from lightning_fp8.modules.initialization import InitMethod, default_init_method
+from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, cut_linear, require_parallel_mode
@@ -166,7 +165,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             "get_rng_state_tracker": parallel.get("get_rng_state_tracker"),
         }
         for name, order in of_all_ranks.items():
-            projection = {"init_method": init_method or default_init_method, **shared}
+            projection = {"init_method": init_method, **shared}
             if has_split_parameters(name, fuse_qkv_params):
                 projection["parameters_split"] = order.sizes
             out_features = sum(order.sizes.values())
@@ -198,14 +197,10 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         self.proj = Linear(
             sizes.heads * sizes.channels,
             hidden_size,
-            init_method=output_layer_init_method or default_init_method,
+            init_method=output_layer_init_method,
             return_bias=return_bias,
             **shared,
         )
-        for layer in self.children():
-            if isinstance(layer, Linear):
-                layer.initialization = replace(layer.initialization, bias=nn.init.zeros_)
-                layer.initialization.fill((), layer.weights_and_biases()[1])
         if self.tp_size > 1:
             for name, order in of_all_ranks.items():
                 layer = getattr(self, name)

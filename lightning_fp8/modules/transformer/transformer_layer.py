@@ -13,7 +13,7 @@ from lightning_fp8.arguments import require_bools_or_none
 from lightning_fp8.attention.modules.arguments import tell
 from lightning_fp8.attention.modules.masks import checked_window, mask_type
 from lightning_fp8.modules.fused import LayerNormMLP
-from lightning_fp8.modules.initialization import InitMethod, default_init_method
+from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, require_parallel_mode
@@ -144,8 +144,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
             if name in parallel
         }
         everywhere: dict[str, Any] = {
-            "init_method": init_method or default_init_method,
-            "output_layer_init_method": output_layer_init_method or default_init_method,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,

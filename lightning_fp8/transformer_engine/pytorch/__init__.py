@@ -2,8 +2,8 @@
 
 import sys
 
-from lightning_fp8.foreign_names import absent_module, answering
-from lightning_fp8.transformer_engine.answers import MODULES, PYTORCH
+from lightning_fp8.foreign_names import add_absent_modules, answer_all, answering
+from lightning_fp8.transformer_engine.answers import ABSENT_MODULES, NAMES, PYTORCH
 from lightning_fp8.transformer_engine.pytorch import (
     attention,
     distributed,
@@ -68,5 +68,9 @@ __all__ = [
 
 __getattr__ = answering(__name__, PYTORCH.get)
 
-for _name, _said in MODULES.items():  # importable, so that they raise their own error
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = absent_module(f"{__name__}.{_name}", _said)
+for _path, _module in [*sys.modules.items()]:
+    if _path.startswith(f"{__name__}."):
+        _here = f"{_path.removeprefix(f'{__name__}.')} has {', '.join(_module.__all__)}"
+        answer_all(_module, f"{_here}; other names are internal to Transformer Engine, leave them out", NAMES)
+
+add_absent_modules(__name__, ABSENT_MODULES, NAMES)

@@ -1,10 +1,8 @@
 """``transformer_engine.pytorch.fp8``, the former name of ``quantization``."""
 
-from lightning_fp8.foreign_names import answering
 from lightning_fp8.formats import Format
 from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from lightning_fp8.recipes import RecipeFields as Recipe
-from lightning_fp8.transformer_engine.answers import STATE
 from lightning_fp8.transformer_engine.pytorch import quantization
 from lightning_fp8.transformer_engine.pytorch.quantization import *  # noqa: F403
 
@@ -17,5 +15,3 @@ __all__ = [
     "Recipe",
     *quantization.__all__,
 ]
-
-__getattr__ = answering(__name__, STATE.get)

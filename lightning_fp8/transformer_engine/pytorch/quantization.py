@@ -10,12 +10,10 @@ from typing import TypeAlias
 
 import torch
 
-from lightning_fp8.foreign_names import answering
 from lightning_fp8.fp8_region import autocast, fp8_autocast
 from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
 from lightning_fp8.primary_weights import fp8_model_init
 from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.transformer_engine.answers import STATE
 
 __all__ = [
     "autocast",
@@ -28,8 +26,6 @@ __all__ = [
     "is_nvfp4_available",
     "quantized_model_init",
 ]
-
-__getattr__ = answering(__name__, STATE.get)
 
 quantized_model_init = fp8_model_init
 

@@ -16,6 +16,7 @@ from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.models import sdpa
 from lightning_fp8.attention.models.owners import owner_of
 from lightning_fp8.attention.ops import Band, attention_tables
+from lightning_fp8.convert.first_step import watched
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
 
 masking = pytest.importorskip("transformers.masking_utils")
@@ -107,8 +108,7 @@ def attached(model: nn.Module, **options: Any) -> FP8FabricPrecision:
     for module in model.modules():
         if isinstance(module, Linear):
             module.fp8 = False  # attention alone
-    for first_step in plugin._first_steps.values():
-        first_step.stop()  # who would say later what a warning says at once
+    watched(model).stop()  # who would say later what a warning says at once
     return plugin
 
 

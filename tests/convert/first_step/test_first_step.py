@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
 from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
-from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.first_step import FROZEN, FirstStep
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
@@ -110,7 +110,9 @@ def test_copies_that_nobody_trains_or_calls_are_not_named() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     module.average = copy.deepcopy(module.blocks).requires_grad_(False)
     assert not fit(module, plugin)
-    assert {layer.ran for layer in plugin.summary.layers if layer.fp8 and "average" in layer.name} == {None}
+    averages = [layer for layer in plugin.summary.layers if layer.fp8 and "average" in layer.name]
+    assert {(layer.ran, layer.reason) for layer in averages} == {(False, FROZEN)}
+    assert plugin.summary.num_fp8 == 4
     assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)
 
 
@@ -167,11 +169,11 @@ def test_a_forward_outside_the_plugins_is_in_high_precision() -> None:
     assert "blocks.2.fc, blocks.2.out: it was called outside the plugin's forward" in said
 
 
-def test_layers_in_evaluation_mode_are_not_judged() -> None:
+def test_layers_in_evaluation_mode_are_judged_by_their_evaluations() -> None:
     module, plugin = Trained(), FP8Precision("tensorwise")
     module.blocks[1].eval()
     assert not fit(module, plugin)
-    assert decision(plugin.summary, "blocks.1.fc").ran is None
+    assert decision(plugin.summary, "blocks.1.fc").ran
     assert plugin.summary.share_of_flops == pytest.approx(12 / 23, abs=1e-9)  # they multiplied all the same
 
 

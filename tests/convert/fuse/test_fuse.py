@@ -6,7 +6,9 @@ MLPs of such models: ``tests/convert/fuse/test_fuse_mlp.py``.
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.functions.deferred import DeferredTensor
 from lightning_fp8.hf_fusion.deferred_norm import NormOutput
 from lightning_fp8.hf_fusion.norm import KNOWN, CastingNorm, is_known_norm
 
@@ -99,6 +102,35 @@ def test_a_norm_casts_for_its_readers(recipe: str) -> None:
     assert ops.counts["quantize"] == 2 * 2 * casts_of_a_block
     assert error(fused, exact) < 1.15 * error(unfused, exact)
     torch.testing.assert_close(fused[0], unfused[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_no_layer_reads_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward: the layers read copies, and who computes the values computes the norm twice."""
+    models, computed, compute = (converted(True), converted(False)), Counter[str](), DeferredTensor.computed
+
+    def counting(self: DeferredTensor) -> Tensor:
+        computed[type(self).__name__] += 1
+        return compute(self)
+
+    monkeypatch.setattr(DeferredTensor, "computed", counting)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    for _ in range(3):
+        fused, unfused = (step(model, recipe) for model in models)
+        torch.testing.assert_close(fused[0], unfused[0], rtol=0.1, atol=0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+    if recipe == "delayed":
+        histories = [fp8_state_dict(model)["amax_history"] for model in models]
+        torch.testing.assert_close(*histories, rtol=0.15, atol=0.0)
+    models[0].gradient_checkpointing_enable({"use_reentrant": False})
+    step(models[0], recipe)
+    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+        models[0].eval()(input_ids=TOKENS)
+    assert not computed
+    models[0].model.layers[0].input_layernorm.register_forward_hook(read)
+    step(models[0], recipe)
+    assert computed == {"NormOutput": 1}, "the count counts"
 
 
 def test_the_model_stays_itself() -> None:
@@ -236,6 +268,42 @@ def test_the_table_says_what_casts_and_why_not() -> None:
     other = plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True))
     assert [(norm.fp8, norm.reason) for norm in other.norms] == [(False, "fuse=True does not support LayerNorm")]
     assert not plan_conversion(llama(), Policy()).norms
+
+
+def test_conversions_leave_nothing_behind() -> None:
+    """Neither many of one model, nor those of classes that are made on the fly."""
+    model = converted(True)
+    norm = model.model.layers[0].input_layernorm
+    classes, readers, hooks = type(norm).__mro__, norm._readers, len(norm._forward_hooks)
+    for _ in range(20):
+        convert_module(model, first_last_layers_bf16=False, fuse=True)
+    assert (type(norm).__mro__, norm._readers, len(norm._forward_hooks)) == (classes, readers, hooks)
+    assert type(model.model.layers[1].input_layernorm) is type(norm)
+    own = llama(1)
+    norm = own.model.layers[0].input_layernorm
+    norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": type(norm).__module__})
+    made = weakref.ref(type(norm))
+    convert_module(own, first_last_layers_bf16=False, fuse=True)
+    assert isinstance(norm, CastingNorm)
+    del own, norm
+    gc.collect()
+    assert made() is None
+
+
+def test_a_class_of_the_same_name_is_told_apart() -> None:
+    """Qwen2-VL has its own."""
+    vl = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    config = transformers.Qwen2Config(hidden_size=16, intermediate_size=16)
+
+    class Qwen2RMSNorm(nn.RMSNorm):
+        pass
+
+    model = nn.ModuleDict({"mlp": vl.Qwen2MLP(config), "norm": Qwen2RMSNorm(16)})
+    plan = plan_conversion(model, Policy(fuse=True))
+    assert [row.reason for row in (*plan.mlps, *plan.norms)] == [
+        "fuse=True does not support transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2MLP",
+        f"fuse=True does not support {__name__}.Qwen2RMSNorm",
+    ]
 
 
 def test_the_formula_is_that_of_every_known_class() -> None:

@@ -41,10 +41,13 @@ from lightning_fp8 import (
     TransformerLayer,
     convert_module,
     fp8_autocast,
+    fp8_region,
     fp8_state_dict,
+    load_fp8_state_dict,
     make_recipe,
 )
 from lightning_fp8.convert import conversion
+from lightning_fp8.delayed import update
 from lightning_fp8.parallel import fsdp
 from tests.distributed.launch import leave
 from tests.small import fp8_trainer
@@ -288,6 +291,197 @@ def part_switching() -> dict[str, Any]:
             report[f"kept={kept} wraps={wraps}"] = [
                 index for index, pair in enumerate(zip(bf16, fp8)) if len(set(pair)) > 1
             ]
+    return report
+
+
+class Branches(nn.Module):
+    """A block of which a forward runs one of two layers, and the other one in high precision unless it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.first, self.second = (nn.Linear(256, 256) for _ in range(3))
+        self.runs_second = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer, other = (self.second, self.first) if self.runs_second else (self.first, self.second)
+        y = F.gelu(layer(x))
+        if not torch.compiler.is_compiling():  # compiled code has only the codes
+            with fp8_autocast(enabled=False):
+                y = y + other(x)
+        return self.down(y)  # type: ignore[no-any-return]
+
+
+STEPS = (
+    "delayed", "tensorwise", "tensorwise", "delayed eval", "tensorwise eval", "mxfp8", "delayed", "other delayed",
+    "delayed eval", "tensorwise", "delayed+eval", "delayed+delayed", "tensorwise+delayed", "delayed+tensorwise",
+    "delayed skip", "tensorwise", "high", "delayed", "delayed recompute", "tensorwise recompute", "delayed reentrant",
+    "tensorwise reentrant", "delayed first second", "tensorwise second", "delayed second",
+)  # fmt: skip
+"""Optimizer steps, and evaluations between them, in the order in which a run of :func:`observed` takes them."""
+
+
+def observed(in_bf16: bool, how: str) -> list[Any]:
+    """Losses and the state of all slots at each of :data:`STEPS`."""
+    options = {"reshard_after_forward": False} if how == "kept" else {}
+    model: Any = sharded(lambda: nn.Sequential(Branches(), Branches()), in_bf16, **options)
+    if how == "prefetched":
+        model.set_modules_to_forward_prefetch([model[0]])
+        model[0].set_modules_to_forward_prefetch([model[1]])
+    if how == "compiled":
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 64
+        for block in model:
+            block.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+    recipes: dict[str, Any] = {
+        "delayed": lambda: DelayedScaling(amax_history_len=64),  # a new object in each forward
+        "other": lambda: DelayedScaling(amax_history_len=64, margin=1),
+    }
+
+    def forward(recipe: str, does: Any = None) -> Tensor:
+        x = torch.randn(16, 256, generator=generator).bfloat16().requires_grad_()
+        given = recipes.get(recipe, lambda: make_recipe(recipe))() if recipe != "high" else None
+        with fp8_autocast(enabled=given is not None, fp8_recipe=given):
+            if does in ("recompute", "reentrant"):
+                return checkpoint(model, x, use_reentrant=does == "reentrant").float().square().mean()
+            return model(x).float().square().mean()  # type: ignore[no-any-return]
+
+    found: list[Any] = []
+    for step in STEPS[:10] if how == "few" else STEPS:
+        recipe, *does = step.split()
+        if how == "compiled" and {*does} & {"recompute", "reentrant"}:
+            continue  # it would be recomputed in high precision
+        if "skip" in does:
+            model[0].down.fp8 = False
+        for block in model:
+            block.runs_second = "second" in does and "first" not in does
+        if "eval" in does:
+            with torch.no_grad():
+                found.append(forward(recipe).item())
+            continue
+        losses = []
+        for part in recipe.split("+"):
+            if part == "eval":
+                with torch.no_grad():
+                    found.append(forward("delayed").item())
+                continue
+            losses.append(forward(part, *does[:1]))
+            if "first" in does:
+                for block in model:
+                    block.runs_second = True
+                losses.append(forward(part))
+        sum(losses).backward()  # type: ignore[union-attr]
+        found.append([loss.item() for loss in losses])
+        optimizer.step()
+        optimizer.zero_grad()
+        state = fp8_state_dict(model)
+        found.append(
+            {name: state[name].tolist() for name in ("scale", "amax_history", "seen", "counts") if name in state}
+        )
+        model[0].down.fp8 = True
+    return found
+
+
+def part_observed() -> dict[str, Any]:
+    """Where a run differs from the same run with a gather in BF16."""
+    bf16, fp8 = (observed(in_bf16, sys.argv[3]) for in_bf16 in (True, False))
+    return {"steps": len(fp8), "differ": [index for index, pair in enumerate(zip(bf16, fp8)) if pair[0] != pair[1]]}
+
+
+def part_growth() -> dict[str, Any]:
+    """What a process keeps of a model, before and after conversions, recipes, evaluations, saves and loads of it."""
+    model = sharded(blocks(width=32, hidden=32))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def forward(recipe: str) -> Tensor:  # by a new object each time
+        with fp8_autocast(fp8_recipe=make_recipe({"name": recipe})):
+            return model(torch.randn(16, 32).bfloat16()).float().square().mean()  # type: ignore[no-any-return]
+
+    def sizes() -> dict[str, int]:
+        (weights,) = {id(each): each for each in fsdp._weights_of.values()}.values()
+        hooks = [value for each in model.modules() for name, value in vars(each).items() if name.endswith("_hooks")]
+        tables = fsdp._weights_of, fsdp._hooked, fsdp._attached, update._compared, fp8_region.waiting
+        return {
+            "hooks": sum(len(each) for each in hooks if each is not None),
+            "tables": sum(map(len, tables)),
+            "weights": sum(map(len, (weights.params, weights.begun, weights.groups))),
+            "compared": sum(map(len, update._compared.values())),
+        }
+
+    found = []
+    for conversions in (1, 200):
+        for _ in range(conversions):
+            fsdp.gather_in_fp8(model)
+        for _ in range(3):
+            converted(model)
+            for recipe in ("delayed", "tensorwise"):
+                forward(recipe).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    forward("mxfp8")
+            model.load_state_dict(model.state_dict())
+            load_fp8_state_dict(model, fp8_state_dict(model))
+        found.append(sizes())
+    return {"before": found[0], "after": found[1]}
+
+
+def frozen_between(in_bf16: bool, freezes: bool, keeps: bool, recipes: tuple[str | None, ...]) -> list[Any] | str:
+    """Losses and gradients of steps that accumulate over ``recipes``.
+
+    Before the first step, an evaluation gathers the weights of the root, and ``requires_grad`` of two of them changes.
+    """
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    changed = "1.weight", "2.bias"
+    for name in changed:
+        model.get_parameter(name).requires_grad_(freezes)
+    mesh = init_device_mesh("cpu", (2,))
+    for each in (model[0], model):
+        fully_shard(each, mesh=mesh, mp_policy=policy)
+    with gathers_in_bf16(in_bf16):
+        converted(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: list[Any] = []
+
+    def loss(recipe: str | None) -> Tensor:
+        with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            value = model(torch.randn(16, 64, generator=generator)).float().square().mean()
+        found.append(value.item())
+        return value  # type: ignore[no-any-return]
+
+    try:
+        for step in range(2):
+            if not step:
+                with torch.no_grad():
+                    loss("tensorwise")
+                for name in changed:
+                    model.get_parameter(name).requires_grad_(not freezes)
+            for number, recipe in enumerate(recipes, 1):
+                model.set_requires_gradient_sync(number == len(recipes))
+                model.set_reshard_after_backward(number == len(recipes) or not keeps)
+                loss(recipe).backward()
+            grads = [each.grad for each in model.parameters()]
+            found.append([None if grad is None else grad.full_tensor().tolist() for grad in grads])
+            optimizer.step()
+            optimizer.zero_grad()
+    except AssertionError as error:  # torch's, if a parameter has a gradient in some of the micro-batches only
+        return str(error)
+    return [*found, [each.requires_grad for each in model.parameters()]]
+
+
+def part_frozen_between() -> dict[str, Any]:
+    report = {}
+    for recipes in (("tensorwise", None), ("delayed", "delayed"), (None, None), ("tensorwise", "rowwise")):
+        for freezes, keeps in ((True, True), (True, False), (False, True)):
+            bf16, fp8 = (frozen_between(in_bf16, freezes, keeps, recipes) for in_bf16 in (True, False))
+            report[f"{recipes} {freezes} {keeps}"] = {
+                "equal": fp8 == bf16,
+                "error": fp8 if isinstance(fp8, str) else "",
+            }
     return report
 
 

@@ -3,7 +3,8 @@
 Names come from ``lightning_fp8.transformer_engine``. One that does not exist there can be imported all the same, and
 raises with its sentence where it is called or read, so that a file of tests is collected whatever it imports. What its
 tests take for CUDA is the CPU, with compute capability 9.0. Of each test function few rows of parameters run, drawn by
-a fixed seed, and models are small. ``python -m pytest -p tests.peers.transformer_engine.shim FILE`` runs one by hand.
+a fixed seed, and models are small. Each test begins with a fixed seed, too; ``LIGHTNING_FP8_TE_SEED`` is another one.
+``python -m pytest -p tests.peers.transformer_engine.shim FILE`` runs one by hand.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -105,7 +107,7 @@ OWN: dict[str, Any] = {
     "_attention_backends": {},
     **{name: mutable(getattr(our_recipes, name)) for name in our_recipes.__all__ if name.endswith("Scaling")},
 }
-SAID = {**answers.MODULES, **answers.STATE, **answers.PYTORCH, **answers.DISTRIBUTED}
+SAID = answers.MODULES | answers.NAMES
 
 
 class Module(types.ModuleType):
@@ -227,6 +229,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 model.num_heads = model.num_gqa_groups = min(model.num_heads, 4)
                 model.num_layers = 1
                 model.hidden_size = model.hidden_size_kv = model.num_heads * model.head_dim_qk
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same numbers in each run, whichever tests ran before."""
+    seed = int(os.environ.get("LIGHTNING_FP8_TE_SEED", SEED))
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
 
 
 _COLLECTED = pytest.StashKey[int]()

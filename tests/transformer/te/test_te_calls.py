@@ -160,3 +160,16 @@ def test_packed_queries_keys_and_values(dim: int, recipe: Any) -> None:
     for call in ({"qkv_layer": packed, "key_layer": k}, {"kv_layer": packed}, {"query_layer": q}):
         with pytest.raises(TypeError):
             core(**call)
+
+
+@pytest.mark.filterwarnings("ignore:attn_mask_type='arbitrary' without attention_mask")
+def test_arbitrary_without_a_mask_is_attention_to_all_keys() -> None:
+    x, encoder_output = torch.randn(5, 2, 32), torch.randn(9, 2, 32)
+    attention = made(lightning_fp8.MultiheadAttention, 32, 4).eval()
+    torch.testing.assert_close(attention(x, attn_mask_type="arbitrary"), attention(x, attn_mask_type="no_mask"))
+    layer = made(lightning_fp8.TransformerLayer, 32, 48, 4, layer_type="decoder").eval()
+    outputs = [
+        layer(x, self_attn_mask_type=kind, enc_dec_attn_mask_type=kind, encoder_output=encoder_output)
+        for kind in ("arbitrary", "no_mask")
+    ]
+    torch.testing.assert_close(*outputs)

@@ -1,10 +1,9 @@
 """``transformer_engine.pytorch.attention``."""
 
-from lightning_fp8.attention.modules import DotProductAttention
-from lightning_fp8.foreign_names import answering
-from lightning_fp8.modules.transformer import InferenceParams, MultiheadAttention, RotaryPositionEmbedding
-from lightning_fp8.transformer_engine.answers import ATTENTION
-from lightning_fp8.transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from lightning_fp8.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from lightning_fp8.transformer_engine.pytorch.attention.inference import InferenceParams
+from lightning_fp8.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from lightning_fp8.transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = [
     "DotProductAttention",
@@ -13,5 +12,3 @@ __all__ = [
     "RotaryPositionEmbedding",
     "apply_rotary_pos_emb",
 ]
-
-__getattr__ = answering(__name__, ATTENTION.get)

@@ -21,7 +21,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turn pairs of channels of ``t`` by angles, computed in float32 at least, in t's dtype.
+    """Turn pairs of channels of ``t`` by angles, computed in float32 at least: contiguous, in t's dtype.
 
     Args:
         t: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``tensor_format`` says.
@@ -45,4 +45,4 @@ def apply_rotary_pos_emb(
                 f"{name}={value!r} is not supported by apply_rotary_pos_emb: leave it out, and pass the freqs of this "
                 "rank's positions, get_batch_on_this_cp_rank(freqs, cp_group, seq_dim=0)"
             )
-    return rotary.apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved, cu_seqlens)
+    return rotary.apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved, cu_seqlens).contiguous()

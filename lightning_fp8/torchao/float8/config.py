@@ -1,29 +1,15 @@
-"""``torchao.float8``: one call after which a model's linear layers train in FP8.
-
-Configurations are torchao's. Options that are not supported raise an error that says what to do instead. Numerics are
-those of the recipes ``tensorwise`` and ``rowwise``.
-"""
+"""torchao's configurations. Options that are not supported raise an error that says what to do instead."""
 
 from __future__ import annotations
 
 import enum
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from lightning_fp8.arguments import one_of, require_bool, require_module
-from lightning_fp8.convert.conversion import apply_conversion, plan_conversion, reason_ineligible
-from lightning_fp8.convert.policy import Policy
-from lightning_fp8.foreign_names import answering
+from lightning_fp8.arguments import one_of, require_bool
 from lightning_fp8.formats import E4M3, E5M2, Format
-from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.modules.linear import Linear
-from lightning_fp8.modules.swap import swap_class
-from lightning_fp8.names import clean_name
 from lightning_fp8.recipes import Float8CurrentScaling, Float8RowwiseScaling
 
 __all__ = [
@@ -33,24 +19,7 @@ __all__ = [
     "Float8LinearRecipeName",
     "ScalingGranularity",
     "ScalingType",
-    "convert_to_float8_training",
-    "precompute_float8_dynamic_scale_for_fsdp",
 ]
-
-ANSWERS = {
-    "FP8Granularity": "it is for inference; a recipe sets how tensors are scaled in training",
-    "Float8MMConfig": "it is for inference; a recipe sets how tensors are scaled in training",
-    "Float8TrainingTensor": "layers cast their tensors themselves; weights in FP8 are made by fp8_model_init",
-    "GemmInputRole": "layers cast their tensors themselves; leave it out",
-    "LinearMMConfig": "layers choose how they multiply; leave it out",
-    "ScaledMMConfig": "layers choose how they multiply; leave it out",
-    "_auto_filter_for_recipe": "pass a module_filter_fn that compares module.in_features and module.out_features",
-}
-"""What to do instead of torchao's other names."""
-
-__getattr__ = answering(__name__, ANSWERS.get)
-
-# --- Configurations ---------------------------------------------------------------------------------------------------
 
 
 class ScalingType(enum.Enum):
@@ -224,73 +193,3 @@ class Float8LinearConfig:
             cast_config_grad_output=cast,
             round_scales_to_power_of_2=True,
         )
-
-
-# --- Conversion -------------------------------------------------------------------------------------------------------
-
-
-def convert_to_float8_training(
-    module: nn.Module,
-    *,
-    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    config: Float8LinearConfig | None = None,
-) -> nn.Module:
-    """Convert the linear layers of ``module`` in place, so that they run in FP8 without ``fp8_autocast``.
-
-    All linear layers are converted. Unlike :func:`lightning_fp8.convert_module`, the function makes no exception for
-    first and last layers and output heads. Parameters stay the same objects, and ``state_dict`` keeps its keys. Inside
-    ``fp8_autocast``, and under a plugin, layers use its recipe instead.
-
-    If FSDP2 should gather weights in FP8, call it after ``fully_shard``. Otherwise weights are gathered in high
-    precision.
-
-    Args:
-        module: any module, or a single ``nn.Linear``.
-        module_filter_fn: called with each ``nn.Linear`` and its name; returns True to convert it. None converts all.
-        config: None is ``Float8LinearConfig()``, one scale for each tensor.
-
-    Returns:
-        ``module`` itself.
-
-    Raises:
-        TypeError: If ``module`` is not a module, or ``config`` not a :class:`Float8LinearConfig` of this file.
-    """
-    require_module("convert_to_float8_training", module)
-    config = Float8LinearConfig() if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"config={config!r} must be a lightning_fp8.torchao.float8.Float8LinearConfig")
-    linears = [(clean_name(name), each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
-    chosen = [pair for pair in linears if module_filter_fn is None or module_filter_fn(pair[1], pair[0])]
-    reasons = {name: reason_ineligible(each) for name, each in chosen}
-    in_fp8 = [each for name, each in chosen if not reasons[name]]
-    for each in in_fp8:
-        if not isinstance(each, Linear):
-            swap_class(each, Linear)
-    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=_all_but(in_fp8))
-    apply_conversion(module, plan_conversion(module, policy))
-    context = FP8Context(config.recipe())
-    for each in in_fp8:
-        each.own_context = context  # type: ignore[assignment]
-    if not chosen:
-        warnings.warn("convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2)
-    if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
-        warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
-    return module
-
-
-def _all_but(in_fp8: list[nn.Linear]) -> Callable[[nn.Module, str], bool]:
-    chosen = {id(each) for each in in_fp8}
-
-    def skip(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and id(module) not in chosen
-
-    return skip
-
-
-def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Does nothing, because FSDP2's gathers in FP8 already reduce the amaxes of all weights at once.
-
-    Args:
-        module: the sharded model.
-    """
-    require_module("precompute_float8_dynamic_scale_for_fsdp", module)

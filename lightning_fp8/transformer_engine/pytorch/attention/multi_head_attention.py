@@ -1,0 +1,5 @@
+"""``transformer_engine.pytorch.attention.multi_head_attention``."""
+
+from lightning_fp8.modules.transformer import MultiheadAttention
+
+__all__ = ["MultiheadAttention"]
