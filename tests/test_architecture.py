@@ -147,7 +147,6 @@ ROOMS = {
     "attention.context_parallel": {"attention.ops", "parallel.agreement", "parallel.collectives"},
     "fp8_region": {"delayed", "functions"},
     "parallel.checkpoint": {"parallel.collectives"},
-    "parallel.costs": set(),
     "export": {"attention.ops", "fp8_region", "delayed", "ops"},
     "modules": {
         "fp8_region",
@@ -265,7 +264,6 @@ ROOMS = {
         "modules",
         "monitor",
         "ops",
-        "parallel.costs",
         "plugin",
         "sensitivity",
         "te",
