@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ def measured() -> Measured:
 
 
 @pytest.fixture(autouse=True)
-def without_tables() -> Iterator[None]:
+def without_tables() -> None:
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    yield
 
 
 def _operand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Operand:
