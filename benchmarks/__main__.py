@@ -40,6 +40,7 @@ SUITES = ("casts", "products", "attention", "hardware", "models", "sizes", "host
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",
     "first run": "benchmarks.first_run",
+    "losses of a small Llama": "benchmarks.parity",
     "modelled time of a training step": "benchmarks.budget",
     "sensitivity of layers": "benchmarks.sensitivity",
 }
