@@ -21,6 +21,7 @@ from lightning_fp8.attention.models.owners import asked, current_owner, in_high_
 from lightning_fp8.attention.models.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.attention.sequence_tables import shared
+from lightning_fp8.capture import is_capturing
 
 NAME = "lightning_fp8"
 
@@ -124,7 +125,7 @@ def mask(
     Compiled code cannot check values, so it asserts them: packed sequences and padding at the start raise an error.
     """
     band = None
-    tracing = torch.compiler.is_compiling()
+    tracing = torch.compiler.is_compiling() or is_capturing()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
