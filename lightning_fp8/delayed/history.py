@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,9 +35,7 @@ T = TypeVar("T")
 Span = tuple[Format, int]
 """The format and margin of a recipe. With an amax they determine a scale."""
 
-WARM_UP_STEPS = 3
-"""The first step computes scales, the host learns of them in the second, and the third runs the kernels for them."""
-
+WARM_UP_STEPS = 3  # the first computes scales, the host learns of them in the second, the third runs their kernels
 WARM_UP = f"run at least {WARM_UP_STEPS} training steps, with torch.cuda.synchronize() after each"
 
 _not_for_inference = torch.inference_mode(False)
@@ -218,17 +215,9 @@ class Slot:
             return False  # a value that changes later would recompile
         known = self.history.nonzero_scales.is_nonzero(self.index)
         if not known and is_capturing():
-            _warn_of_captured_zero()
+            text = "a CUDA graph captures FP8 casts whose scales may be 0, which each replay checks. Before a capture"
+            warnings.warn(f"{text}, {WARM_UP}", stacklevel=2)
         return known
-
-
-@cache
-def _warn_of_captured_zero() -> None:
-    warnings.warn(
-        "FP8 casts are captured in a CUDA graph before it is known that their scales are not 0, which each replay will "
-        f"check. Before a capture, {WARM_UP}",
-        stacklevel=2,
-    )
 
 
 def _slot_of(history: AmaxHistory, index: int) -> Slot:
@@ -267,8 +256,8 @@ class AmaxHistory:
             update copies nothing to the GPU.
         before_update: called with the history before each update, when its amaxes and scales are those of the step.
             Replays of a CUDA graph do not call it.
-        eager_updates: the last updates that were not captured: their recipe, and how many there were with it.
-        is_captured: whether a CUDA graph reads the slots, as far as it is known.
+        eager_updates: the recipe of the last updates outside a capture, and their number.
+        is_captured: whether a CUDA graph uses the slots.
         creation_index: the order of the histories of a process, which is the same on all ranks.
 
     ``amax`` and ``scale`` must only be changed in place, because the tensors of each :class:`Slot` share their memory.
@@ -412,11 +401,8 @@ class AmaxHistory:
     def _warn_of_graphs(self) -> None:
         if self.is_captured and self.updates:
             self.is_captured = False
-            warnings.warn(
-                "FP8 scales are loaded, emptied or resized, and a CUDA graph uses their former memory or assumes that "
-                f"none is 0: do not replay it, {WARM_UP}, and capture it again",
-                stacklevel=3,
-            )
+            text = "FP8 scales are loaded, emptied or resized; CUDA graphs use their former memory, or assume none is 0"
+            warnings.warn(f"{text}: do not replay those captured before, {WARM_UP}, and capture again", stacklevel=3)
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""

@@ -180,14 +180,11 @@ def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
 
 def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     """Append the amaxes of ``history``, after the reduction over ranks, to it and compute new scales."""
-    before, steps = history.eager_updates
-    steps = steps if before == recipe else 0
+    steps = history.eager_updates[1] if history.eager_updates[0] == recipe else 0
     if is_capturing():
         if steps < WARM_UP_STEPS:
-            raise RuntimeError(
-                f"a CUDA graph captures an update of FP8 scales after {steps} steps with its recipe, {recipe}: replays "
-                f"would empty the history that it allocates. Before the capture, {WARM_UP}"
-            )
+            text = f"a CUDA graph captures an update of FP8 scales after {steps} steps with {recipe}: each replay would"
+            raise RuntimeError(f"{text} empty the history that it allocates. Before a capture, {WARM_UP}")
         history.is_captured = True
     else:
         history.eager_updates = recipe, steps + 1
@@ -408,19 +405,15 @@ def _difference(names_by_rank: dict[int, list[str]]) -> str:
 
 _numbers = itertools.count(1)  # unique across threads
 _step_number = 0
-_captured = False
 _STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of the wrapper around every ``step`` of torch.optim, which calls the hooks."""
+steps_are_captured = False
+"""Whether a CUDA graph has captured an optimizer step: its replays change weights, and do not count steps."""
 
 
 def optimizer_step_number() -> int:
     """The number of the last optimizer step in this process. Cached copies of weights are stale once it changes."""
     return _step_number
-
-
-def steps_are_captured() -> bool:
-    """Whether a CUDA graph with an optimizer step was captured: its replays change weights, and advance no counter."""
-    return _captured
 
 
 def _current_backward() -> int:
@@ -462,9 +455,9 @@ def after_optimizer_step(optimizer: Any, *_: Any) -> None:
     Args:
         optimizer: an object with ``param_groups``.
     """
-    global _step_number, _captured
+    global _step_number, steps_are_captured
     _step_number = next(_numbers)
-    _captured = _captured or is_capturing()
+    steps_are_captured |= is_capturing()
     if _overflowed(optimizer):
         return
     note_step(optimizer)
@@ -480,8 +473,7 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
         history.watch.stepped = True
     update_slots(owned)
     for history, _ in owned:
-        due = history.updates % UPDATES_OF_OTHERS == 0 and not is_capturing()
-        if due and not history.watch.has_warned_of_others:
+        if history.updates % UPDATES_OF_OTHERS == 0 and not (history.watch.has_warned_of_others or is_capturing()):
             waiting = [slot for slot in slots_without_optimizer(history) if bool(history.amax[slot] > 0)]
             if waiting:
                 history.watch.warn_of_others([history.names[slot] for slot in waiting])

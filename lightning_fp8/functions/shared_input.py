@@ -116,10 +116,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def forget_inputs() -> None:
-    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins or ends."""
+def forget_inputs(capturing: bool = False) -> None:
+    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins, maybe ``capturing``, or ends."""
     _thread.casts = ()
-    _thread.capturing = not torch.compiler.is_compiling() and is_capturing()
+    _thread.capturing = capturing
 
 
 def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
 from lightning_fp8.capture import is_capturing
-from lightning_fp8.delayed.update import optimizer_step_number, steps_are_captured
+from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 from lightning_fp8.functions.linear import Product
@@ -65,8 +64,8 @@ class WeightCachingModule(FP8Module):
     Copies are stale after an optimizer's step, after a parameter was replaced or changed in place, and with another
     recipe or CUDA stream. Automatic copies are also stale with another ``weight_period``, after an update of the
     scales, and after training mode, gradients or inference mode were switched. Copies that were cached automatically
-    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached while a CUDA graph is captured, or after
-    an optimizer step was captured.
+    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached while a CUDA graph is captured, or
+    after the capture of an optimizer step.
 
     Recomputation in a backward pass uses the context of the layer's last forward. This is the wrong context if the
     layer has run in another one since. Copies are not pickled, and compiled code does not cache.
@@ -145,12 +144,15 @@ class WeightCachingModule(FP8Module):
             return None  # first: compiled code would have guards on all that is read below
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
             return None  # already in FP8
-        if is_capturing() or steps_are_captured():
-            self._weight_cache = None if is_capturing() else _warn_of_captured_steps()
+        if is_capturing() or update.steps_are_captured:
+            self._weight_cache = None
+            if not is_capturing():
+                text = "a captured optimizer step changes weights without a trace in each replay: FP8 weights are not"
+                warnings.warn(f"{text} cached any more (cache_fp8_weights, is_first_microbatch)", stacklevel=2)
             return None
         automatic = is_first_microbatch is None
-        held = self._weight_cache or {}
-        kept = held.get(parameter_names)
+        cache = self._weight_cache or {}
+        kept = cache.get(parameter_names)
         if automatic and context.weight_period is None:
             if kept is not None and kept.automatic:
                 self._weight_cache = None
@@ -164,14 +166,14 @@ class WeightCachingModule(FP8Module):
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
-        made_from: tuple[Any, ...] = (product.recipe, optimizer_step_number(), stream, *versions)
+        made_from: tuple[Any, ...] = (product.recipe, update.optimizer_step_number(), stream, *versions)
         # Without gradients the copy of the transpose is not needed.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:
             updates = product.slots[Role.WEIGHT].history.updates
             made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
-            others = {cached: copies for cached, copies in held.items() if cached != parameter_names}
+            others = {cached: copies for cached, copies in cache.items() if cached != parameter_names}
             self._weight_cache = kept = None  # frees its memory for the new copies
             w8 = product.quantize(weight.detach(), Role.WEIGHT, columnwise=columnwise)
             kept = _KeptWeight(made_from, w8, automatic, product.observe, _sources(parameters))
@@ -181,15 +183,6 @@ class WeightCachingModule(FP8Module):
                 ops.observe(weight.detach(), product.slots[Role.WEIGHT].amax)
             kept.observed = True
         return kept.copies
-
-
-@cache
-def _warn_of_captured_steps() -> None:
-    warnings.warn(
-        "FP8 weights are not cached any more (cache_fp8_weights, is_first_microbatch): an optimizer step was captured in "
-        "a CUDA graph, whose replays change weights without a trace",
-        stacklevel=2,
-    )
 
 
 def _local(values: Tensor) -> Tensor:

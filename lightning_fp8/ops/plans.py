@@ -91,8 +91,7 @@ def planned(
             if current is not False and current != device.index:
                 return _on_device(op_for, device, plan_key)
             if is_capturing():
-                which = f"{name or plan.__name__} of these shapes and dtypes"
-                raise RuntimeError(f"{which} runs for the first time: run the same step before capturing a CUDA graph")
+                raise RuntimeError(f"a CUDA graph captures {name or plan.__name__} of a new shape: run the step before")
             refused = _without_kernels.get(device)
             planners = (planner_without_kernels,) if refused else (plan, planner_without_kernels)
             run = fallback

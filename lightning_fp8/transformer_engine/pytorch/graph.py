@@ -1,7 +1,5 @@
 """``transformer_engine.pytorch.graph``: modules as CUDA graphs."""
 
-from contextlib import nullcontext
-from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,30 +11,23 @@ from lightning_fp8.fp8_region import autocast
 
 __all__ = ["make_graphed_callables"]
 
-_NAMES = {
-    **{"fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe"},
-    "fp8_group": "amax_reduction_group",
-}
-_INSTEAD = {
-    **dict.fromkeys(("fp8_weight_caching", "cache_quantized_params"), "each replay casts the weights; leave it out"),
-    "sample_kwargs": "pass all tensors by position, in sample_args",
-}
+_NAMES = {"fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe"}
+_NAMES["fp8_group"] = "amax_reduction_group"
 
 
 def make_graphed_callables(
     modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, **options: Any
 ) -> Any:
-    """``torch.cuda.make_graphed_callables`` whose forwards are captured inside an ``autocast`` region.
+    """``torch.cuda.make_graphed_callables`` that captures inside an ``autocast`` region, after 3 training steps.
 
-    Amaxes of the warm-up are dropped, since torch passes uninitialized gradients there. Gradients of parameters are
-    copied, since replays overwrite them. With delayed scaling, train 3 steps before.
+    Amaxes of the warm-up are dropped, since torch's gradients are uninitialized there. Replays overwrite gradients of
+    parameters, so backward passes copy them.
 
     Args:
-        modules: a module, or a tuple of them. After a call of ``train()`` or ``eval()`` they run without a graph.
+        modules: a module, or a tuple of them. After ``train()`` or ``eval()`` changes their mode, they run eagerly.
         sample_args: the tensors of its forward, or a tuple of them for each module.
         num_warmup_iters, allow_unused_input: torch's; so is the option ``pool``.
-        options: ``enabled``, by default False, and the other arguments of ``autocast`` or, with their names before
-            2.8 (``fp8_enabled``), of ``fp8_autocast``.
+        options: the arguments of ``autocast``, or of ``fp8_autocast`` after ``fp8_``. ``enabled`` is False by default.
 
     Raises:
         NotImplementedError: If another argument of Transformer Engine is neither None nor False.
@@ -46,24 +37,20 @@ def make_graphed_callables(
         require_module("make_graphed_callables", module)
     options = {_NAMES.get(name, name): value for name, value in options.items() if value not in (None, False)}
     pool = options.pop("pool", None)
-    for name in options.keys() - _NAMES.values():
-        raise NotImplementedError(f"{name}={options[name]!r} is not supported: {_INSTEAD.get(name, 'leave it out')}")
-    region = partial(autocast, **{"enabled": False, **options})
-    capturing = True
-
-    def in_region(forward: Any) -> Any:
-        @wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with region() if capturing else nullcontext():
-                return forward(*args, **kwargs)
-
-        return run
-
+    if others := options.keys() - _NAMES.values():
+        raise NotImplementedError(
+            f"{', '.join(sorted(others))} of make_graphed_callables: pass all tensors in sample_args, and leave the "
+            "others out; each replay casts the weights"
+        )
     amaxes = {history: history.amax.clone() for history in all_histories()}
-    for module in graphed:
-        module.forward = in_region(module.forward)
-    made = torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input, pool)
-    capturing = False
+    calls = {module: module._compiled_call_impl for module in graphed}  # what a module's __call__ calls if it is set
+    try:
+        for module in graphed:
+            module._compiled_call_impl = autocast(**{"enabled": False, **options})(module._call_impl)
+        made = torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input, pool)
+    finally:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
     for history in all_histories():
         history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
     for parameter in {each for module in graphed for each in module.parameters() if each.requires_grad}:
