@@ -291,8 +291,6 @@ class AmaxHistory:
         self.modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.slots_of: dict[int, tuple[int, ...]] = {}
         self._slot_tensors = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
-        for tensor in itertools.chain(*self._slot_tensors):  # torch._dynamo.mark_static_address, whose import is slow
-            tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
         self._place_slots()
         self.creation_index = next(_creation_indices)
         _instances[self.creation_index] = self
@@ -388,9 +386,9 @@ class AmaxHistory:
     @_not_for_inference
     def reset(self, slots: Iterable[int] | None = None) -> None:
         """Empty ``slots``. Without them, the history is as a new one."""
+        self._warn_of_graphs()
         if slots is None:
             self.updates, self.steps, self.span = 0, None, None
-        self._warn_of_graphs()
         self.eager_updates = None, 0
         emptied = slice(None) if slots is None else list(slots)
         for values in (self.scale, self.amax, self.num_observed, self.amax_history):
