@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,19 +21,10 @@ from lightning_fp8.functions import shared_input
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.ops import plans
 from lightning_fp8.recipes import Recipe, make_recipe
-from lightning_fp8.scaled import Role
 from lightning_fp8.transformer_engine import pytorch as te
+from tests.captures import capture
 
 RECIPE = DelayedScaling(amax_history_len=4)
-
-
-@contextmanager
-def capture() -> Iterator[None]:
-    """What torch says inside ``torch.cuda.graph``."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        yield
 
 
 @pytest.fixture(autouse=True)
