@@ -255,7 +255,6 @@ class AmaxHistory:
         fp8_max: float32 ``[n]``, the largest value of each slot's format, cached with the format and device, so that an
             update copies nothing to the GPU.
         before_update: called with the history before each update, when its amaxes and scales are those of the step.
-            Replays of a CUDA graph do not call it.
         eager_updates: the recipe of the last updates outside a capture, and their number.
         is_captured: whether a CUDA graph uses the slots.
         creation_index: the order of the histories of a process, which is the same on all ranks.
@@ -399,8 +398,8 @@ class AmaxHistory:
     def _warn_of_graphs(self) -> None:
         if self.is_captured and self.updates:
             self.is_captured = False
-            text = "FP8 scales are loaded, emptied or resized; CUDA graphs use their former memory, or assume none is 0"
-            warnings.warn(f"{text}: do not replay those captured before, {WARM_UP}, and capture again", stacklevel=3)
+            text = "FP8 scales are loaded, emptied or resized: do not replay CUDA graphs captured before"
+            warnings.warn(f"{text}, {WARM_UP}, and capture again", stacklevel=3)
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""

@@ -185,7 +185,6 @@ def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
         if steps < WARM_UP_STEPS:
             text = f"a CUDA graph captures an update of FP8 scales after {steps} steps with {recipe}: each replay would"
             raise RuntimeError(f"{text} empty the history that it allocates. Before a capture, {WARM_UP}")
-        history.is_captured = True
     else:
         history.eager_updates = recipe, steps + 1
         if history.before_update is not None:

@@ -126,14 +126,15 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
     """All state besides the recipe that the cast of ``x`` depends on; None if its cast cannot be shared."""
     if x.is_inference():  # these have no version
         return None
-    if capturing := is_capturing():
+    backward = torch._C._current_graph_task_id()  # of a recomputation; or -1
+    if is_capturing():
         slot.history.is_captured = True
-    if capturing is not _thread.capturing:
-        return None  # the region is not inside the capture: the graph of one layer may be replayed without another's
+        if not _thread.capturing and backward < 0:
+            return None  # a region around captures: the graph of one layer may be replayed without another's
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
     # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
     enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return _version(x), dtype, slot.history.updates, stream, enclosing
+    return _version(x), dtype, slot.history.updates, stream, enclosing, backward
 
 
 def _version(x: Tensor) -> tuple[int, int]:

@@ -146,9 +146,8 @@ class WeightCachingModule(FP8Module):
             return None  # already in FP8
         if is_capturing() or update.steps_are_captured:
             self._weight_cache = None
-            if not is_capturing():
-                text = "a captured optimizer step changes weights without a trace in each replay: FP8 weights are not"
-                warnings.warn(f"{text} cached any more (cache_fp8_weights, is_first_microbatch)", stacklevel=2)
+            text = "FP8 weights are not cached in a CUDA graph, nor after it captured an optimizer step, whose replays"
+            warnings.warn(f"{text} change them without a trace", stacklevel=2)
             return None
         automatic = is_first_microbatch is None
         cache = self._weight_cache or {}

@@ -96,7 +96,7 @@ def test_a_whole_step(recipe: str) -> None:
     assert_same(captured, eager)
 
 
-@pytest.mark.filterwarnings("ignore:.*not cached any more")
+@pytest.mark.filterwarnings("ignore:FP8 weights are not cached")
 def test_evaluations_between_replays_use_the_current_weights() -> None:
     eager, captured = Run("delayed"), Run("delayed")
     eager.warm_up()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,7 +163,7 @@ def test_state_that_changes_after_a_capture_is_told(change: Callable[[Block], ob
     model, step = trained()
     with capture():
         step()
-    with pytest.warns(UserWarning, match="do not replay those captured before, run at least 3"):
+    with pytest.warns(UserWarning, match="do not replay CUDA graphs captured before, run at least 3"):
         change(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -205,6 +206,20 @@ def test_a_region_inside_a_capture_shares_casts(monkeypatch: pytest.MonkeyPatch)
         assert _casts_of_input(monkeypatch, step) == 2
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_in_a_capture_repeats_the_forward(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    model, _ = trained()
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def forward_and_backward() -> None:
+        with fp8_autocast(fp8_recipe=RECIPE):
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        y.sum().backward()
+
+    with capture():
+        assert _casts_of_input(monkeypatch, forward_and_backward) == 4
+
+
 def test_a_region_around_captures_does_not_share_their_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = trained()
     x = torch.randn(8, 16)
@@ -234,7 +249,7 @@ def test_an_evaluation_after_a_replay_casts_the_new_weights(first: bool | None) 
     evaluate = partial(_evaluated, model, x, is_first_microbatch=first)
     with capture():
         step()
-    with pytest.warns(UserWarning, match="FP8 weights are not cached any more"):
+    with pytest.warns(UserWarning, match="not cached in a CUDA graph, nor after it captured an optimizer step"):
         evaluate()
     assert not model.gate._weight_cache  # type: ignore[operator]
     with torch.no_grad():
@@ -253,7 +268,8 @@ def test_nothing_is_cached_or_taken_from_the_cache_in_a_capture(first: bool | No
     _evaluated(model, x, is_first_microbatch=first)
     assert model.gate._weight_cache
     with capture():
-        _evaluated(model, x, is_first_microbatch=first)
+        with pytest.warns(UserWarning, match="not cached in a CUDA graph"):
+            _evaluated(model, x, is_first_microbatch=first)
         assert not model.gate._weight_cache
 
 

@@ -11,8 +11,7 @@ from lightning_fp8.fp8_region import autocast
 
 __all__ = ["make_graphed_callables"]
 
-_NAMES = {"fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe"}
-_NAMES["fp8_group"] = "amax_reduction_group"
+_FORMER = {"fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe"}
 
 
 def make_graphed_callables(
@@ -20,14 +19,13 @@ def make_graphed_callables(
 ) -> Any:
     """``torch.cuda.make_graphed_callables`` that captures inside an ``autocast`` region, after 3 training steps.
 
-    Amaxes of the warm-up are dropped, since torch's gradients are uninitialized there. Replays overwrite gradients of
-    parameters, so backward passes copy them.
+    It drops amaxes of the warm-up, whose gradients are uninitialized, and copies parameters' gradients after replays.
 
     Args:
         modules: a module, or a tuple of them. After ``train()`` or ``eval()`` changes their mode, they run eagerly.
         sample_args: the tensors of its forward, or a tuple of them for each module.
-        num_warmup_iters, allow_unused_input: torch's; so is the option ``pool``.
-        options: the arguments of ``autocast``, or of ``fp8_autocast`` after ``fp8_``. ``enabled`` is False by default.
+        options: torch's ``pool``, and the arguments of ``autocast`` (``enabled`` is False by default), also with their
+            former names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``.
 
     Raises:
         NotImplementedError: If another argument of Transformer Engine is neither None nor False.
@@ -35,21 +33,21 @@ def make_graphed_callables(
     graphed = modules if isinstance(modules, tuple) else (modules,)
     for module in graphed:
         require_module("make_graphed_callables", module)
-    options = {_NAMES.get(name, name): value for name, value in options.items() if value not in (None, False)}
+    names = {**_FORMER, "fp8_group": "amax_reduction_group"}
+    options = {names.get(name, name): value for name, value in options.items() if value not in (None, False)}
     pool = options.pop("pool", None)
-    if others := options.keys() - _NAMES.values():
-        raise NotImplementedError(
-            f"{', '.join(sorted(others))} of make_graphed_callables: pass all tensors in sample_args, and leave the "
-            "others out; each replay casts the weights"
-        )
+    if others := ", ".join(sorted(options.keys() - names.values())):
+        said = "pass all tensors in sample_args, and leave the others out; each replay casts the weights"
+        raise NotImplementedError(f"{others} of make_graphed_callables: {said}")
+    region = autocast(**{"enabled": False, **options})
     amaxes = {history: history.amax.clone() for history in all_histories()}
-    calls = {module: module._compiled_call_impl for module in graphed}  # what a module's __call__ calls if it is set
+    calls = [(module, module._compiled_call_impl) for module in graphed]  # if it is set, a module's __call__ calls it
     try:
         for module in graphed:
-            module._compiled_call_impl = autocast(**{"enabled": False, **options})(module._call_impl)
+            module._compiled_call_impl = region(module._call_impl)
         made = torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input, pool)
     finally:
-        for module, call in calls.items():
+        for module, call in calls:
             module._compiled_call_impl = call
     for history in all_histories():
         history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
