@@ -1,4 +1,4 @@
-"""A planted flag: torch says that a CUDA graph is being captured."""
+"""A planted flag: torch says that a CUDA graph is being captured; and a mode in which the host reads nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -17,3 +18,12 @@ def capture(*_: Any) -> Iterator[None]:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         yield
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Raises where an op outside the kernels reads a tensor on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"), name
+        return func(*args, **(kwargs or {}))

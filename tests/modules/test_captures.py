@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast, reset_fp8_scales
@@ -23,7 +22,7 @@ from lightning_fp8.modules.linear import Linear
 from lightning_fp8.ops import plans
 from lightning_fp8.recipes import Recipe, make_recipe
 from lightning_fp8.transformer_engine import pytorch as te
-from tests.captures import capture
+from tests.captures import NothingIsRead, capture
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -31,15 +30,6 @@ RECIPE = DelayedScaling(amax_history_len=4)
 @pytest.fixture(autouse=True)
 def _no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "steps_are_captured", False)
-
-
-class NothingIsRead(TorchDispatchMode):
-    """Raises where an op outside the kernels reads a tensor on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        assert name not in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"), name
-        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):

@@ -122,7 +122,7 @@ def mask(
 ) -> Tensor | None:
     """A mask function for transformers. Returns None without a mask, a :func:`carried` band, or a dense mask.
 
-    Compiled code cannot check values, so it asserts them: packed sequences and padding at the start raise an error.
+    Compiled code and captures cannot check values, and assert them: packed sequences or padding at the start are errors.
     """
     band = None
     tracing = torch.compiler.is_compiling() or is_capturing()
@@ -160,11 +160,11 @@ def mask(
 
 
 _WRONG_PADDING = (
-    "a compiled model supports FP8 attention only with padding at the end of sequences; pad on the right, compile the "
-    "model's layers instead of the whole, or pass attention=False"
+    "a compiled or captured model supports FP8 attention only with padding at the end of sequences; pad on the right, "
+    "compile the model's layers instead of the whole, or pass attention=False"
 )
 _PACKED = (
-    "a compiled model does not support FP8 attention of packed sequences; compile its layers instead of the whole, "
+    "a compiled or captured model does not support FP8 attention of packed sequences; compile its layers instead, "
     "pass an attention_mask, or attention=False"
 )
 
