@@ -122,7 +122,7 @@ def mask(
 ) -> Tensor | None:
     """A mask function for transformers. Returns None without a mask, a :func:`carried` band, or a dense mask.
 
-    Compiled code and captures cannot check values, and assert them: packed sequences or padding at the start are errors.
+    Compiled code and captures cannot check values, and assert them: packed sequences and padding at the start fail.
     """
     band = None
     tracing = torch.compiler.is_compiling() or is_capturing()

@@ -11,8 +11,6 @@ from lightning_fp8.fp8_region import autocast
 
 __all__ = ["make_graphed_callables"]
 
-_FORMER = {"fp8_enabled": "enabled", "fp8_calibrating": "calibrating", "fp8_recipe": "recipe"}
-
 
 def make_graphed_callables(
     modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, **options: Any
@@ -33,10 +31,10 @@ def make_graphed_callables(
     graphed = modules if isinstance(modules, tuple) else (modules,)
     for module in graphed:
         require_module("make_graphed_callables", module)
-    names = {**_FORMER, "fp8_group": "amax_reduction_group"}
-    options = {names.get(name, name): value for name, value in options.items() if value not in (None, False)}
+    new = {f"fp8_{name}": name for name in ("enabled", "calibrating", "recipe")} | {"fp8_group": "amax_reduction_group"}
+    options = {new.get(name, name): value for name, value in options.items() if value not in (None, False)}
     pool = options.pop("pool", None)
-    if others := ", ".join(sorted(options.keys() - names.values())):
+    if others := ", ".join(sorted(options.keys() - new.values())):
         said = "pass all tensors in sample_args, and leave the others out; each replay casts the weights"
         raise NotImplementedError(f"{others} of make_graphed_callables: {said}")
     region = autocast(**{"enabled": False, **options})
