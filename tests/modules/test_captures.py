@@ -33,11 +33,12 @@ def _no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    """Two layers that read one input, and one that reads their sum."""
+    """Two layers that read one input, one that reads their sum, and one that does not run: its scales stay 0."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.idle = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(x) + self.up(x))  # type: ignore[no-any-return]
@@ -85,7 +86,8 @@ def test_a_captured_step_reads_nothing_on_the_host_and_equals_an_eager_one(
         step()
     for (name, one), (_, other) in zip(model.named_parameters(), eager.named_parameters()):
         assert torch.equal(one, other), name
-        assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+        if not name.startswith("idle"):
+            assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
     for name in ("scale", "amax_history", "amax", "num_observed"):
         assert torch.equal(getattr(history_of(model), name), getattr(history_of(eager), name)), name
 
