@@ -268,14 +268,14 @@ def test_nothing_is_cached_or_taken_from_the_cache_in_a_capture(first: bool | No
 # --- make_graphed_callables -------------------------------------------------------------------------------------------
 
 
-def _graphed_as_torch_does(modules: Any, sample_args: Any, warmups: int, allow_unused: bool, pool: Any) -> Any:
+def _graphed_as_torch_does(modules: Any, sample_args: Any, warmups: int, unused: bool, pool: Any) -> Any:
     """Warm-up, captures, and a forward that replays them: gradients are in memory that each replay overwrites."""
     for module in modules:
         parameters = [*module.parameters()]
 
         def run(*args: Tensor, module: Any = module, parameters: Any = parameters, huge: float = 1e30) -> Any:
             y = module(*args)
-            return y, torch.autograd.grad(y, parameters, torch.full_like(y, huge))
+            return y, torch.autograd.grad(y, parameters, torch.full_like(y, huge), allow_unused=unused)
 
         for _ in range(warmups):
             run(*sample_args[0])
@@ -316,7 +316,7 @@ def test_modules_are_graphed_in_fp8_and_keep_their_amaxes(options: dict[str, Any
     record.clear()
     amax = history_of(model).amax.fill_(0.25).clone()
     x = torch.randn(8, 16)
-    (made,) = te.make_graphed_callables((model,), ((x,),), fp8_weight_caching=False, **options)
+    (made,) = te.make_graphed_callables((model,), ((x,),), allow_unused_input=True, fp8_weight_caching=False, **options)
     assert made is model
     assert record.fp8 == 4
     assert torch.equal(history_of(model).amax, amax)
