@@ -272,21 +272,18 @@ def _training(entries: list[Entry]) -> str:
 
 
 def _models(entries: list[Entry]) -> str:
+    details = ("tokens per second", "host ms", "peak GiB") if any("details" in entry for entry in entries) else ()
     rows = (
         (
-            f"{entry['name']}, {'×'.join(map(str, entry['shape']))}, {entry['by']}",
+            f"{entry['name']}, {'×'.join(map(str, entry['shape'])) + ', ' if details else ''}{entry['by']}",
             _quartiles(entry, 2),
             *(f"{ratio:.2f}" for ratio in (entry["over"] or {"": 1.0}).values()),
-            *(str(entry.get("details", {}).get(name, "")) for name in ("tokens per second", "host ms", "peak GiB")),
+            *(str(entry.get("details", {}).get(name, "")) for name in details),
             entry["note"] or {True: "", False: "**differs**", None: ""}[entry["correct"]],
         )
         for entry in entries
     )
-    header = (
-        *("on the GPU", "ms (quartiles)", "times as fast as BF16 that runs alike"),
-        *("tokens per second", "host, ms", "peak, GiB", "first loss"),
-    )
-    return markdown(header, rows)
+    return markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", *details, "first loss"), rows)
 
 
 def _sizes(entries: list[Entry]) -> str:
