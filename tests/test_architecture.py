@@ -123,6 +123,7 @@ VALUES = {
     "recipe_arguments": {"arguments"},
     "recipes": {"arguments", "formats", "recipe_arguments", "scaled", "scaling"},
     "foreign_names": set(),
+    "faster": set(),
 }
 """Leaves: values, formulas and checks that every room may import, and what they import of each other."""
 

@@ -115,9 +115,13 @@ class PlannedAttention(NamedTuple):
 
 
 def plan_attention(
-    model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str]
+    model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str], compares: bool = False
 ) -> list[PlannedAttention]:
-    """Decide for each module that computes attention whether it runs in FP8; changes nothing."""
+    """Decide for each module that computes attention whether it runs in FP8; changes nothing.
+
+    Args:
+        compares: whether modules that are not ours compare FP8 with SDPA at their first training call.
+    """
     modules = {clean_name(name): (name, module) for name, module in model.named_modules()}
     planned = []
     for name, how in attention_modules(model).items():
@@ -129,7 +133,7 @@ def plan_attention(
         decided = kept or reason_for_bf16(name) or why
         reason = decided or _why_not_in_training(module, how)
         decision = LayerDecision(name, (), not reason, reason, ATTENTION)
-        place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config)
+        place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config, compares)
         planned.append(PlannedAttention(decision, not decided, place))
     return planned
 
@@ -208,10 +212,14 @@ def judged(
         otherwise: the reason to report if attention was not called, or only outside FP8 contexts; see ``first_step``.
     """
     fp8, high_precision = counts
+    if owner is not None and owner.slower:
+        return replace(layer, ran=False, reason=owner.slower)
     if not layer.fp8:  # as decided for the module at that time
         return replace(layer, fp8=True, ran=True, reason="") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:
+        if owner is not None and owner.comparison:
+            layer = replace(layer, reason=owner.comparison)
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"
         return replace(layer, ran=True, reason=also if high_precision and why else layer.reason)
     if owner is not None and not high_precision and not calls and was_traced(owner):
