@@ -220,6 +220,7 @@ ROOMS = {
         "convert.blocks",
         "convert.summary",
         "delayed",
+        "fp8_tensor",
         "hf_fusion",
         "hf_fusion.plan",
         "modules",

@@ -44,6 +44,7 @@ from lightning_fp8.convert.first_step import (
     uncompiled,
     watch_first_steps,
 )
+from lightning_fp8.convert.host_limit import watch_host
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
@@ -405,7 +406,8 @@ def apply_conversion(
 
     Args:
         where_faster: let swapped layers stay in high precision where that is faster.
-        tell: called with the line that says which layers, and which attention, do; None decides nothing.
+        tell: called with the lines that say which layers and which attention do, and that the host limits the speed;
+            None decides nothing.
     """
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
@@ -422,6 +424,8 @@ def apply_conversion(
     fuse_mlps(model, summary.mlps)
     history = _share_history(model)
     history.choice = None if tell is None else history.choice or Choice(model, tell)
+    if tell is not None:
+        watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):

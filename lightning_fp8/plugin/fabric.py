@@ -136,7 +136,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
         attention = plain(attention)
-        if not isinstance(attention, bool) and attention != "always":
+        if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
             raise TypeError(f"attention={attention!r} must be True, False or 'always'")
         self.recipe = make_recipe(recipe)
         self._compares_attention = attention is True and not FP8Context(self.recipe).attention
@@ -215,7 +215,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or shard the model with "
                 "parallelize_module under ModelParallelStrategy"
             )
-        history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_info)
+        history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_warn)
         self._models.add(module)
         if attention:
             attach(module)

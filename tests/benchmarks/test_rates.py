@@ -1,0 +1,49 @@
+"""The rates that ship are those of the committed results, and give the sizes that were read off them by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rates import read
+from cuda_kernels.host.gemm_measurements import rates_file
+from lightning_fp8 import faster
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FILES = ("2026-11-27-h200-attention.json", "2026-11-26-h200-products.json", "2026-11-27-h200-casts.json")
+CARD = "NVIDIA H200"
+
+
+def test_what_ships_is_computed_from_the_results() -> None:
+    assert json.loads(rates_file(CARD).read_text()) == read(RESULTS / name for name in FILES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "least"), [("delayed", 260), ("tensorwise", 380), ("rowwise", 410), ("blockwise", 400)]
+)
+def test_break_even_of_linear_layers(recipe: str, least: float) -> None:
+    """1 / (1/M + 1/N + 1/K) from which FP8 is faster, of cubes."""
+    rows, _ = faster._least_rows(CARD, recipe, 3 * least, 3 * least)
+    assert rows == pytest.approx(3 * least, rel=0.1)
+    assert faster._least_rows(CARD, recipe, 64, 65536)[0] == math.inf
+
+
+@pytest.mark.parametrize("fit", json.loads(rates_file(CARD).read_text())["attention"], ids=lambda fit: str(fit)[:60])
+def test_attentions_fit_is_near_what_was_measured(fit: dict[str, object]) -> None:
+    results = json.loads((RESULTS / FILES[0]).read_text())["suites"]["attention"]
+    options = ", causal" * bool(fit["causal"]) + ", 4 heads to one of keys" * bool(fit["shared"])
+    for by, side in (("cuDNN (BF16)", "cudnn"), ("flash (BF16)", "flash"), ("lightning_fp8", "fp8")):
+        times: dict[int, float] = {}
+        for each in results:
+            if each["by"] == by and each["name"] in (f"forward{options}", f"backward{options}"):
+                batch, length, heads, channels = each["shape"]
+                if channels == fit["channels"]:
+                    of_query = each["milliseconds"]["median"] * 1e6 / (batch * length * heads)
+                    times[length] = times.get(length, 0) + of_query
+        fixed, tile = fit[side]  # type: ignore[misc]
+        assert len(times) >= 2
+        for length, time in times.items():
+            assert fixed + tile * length / 128 == pytest.approx(time, rel=0.06)
