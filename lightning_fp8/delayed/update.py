@@ -459,6 +459,8 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
     for history, _ in owned:
         history.steps = history.steps or 0
         history.watch.stepped = True
+    without_slots = [history for history in all_histories() if not history.names]
+    for history in (*(history for history, _ in owned), *without_slots):
         if history.choice is not None:
             history.choice.decide(_region.group if history.plugin_recipe is None else None)
     update_slots(owned)
