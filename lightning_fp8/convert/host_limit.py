@@ -7,8 +7,8 @@ by then has caught up with the host. A GPU that is the limit is behind by most o
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -21,84 +21,72 @@ FIRST, LAST = 10, 20
 """The optimizer steps that are watched; compilers have run before."""
 
 _clock = time.perf_counter
-_watched: HostLimit | None = None
 
 
+@dataclass
 class HostLimit:
-    """Watches the steps of the first optimizer of parameters on a GPU that steps.
+    """What is known of the steps. ``begun``: the time and the event of the first FP8 region after a step."""
 
-    Args:
-        tell: called with the message, if there is one.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._steps = tell, 0
-        self._optimizer: Callable[[], Any] | None = None
-        self._begun: tuple[float, Any] | None = None
-        self._launched: Any = None
-        self._found: list[tuple[bool, float, Any, Any]] = []
+    tell: Callable[[str], None]
+    steps: int = 0
+    begun: tuple[float, Any] | None = None
+    launched: Any = None
+    found: list[tuple[bool, float, Any, Any]] = field(default_factory=list)
 
     def begins(self) -> bool:
         """Called when the first FP8 region after an optimizer step begins."""
-        self._begun, self._launched = None if _is_capturing() else (_clock(), _event()), None
+        self.begun, self.launched = None if _is_capturing() else (_clock(), _event()), None
         return True
 
-    def backward_ended(self) -> None:
-        """Called before an optimizer step, and again if the step has run the forward and the backward pass."""
-        if self._begun is not None and not _is_capturing() and not in_backward():
-            self._launched = _event()
-
-    def stepped(self, optimizer: Any) -> bool:
-        """Called after an optimizer step. It returns whether all steps were watched."""
-        if self._optimizer is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
-            return self._optimizer() is None
-        self._steps += 1
-        if self._begun is not None and self._launched is not None:
-            caught_up = self._launched.query()
-            self._found.append((caught_up, 1e3 * (_clock() - self._begun[0]), self._begun[1], _event()))
-        self._begun = self._launched = None
-        if FIRST - 1 <= self._steps < LAST:
+    def stepped(self) -> None:
+        """Called after an optimizer step on a GPU."""
+        self.steps += 1
+        if self.begun is not None and self.launched is not None:
+            caught_up = self.launched.query()
+            self.found.append((caught_up, 1e3 * (_clock() - self.begun[0]), self.begun[1], _event()))
+        self.begun = self.launched = None
+        if FIRST - 1 <= self.steps < LAST:
             waiting.append(self.begins)
-        if self._steps == LAST:
-            self._conclude()
-        return self._steps >= LAST
 
-    def _conclude(self) -> None:
-        count = sum(caught_up for caught_up, *_ in self._found)
-        of_gpu = [begun.elapsed_time(ended) for _, _, begun, ended in self._found if ended.query()]
-        if 5 * count < 4 * len(self._found) or not of_gpu:
-            return
-        self._tell(
-            f"the host limits the speed: in {count} of {len(self._found)} steps the GPU had caught up when the "
-            f"optimizer's step returned. A step takes the host {median(each[1] for each in self._found):.1f} ms, and "
-            f"the GPU {median(of_gpu):.1f} ms with its waits. FP8 makes the GPU faster, not the host: use "
-            "torch.compile(model, mode='reduce-overhead'), capture the step in a CUDA graph, or make batches larger; "
-            "otherwise BF16 is as fast. A loop that reads a value of the GPU before the optimizer's step, as "
-            "loss.item() does, also waits"
-        )
+    def conclude(self) -> None:
+        """Tell what was found."""
+        count = sum(caught_up for caught_up, *_ in self.found)
+        of_gpu = [begun.elapsed_time(ended) for _, _, begun, ended in self.found if ended.query()]
+        if 5 * count >= 4 * len(self.found) and of_gpu:
+            self.tell(
+                f"the host limits the speed: in {count} of {len(self.found)} steps the GPU had caught up when the "
+                f"optimizer's step returned. A step takes the host {median(each[1] for each in self.found):.1f} ms, "
+                f"and the GPU {median(of_gpu):.1f} ms with its waits. FP8 makes the GPU faster, not the host: use "
+                "torch.compile(model, mode='reduce-overhead'), capture the step in a CUDA graph, or make batches "
+                "larger; otherwise BF16 is as fast. A loop that reads a value of the GPU before the optimizer's step, "
+                "as loss.item() does, also waits"
+            )
+
+
+_watched: HostLimit | None = None
 
 
 def watch_host(tell: Callable[[str], None]) -> None:
-    """Watch the steps from now on, on a machine with a GPU."""
+    """Watch the steps from now on, on a machine with a GPU; ``tell`` is called with the message, if there is one."""
     global _watched
-    if torch.cuda.is_available():
-        _watched = HostLimit(tell)
+    _watched = HostLimit(tell) if torch.cuda.is_available() else None
 
 
 @torch.compiler.disable
 def backward_ended(*_: Any) -> None:
-    """See :meth:`HostLimit.backward_ended`."""
-    if _watched is not None:
-        _watched.backward_ended()
+    """Called before an optimizer step, and again if the step has run the forward and the backward pass."""
+    if _watched is not None and _watched.begun is not None and not _is_capturing() and not in_backward():
+        _watched.launched = _event()
 
 
 @torch.compiler.disable
 def _stepped(optimizer: Any, *_: Any) -> None:
     global _watched
-    if _watched is not None and (not _is_on_gpu(optimizer) or _watched.stepped(optimizer)):
-        _watched = None
+    if _watched is not None and _is_on_gpu(optimizer):
+        _watched.stepped()
+        if _watched.steps == LAST:
+            _watched.conclude()
+            _watched = None
 
 
 def _is_on_gpu(optimizer: Any) -> bool:

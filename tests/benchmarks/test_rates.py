@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.rates import read
 from cuda_kernels.host.gemm_measurements import rates_file
@@ -24,11 +25,12 @@ def test_what_ships_is_computed_from_the_results() -> None:
 @pytest.mark.parametrize(
     ("recipe", "least"), [("delayed", 260), ("tensorwise", 380), ("rowwise", 410), ("blockwise", 400)]
 )
-def test_break_even_of_linear_layers(recipe: str, least: float) -> None:
+def test_break_even_of_linear_layers(recipe: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 / (1/M + 1/N + 1/K) from which FP8 is faster, of cubes."""
-    rows, _ = faster._least_rows(CARD, recipe, 3 * least, 3 * least)
+    monkeypatch.setattr(faster, "name_of", lambda device: CARD)
+    rows, _ = faster.least_rows(torch.device("cpu"), recipe, 3 * least, 3 * least)
     assert rows == pytest.approx(3 * least, rel=0.1)
-    assert faster._least_rows(CARD, recipe, 64, 65536)[0] == math.inf
+    assert faster.least_rows(torch.device("cpu"), recipe, 64, 65536)[0] == math.inf
 
 
 @pytest.mark.parametrize("fit", json.loads(rates_file(CARD).read_text())["attention"], ids=lambda fit: str(fit)[:60])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cuda_kernels.host import gemm_measurements
-from lightning_fp8 import faster
 
 RECIPES = ("delayed", "tensorwise")
 RATES: dict[str, Any] = {
@@ -26,8 +25,4 @@ RATES: dict[str, Any] = {
 def planted(rates: dict[str, Any] = RATES) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm_measurements, "rates_on", lambda card: rates)
-        for cached in (faster._least_rows, faster._fit):
-            cached.cache_clear()
         yield
-    for cached in (faster._least_rows, faster._fit):
-        cached.cache_clear()

@@ -119,4 +119,5 @@ def test_optimizers_of_a_cpu_are_not_watched(monkeypatch: pytest.MonkeyPatch) ->
     plant(monkeypatch, 0.5)
     monkeypatch.setattr(host_limit, "_is_on_gpu", lambda optimizer: False)
     assert not loop(40)
-    assert host_limit._watched is None
+    assert host_limit._watched is not None
+    assert host_limit._watched.steps == 0

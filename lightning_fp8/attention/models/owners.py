@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.attention.models import torch_mha
-from lightning_fp8.faster import AWAITED, compared_attention, least_keys
+from lightning_fp8.faster import AWAITED, NOT_TIMED, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.record import LayerRecord
@@ -187,15 +187,16 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
     compiling = torch.compiler.is_compiling()
     if not compiling and (owner.comparison is not AWAITED or not owner.training):
         return
-    dtype, channels, keys = autocast_dtype(q.device.type) or q.dtype, q.shape[-1], k.shape[-2]
-    shared = q.dim() > 3 and q.shape[-3] != k.shape[-3]
+    least, said = 0.0, NOT_TIMED
+    if plain:
+        dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
+        least, said = least_keys(q.device, dtype, q.shape[-1], causal, shared)
+    if least and k.shape[-2] >= least:
+        said = ""
     if compiling:
-        least, why = least_keys(q.device, dtype, channels, causal, shared)
-        _note_traced(owner.cls, why if plain and least and keys < least else "")
-    elif plain:
-        owner.comparison = compared_attention(q.device, dtype, q.numel() // channels, keys, channels, causal, shared)
+        _note_traced(owner.cls, said)
     else:
-        owner.comparison = "not compared with SDPA, which was not timed for windows and padding"
+        owner.comparison = said
 
 
 def note(owner: Owner, wanted: bool, reason: str) -> None:
