@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rates import read
+from benchmarks.rates import CASTS, read
 from cuda_kernels.host.gemm_measurements import rates_file
 from lightning_fp8 import faster
 
@@ -49,3 +49,22 @@ def test_attentions_fit_is_near_what_was_measured(fit: dict[str, object]) -> Non
         assert len(times) >= 2
         for length, time in times.items():
             assert fixed + tile * length / 128 == pytest.approx(time, rel=0.06)
+
+
+def test_the_tables_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faster, "name_of", lambda device: CARD)
+    monkeypatch.setattr(faster, "_back_end", lambda *_: "cudnn")
+    docs, cpu = RESULTS.parents[1] / "docs", torch.device("cpu")
+
+    def said(limits: list[tuple[float, str]], of: str = "") -> str:
+        words = {math.inf: "never", 0: "always"}
+        return " | ".join(words.get(least, f"from {least:,} {of}" if of else f"{least:,}") for least, _ in limits)
+
+    for n, k in ((4096, 4096), (2048, 2048), (512, 2048), (512, 512)):
+        limits = [faster.least_rows(cpu, recipe, n, k) for recipe in CASTS]
+        assert f"| {n:,} × {k:,} | {said(limits)} |" in (docs / "models.md").read_text()
+    for channels in (64, 96, 128, 256):
+        masks = ((False, False), (True, False), (True, True))
+        limits = [faster.least_keys(cpu, torch.bfloat16, channels, *mask) for mask in masks]
+        row = f"| {channels}{' (estimated)' * (channels == 96)} | {said(limits, 'keys')} |"
+        assert row in (docs / "attention.md").read_text()
