@@ -115,13 +115,9 @@ class PlannedAttention(NamedTuple):
 
 
 def plan_attention(
-    model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str], compares: bool = False
+    model: nn.Module, replace_layers: bool, reason_for_bf16: Callable[[str], str]
 ) -> list[PlannedAttention]:
-    """Decide for each module that computes attention whether it runs in FP8; changes nothing.
-
-    Args:
-        compares: whether modules that are not ours compare FP8 with SDPA at their first training call.
-    """
+    """Decide for each module that computes attention whether it runs in FP8; changes nothing."""
     modules = {clean_name(name): (name, module) for name, module in model.named_modules()}
     planned = []
     for name, how in attention_modules(model).items():
@@ -133,7 +129,7 @@ def plan_attention(
         decided = kept or reason_for_bf16(name) or why
         reason = decided or _why_not_in_training(module, how)
         decision = LayerDecision(name, (), not reason, reason, ATTENTION)
-        place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config, compares)
+        place = None if how == OUR else AttentionPlace(raw_name, not decided, hf_config)
         planned.append(PlannedAttention(decision, not decided, place))
     return planned
 

@@ -46,8 +46,8 @@ class Choice:
             return
         own = {name: said for name, each, _ in self._places() if (said := _comparison(each)) is not None}
         of_ranks = of_all_ranks(own, group) if are_several_ranks(group) else [own]
-        said = {name: [each[name] for each in of_ranks if name in each] for each in of_ranks for name in each}
-        self.load({name: found[0] for name, found in said.items() if all(map(is_slower, found))})
+        by_name = {name: [each[name] for each in of_ranks if name in each] for each in of_ranks for name in each}
+        self.load({name: found[0] for name, found in by_name.items() if all(map(is_slower, found))})
         if self.slower:
             reasons = "; ".join(dict.fromkeys(self.slower.values()))
             self._tell(

@@ -221,7 +221,7 @@ def _convolution(module: nn.modules.conv._ConvNd) -> str:
     return f"a convolution of {size} does not run in FP8{instead}"
 
 
-def _attentions(model: nn.Module, policy: Policy, compares: bool = False) -> list[PlannedAttention]:
+def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     blocks = find_blocks(model)
     modules = {clean_name(name): module for name, module in model.named_modules()}
     aliases = _all_names(model)
@@ -231,7 +231,7 @@ def _attentions(model: nn.Module, policy: Policy, compares: bool = False) -> lis
             place_in(blocks, name), policy
         )
 
-    return plan_attention(model, policy.replace_layers, reason, compares)
+    return plan_attention(model, policy.replace_layers, reason)
 
 
 def prepare_attention(model: nn.Module, policy: Policy, compares: bool = False) -> None:
@@ -240,13 +240,13 @@ def prepare_attention(model: nn.Module, policy: Policy, compares: bool = False) 
     This takes effect at once for modules of this package, and for others after
     :func:`lightning_fp8.attention.models.attach.attach`. With ``compares``, those others compare FP8 with SDPA.
     """
-    planned = _attentions(model, policy, compares)
+    planned = _attentions(model, policy)
     for name, module in model.named_modules():
         if isinstance(module, DotProductAttention):
             module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if reason_for_bf16(place, policy)]
-    attach.prepare(model, reached_places(planned, kept))
+    attach.prepare(model, [place._replace(compares=compares) for place in reached_places(planned, kept)])
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:

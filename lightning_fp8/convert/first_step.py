@@ -554,21 +554,23 @@ def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[
         told: the names of layers that a message has named. The named ones are added.
         unsaid: reasons of layers that are not named.
     """
-    planned = [
-        layer for layer in summary.layers if layer.fp8 and layer.reason != FROZEN and not is_slower(layer.reason)
-    ]
+    planned = [layer for layer in summary.layers if layer.fp8 and not _is_expected(layer.reason)]
     ran = sum(layer.parameters for layer in planned if layer.ran is not False)
     half = 2 * ran >= sum(layer.parameters for layer in planned)
     named = [
         layer
         for layer in summary.idle
-        if layer.reason not in (FROZEN, *unsaid)
-        and not is_slower(layer.reason)
+        if not _is_expected(layer.reason)
+        and layer.reason not in unsaid
         and layer.name not in told
         and not (half and layer.reason == NOT_YET)
     ]
     told |= {layer.name for layer in named}
     return "; ".join(idle_layers(named))
+
+
+def _is_expected(reason: str) -> bool:
+    return reason == FROZEN or is_slower(reason)
 
 
 def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:

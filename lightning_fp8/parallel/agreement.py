@@ -96,7 +96,7 @@ def _raise_difference(of_ranks: Sequence[Sequence[str]], group: dist.ProcessGrou
     )
 
 
-def of_all_ranks(here: Any, group: dist.ProcessGroup) -> list[Any]:
+def of_all_ranks(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The value of each rank; with torch's ``"fake"`` backend only this rank's."""
     if dist.get_backend(group) == "fake":
         return [here]

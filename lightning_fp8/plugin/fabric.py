@@ -205,9 +205,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
-        prepare_attention(
-            module, self.policy, self._compares_attention
-        )  # before modules of ours get slots in the history
+        prepare_attention(module, self.policy, self._compares_attention)  # before modules of ours get slots
         if layers := pieces_of(module):
             rank_zero_warn(
                 f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
