@@ -79,4 +79,6 @@ def _comparison(each: LinearLayer | Owner) -> str | None:
     """What a layer found; that of compiled layers is known by their sizes, or by the class of their module."""
     if each.comparison is not AWAITED:
         return each.slower or each.comparison
+    if each.record.fp8 or each.record.high_precision:  # it was called in eager code, in high precision
+        return None
     return traced_attention(each) if isinstance(each, Owner) else traced_comparison(*each.features)
