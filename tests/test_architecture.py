@@ -124,6 +124,7 @@ VALUES = {
     "recipe_arguments": {"arguments"},
     "recipes": {"arguments", "formats", "recipe_arguments", "scaled", "scaling"},
     "foreign_names": set(),
+    "faster": set(),
 }
 """Leaves: values, formulas and checks that every room may import, and what they import of each other."""
 
@@ -220,6 +221,7 @@ ROOMS = {
         "convert.blocks",
         "convert.summary",
         "delayed",
+        "fp8_tensor",
         "hf_fusion",
         "hf_fusion.plan",
         "modules",

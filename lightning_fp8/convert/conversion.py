@@ -35,6 +35,7 @@ from lightning_fp8.convert.blocks import (
     is_linear,
     matrices_of,
 )
+from lightning_fp8.convert.choice import Choice
 from lightning_fp8.convert.first_step import (
     ONLY_DISABLED,
     OUTSIDE,
@@ -43,10 +44,13 @@ from lightning_fp8.convert.first_step import (
     uncompiled,
     watch_first_steps,
 )
+from lightning_fp8.convert.host_limit import watch_host
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.faster import AWAITED
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
+from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
@@ -230,11 +234,11 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     return plan_attention(model, policy.replace_layers, reason)
 
 
-def prepare_attention(model: nn.Module, policy: Policy) -> None:
+def prepare_attention(model: nn.Module, policy: Policy, compares: bool = False) -> None:
     """Set which attention modules of ``model`` run in FP8 in contexts whose recipe enables FP8 attention.
 
     This takes effect at once for modules of this package, and for others after
-    :func:`lightning_fp8.attention.models.attach.attach`.
+    :func:`lightning_fp8.attention.models.attach.attach`. With ``compares``, those others compare FP8 with SDPA.
     """
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
@@ -242,7 +246,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
             module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if reason_for_bf16(place, policy)]
-    attach.prepare(model, reached_places(planned, kept))
+    attach.prepare(model, [place._replace(compares=compares) for place in reached_places(planned, kept)])
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
@@ -268,6 +272,7 @@ def convert_module(
     replace_layers: bool = True,
     skip: Skip = (),
     fuse: bool = False,
+    where_faster: bool = True,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
@@ -293,6 +298,9 @@ def convert_module(
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,
             so that each takes one pass.
+        where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
+            for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
+            ``lightning_fp8.Linear`` run in FP8.
 
     Returns:
         ``model``.
@@ -305,14 +313,20 @@ def convert_module(
     """
     require_module("convert_module", model)
     policy = Policy(
-        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip, fuse
+        first_last_layers_bf16,
+        num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16,
+        replace_layers,
+        skip,
+        fuse,
+        where_faster,
     )
     refuse_codes(model, policy)
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
     prepare_attention(model, policy)  # before modules of this package are assigned slots
-    apply_conversion(model, summary)
+    apply_conversion(model, summary, where_faster, partial(warnings.warn, stacklevel=2))
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     elif fuse and not summary.fuses:
@@ -380,10 +394,20 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
     return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
 
-def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
+def apply_conversion(
+    model: nn.Module,
+    summary: ConversionSummary,
+    where_faster: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> AmaxHistory:
     """Swap the class of each layer that runs in FP8 according to ``summary``, and create one amax history for them.
 
     The history keeps existing scales and amaxes of the layers.
+
+    Args:
+        where_faster: let swapped layers stay in high precision where that is faster.
+        tell: called with the lines that say which layers and which attention do, and that the host limits the speed;
+            None decides nothing.
     """
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
@@ -391,11 +415,17 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
             decision = decisions[gemm_name(clean_name(name), next(iter(matrices_of(module))))]
             if decision.fp8 and not isinstance(module, LinearLayer):
                 swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
+                module.comparison = AWAITED
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
+                if not where_faster or isinstance(module._parameters.get("weight"), FP8Tensor):
+                    module.comparison, module.slower = None, ""
     fuse_norms(model, summary.norms)
     fuse_mlps(model, summary.mlps)
     history = _share_history(model)
+    history.choice = None if tell is None else history.choice or Choice(model, tell)
+    if tell is not None:
+        watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):

@@ -96,6 +96,12 @@ def saved_span(span: Span | None) -> dict[str, Any]:
     return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
 
 
+def saved_choice(history: AmaxHistory | None) -> dict[str, Any]:
+    """The entry of a saved state for layers that stay in high precision, once they are chosen."""
+    slower = None if history is None or history.choice is None else history.choice.slower
+    return {} if slower is None else {"slower": dict(slower)}
+
+
 def span_in(state: dict[str, Any]) -> Span | None:
     """The span of the scales of a saved state; ``None`` for older files, which do not have it.
 
@@ -257,6 +263,7 @@ class AmaxHistory:
         before_update: called with the history before each update, when its amaxes and scales are those of the step.
         eager_updates: the recipe of the last updates outside a capture, and their number.
         is_captured: whether a CUDA graph uses the slots.
+        choice: which layers stay in high precision because it is faster; see :mod:`lightning_fp8.convert.choice`.
         creation_index: the order of the histories of a process, which is the same on all ranks.
 
     ``amax`` and ``scale`` must only be changed in place, because the tensors of each :class:`Slot` share their memory.
@@ -271,6 +278,7 @@ class AmaxHistory:
     before_update: Callable[[AmaxHistory], None] | None = None
     eager_updates: tuple[DelayedScaling | None, int] = None, 0
     is_captured = False
+    choice: Any = None
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -321,7 +329,7 @@ class AmaxHistory:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:  # modules and plugins register themselves after loading
-        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "_slot_tensors")
+        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "choice", "_slot_tensors")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -423,6 +431,7 @@ class AmaxHistory:
             "counts": self.num_observed.clone(),
             **saved_steps(self.steps),
             **saved_span(self.span),
+            **saved_choice(self),
         }
 
     @_not_for_inference
@@ -455,6 +464,8 @@ class AmaxHistory:
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.updates, self.steps, self.span = updates, steps_in(state), span_in(state)
+        if self.choice is not None:
+            self.choice.load(state.get("slower"))
         return [name for name in names if name not in saved_index]
 
 
@@ -511,6 +522,9 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     steps_in(state)
     span_in(state)
+    slower = state.get("slower", {})
+    if not isinstance(slower, dict) or not all(isinstance(text, str) for pair in slower.items() for text in pair):
+        raise ValueError("FP8 state's 'slower' must be the reasons of layers by their names, or be missing")
     for key in ("seen", "counts"):  # pending amaxes may be infinite or NaN: an update ignores them
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):

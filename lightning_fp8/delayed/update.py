@@ -470,6 +470,10 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
     for history, _ in owned:
         history.steps = history.steps or 0
         history.watch.stepped = True
+    without_slots = [history for history in all_histories() if not history.names]
+    for history in (*(history for history, _ in owned), *without_slots):
+        if history.choice is not None:
+            history.choice.decide(_region.group if history.plugin_recipe is None else None)
     update_slots(owned)
     for history, _ in owned:
         if history.updates % UPDATES_OF_OTHERS == 0 and not (history.watch.has_warned_of_others or is_capturing()):

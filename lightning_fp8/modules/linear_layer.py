@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.faster import AWAITED, least_rows
 from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import DISABLED, FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
@@ -146,7 +147,8 @@ class LinearLayer(WeightCachingModule):
     ) -> FP8Context:
         """Check the arguments of a forward, count it in the record, and return the context that it runs under.
 
-        With a ``weight``, or ``second`` weight, of another package's class, this is :data:`DISABLED`.
+        With a ``weight``, or ``second`` weight, of another package's class, this is :data:`DISABLED`, and for sizes
+        for which FP8 is slower.
         """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
@@ -162,21 +164,32 @@ class LinearLayer(WeightCachingModule):
             self._check(input, weight)
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
-            if self.fp8 and not foreign:
-                (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
-            return DISABLED if foreign else context
+            if self.fp8 and not foreign and not self.slower:
+                if context.enabled:
+                    note_traced(*self.features, comparison=self._compared(input, weight, context))
+                else:
+                    note_traced_outside_fp8(*self.features)
+            return DISABLED if foreign or self.slower else context
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
-        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not foreign
+        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or self.slower)
         record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
-            return DISABLED if foreign else context
+            return DISABLED if foreign or self.slower else context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        return DISABLED if foreign else context
+        if self.comparison is AWAITED and in_fp8 and self.training and context.observe and not is_sharded(weight):
+            self.comparison = self._compared(input, weight, context)
+        return DISABLED if foreign or self.slower else context
+
+    def _compared(self, input: Tensor, weight: Tensor, context: FP8Context) -> str:
+        least, why = least_rows(input.device, context.recipe.name, *weight.shape)
+        return why if least and input.numel() // self.in_features < least else ""  # compiled code has a guard on it
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
+        if self.slower:
+            return DISABLED
         if torch.compiler.is_compiling():  # a look at the weights would compile the caller again for each layer
             return fp8_region.current_context(self.own_context)
         if any(is_foreign(self._parameters.get(name)) for name in self.weight_names):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.arguments import plain, require_module
 from lightning_fp8.attention.models.attach import attach, detach
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
@@ -99,7 +99,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
         compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
             everything else runs under ``torch.autocast``.
-        attention: also run attention in FP8, as a recipe with ``fp8_dpa=True`` does.
+        attention: also run attention in FP8. True lets attention of unchanged models stay with SDPA from the first
+            optimizer step on, on a GPU that was timed, if FP8 is slower for the lengths of its first training call.
+            ``"always"`` runs all of it in FP8, as a recipe with ``fp8_dpa=True`` does.
         cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter.
             ``None`` does so if the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
             In-place changes of a weight under ``torch.no_grad()`` are detected. In-place changes of its ``data``, such
@@ -107,6 +109,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
         fuse: let norms and activations of known model families cast for the layers that read them; see
             :func:`convert_module`.
+        where_faster: let linear layers stay in BF16 where that is faster; see :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. The message lists valid values.
@@ -125,15 +128,18 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         replace_layers: bool = True,
         skip: Skip = (),
         compute_dtype: torch.dtype | str | None = None,
-        attention: bool = False,
+        attention: bool | Literal["always"] = False,
         cache_fp8_weights: bool | None = None,
         fuse: bool = False,
+        where_faster: bool = True,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
         attention = plain(attention)
-        require_bool("attention", attention)
+        if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
+            raise TypeError(f"attention={attention!r} must be True, False or 'always'")
         self.recipe = make_recipe(recipe)
+        self._compares_attention = attention is True and not FP8Context(self.recipe).attention
         if attention:
             self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
         self.policy = Policy(
@@ -143,6 +149,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             replace_layers,
             skip,
             fuse,
+            where_faster,
         )
         self.kept_weights = KeptWeights(cache_fp8_weights)
         self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
@@ -155,15 +162,17 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def __repr__(self) -> str:
-        """The recipe, and the arguments that are not their defaults; ``attention`` is the recipe's ``fp8_dpa``."""
+        """The recipe, and the arguments that are not their defaults; ``attention="always"`` is its ``fp8_dpa``."""
         arguments = {
             "weights_dtype": self.weights_dtype,
             "compute_dtype": None if self.compute_dtype == self.weights_dtype else self.compute_dtype,
+            "attention": self._compares_attention,
             "cache_fp8_weights": self.kept_weights.chosen,
             **dataclasses.asdict(self.policy),
         }
         defaults = {name: parameter.default for name, parameter in signature(FP8FabricPrecision).parameters.items()}
-        recipe = _changed(dataclasses.asdict(self.recipe), dataclasses.asdict(type(self.recipe)()))
+        fields = dataclasses.asdict(self.recipe) | ({"fp8_dpa": False} if self._compares_attention else {})
+        recipe = _changed(fields, dataclasses.asdict(type(self.recipe)()))
         return _call(self, {"recipe": _call(self.recipe, recipe), **_changed(arguments, defaults)})
 
     def __str__(self) -> str:
@@ -196,7 +205,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
-        prepare_attention(module, self.policy)  # before modules of ours get slots in the history
+        prepare_attention(module, self.policy, self._compares_attention)  # before modules of ours get slots
         if layers := pieces_of(module):
             rank_zero_warn(
                 f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
@@ -204,7 +213,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or shard the model with "
                 "parallelize_module under ModelParallelStrategy"
             )
-        history = apply_conversion(module, self.plan)
+        history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_warn)
         self._models.add(module)
         if attention:
             attach(module)

@@ -81,7 +81,14 @@ def test_fabrics_plugin_in_the_trainer_is_lightnings_own_error() -> None:
 WRITTEN: dict[str, dict[str, Any]] = {
     "recipe=DelayedScaling()": {},
     "recipe=Float8CurrentScaling()": {"recipe": "tensorwise"},
-    "recipe=DelayedScaling(fp8_dpa=True, margin=2)": {"recipe": {"name": "delayed", "margin": 2}, "attention": True},
+    "recipe=DelayedScaling(fp8_dpa=True, margin=2)": {
+        "recipe": {"name": "delayed", "margin": 2},
+        "attention": "always",
+    },
+    "recipe=DelayedScaling(margin=2), attention=True": {
+        "recipe": {"name": "delayed", "margin": 2},
+        "attention": True,
+    },
     "recipe=DelayedScaling(fp8_format=Format.E4M3), weights_dtype=torch.float32, num_layers_at_end_in_bf16=3": {
         "recipe": {"fp8": "e4m3"},
         "weights_dtype": torch.float32,

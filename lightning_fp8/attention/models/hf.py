@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.models.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
-from lightning_fp8.attention.models.owners import asked, current_owner, in_high_precision, note, owner_of
+from lightning_fp8.attention.models.owners import asked, compare, current_owner, in_high_precision, note, owner_of
 from lightning_fp8.attention.models.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.attention.sequence_tables import shared
@@ -69,6 +69,7 @@ def attention(
         lengths = shared(
             query.device, (attention_mask,), ("lengths", queries), lambda: _lengths(padded.key_mask, queries)
         )
+    compare(owner, query, key, band.right == 0, plain=lengths[0] is None and band.left is None)
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
     return o, None
