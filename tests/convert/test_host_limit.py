@@ -53,7 +53,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, behind: float) -> None:
     gpu = Gpu(behind)
     monkeypatch.setattr(host_limit, "_clock", gpu.clock)
     monkeypatch.setattr(host_limit, "_event", gpu.event)
-    monkeypatch.setattr(host_limit, "_is_capturing", lambda: False)
+    monkeypatch.setattr(host_limit, "is_capturing", lambda: False)
     monkeypatch.setattr(host_limit, "_is_on_gpu", lambda optimizer: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(
