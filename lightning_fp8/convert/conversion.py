@@ -51,7 +51,7 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.faster import AWAITED
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.fp8_tensor import FP8Tensor
-from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
+from lightning_fp8.hf_fusion.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -271,7 +271,7 @@ def convert_module(
     num_layers_at_end_in_bf16: int = 1,
     replace_layers: bool = True,
     skip: Skip = (),
-    fuse: bool = False,
+    fuse: bool = True,
     where_faster: bool = True,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
@@ -296,8 +296,8 @@ def convert_module(
         replace_layers: False converts nothing; only existing modules of ``lightning_fp8`` run in FP8.
         skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
             module and its name and returns True to keep it in BF16, or a sequence of both.
-        fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,
-            so that each takes one pass.
+        fuse: run each RMSNorm in one kernel and each gated MLP (SwiGLU, GeGLU) as one autograd function, in Hugging
+            Face's Llama and in all models whose norms and MLPs have a known forward.
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
             for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
             ``lightning_fp8.Linear`` run in FP8.
@@ -329,8 +329,6 @@ def convert_module(
     apply_conversion(model, summary, where_faster, partial(warnings.warn, stacklevel=2))
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
-    elif fuse and not summary.fuses:
-        warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
     report_first_steps(model, summary, policy)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
@@ -354,14 +352,6 @@ def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
             f"see conversion_summary(model) for the reasons: {said}",
             stacklevel=2,
         )
-
-
-def nothing_fuses(model: nn.Module) -> str:
-    """The message that ``fuse=True`` has no effect."""
-    return (
-        f"fuse=True: no norm and no MLP of {type(model).__name__} can cast for FP8 layers; the table has the reasons "
-        "of those that it lists"
-    )
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
@@ -420,8 +410,7 @@ def apply_conversion(
                 module.fp8 = decision.fp8
                 if not where_faster or isinstance(module._parameters.get("weight"), FP8Tensor):
                     module.comparison, module.slower = None, ""
-    fuse_norms(model, summary.norms)
-    fuse_mlps(model, summary.mlps)
+    fuse_planned(model, summary)
     history = _share_history(model)
     history.choice = None if tell is None else history.choice or Choice(model, tell)
     if tell is not None:

@@ -45,7 +45,7 @@ class LayerDecision:
     @property
     def precision(self) -> str:
         """``"FP8"`` or ``high_precision``; ``"-"`` for a layer that is gone."""
-        if self.fp8 and self.ran is not False:
+        if self.fp8 and self.ran is not False and self.kind != NORM:
             return "FP8"
         return "-" if self.kind == GONE else self.high_precision
 
@@ -62,9 +62,9 @@ class ConversionSummary:
         flops: the floating-point operations of all products in the first training step, forward and backward, as
             counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
         flops_in_fp8: the part of ``flops`` that ran in FP8.
-        norms: decisions of ``kind`` "norm": with ``fuse=True``, whether each norm casts its output for the layers that
-            read it.
-        mlps: decisions of ``kind`` "mlp": with ``fuse=True``, whether each MLP casts its activation for its last layer.
+        norms: decisions of ``kind`` "norm": with ``fuse=True``, for each RMSNorm, whether it takes one kernel each way.
+            ``fp8`` says so; they compute in high precision.
+        mlps: decisions of ``kind`` "mlp": with ``fuse=True``, for each gated MLP, whether it is one autograd function.
         fallbacks: after the first training step, a message with the reason for each cast or product of this process
             that ran without its kernel. Attention without its kernel is noted in its layer's row.
     """
@@ -90,11 +90,6 @@ class ConversionSummary:
     def num_fp8_attention(self) -> int:
         """The number of attention modules that run in FP8, counted like :attr:`num_fp8`."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a norm or an MLP casts for FP8 layers, with ``fuse=True``."""
-        return any(each.fp8 for each in (*self.norms, *self.mlps))
 
     @property
     def share_of_parameters(self) -> float | None:
@@ -126,7 +121,7 @@ class ConversionSummary:
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
         """The planned FP8 layers that did not multiply in FP8 in the first training step, and the fused norms and MLPs
-        that did not cast."""
+        that ran as the model's own."""
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def table(self, verbose: bool = False) -> str:
@@ -140,7 +135,9 @@ class ConversionSummary:
         if verbose:
             return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.fallbacks])
         fallbacks = [line for text in self.fallbacks for line in wrap(text, WIDTH)]
-        return "\n".join([*rendered(grouped(rows), heading), *self._verdict(WIDTH), *fallbacks])
+        of_layers = len(self.layers)
+        together = [*grouped(rows[:of_layers]), *grouped(rows[of_layers:])]
+        return "\n".join([*rendered(together, heading), *self._verdict(WIDTH), *fallbacks])
 
     def __str__(self) -> str:
         return self.table()

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
-from lightning_fp8.functions.deferred import DeferredGradient, DeferredTensor
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
@@ -161,7 +160,7 @@ class Product:
             stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         cast, args = self._casts[role], self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        made = x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+        made = ops.quantize(x, cast, **args)
         if self.is_sampled(role) and not again:
             self.sample(role, x, made)
         return made
@@ -176,7 +175,7 @@ class Product:
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None:
             return
-        values = x.computed() if isinstance(x, DeferredTensor) else x.detach()
+        values = x.detach()
         ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
         if sample.losses is not None and sample.exponents is not None:
             ops.sample_recipes(values, role, sample.losses, sample.exponents)
@@ -192,8 +191,7 @@ class Product:
         columnwise: bool,
     ) -> tuple[Quantized, Tensor]:
         """The operands of ``x [..., K]`` (see :meth:`quantize_input`), and ``x wᵀ + bias`` in ``dtype``."""
-        held = shared is not None and not any(shared.lacks(columnwise)) and not self.is_sampled(Role.INPUT)
-        rows = x if held or x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a DeferredTensor computes it
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         results = None
         casts_both = self.cached_weight is None and (shared is None or shared.is_new)
         if casts_both and not torch.compiler.is_compiling() and not self.is_sampled(Role.INPUT):

@@ -92,7 +92,11 @@ class LinearLayer(WeightCachingModule):
             output = self._forward_outside_fp8(input, weight, added_bias, context, is_first_microbatch)
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
-        x = input if input.dtype is dtype else input.to(dtype)
+        # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
+        casts = (
+            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        )
+        x = input if casts or input.dtype is dtype else input.to(dtype)
         if is_sharded(weight):
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
@@ -162,11 +166,15 @@ class LinearLayer(WeightCachingModule):
             or not input.is_floating_point()
         ):
             self._check(input, weight)
+        return self._begin_region(input, foreign)
+
+    def _begin_region(self, input: Tensor, foreign: bool = False) -> FP8Context:
+        """:meth:`_begin` without checks, of a forward of as many rows as ``input [..., features]`` has."""
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    note_traced(*self.features, comparison=self._compared(input, weight, context))
+                    note_traced(*self.features, comparison=self._compared(input, context))
                 else:
                     note_traced_outside_fp8(*self.features)
             return DISABLED if foreign or self.slower else context
@@ -178,13 +186,15 @@ class LinearLayer(WeightCachingModule):
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        if self.comparison is AWAITED and in_fp8 and self.training and context.observe and not is_sharded(weight):
-            self.comparison = self._compared(input, weight, context)
+        if self.comparison is AWAITED and in_fp8 and self.training and context.observe:
+            self.comparison = self._compared(input, context)
         return DISABLED if foreign or self.slower else context
 
-    def _compared(self, input: Tensor, weight: Tensor, context: FP8Context) -> str:
-        least, why = least_rows(input.device, context.recipe.name, *weight.shape)
-        return why if least and input.numel() // self.in_features < least else ""  # compiled code has a guard on it
+    def _compared(self, input: Tensor, context: FP8Context) -> str:
+        if is_sharded(self._parameters.get("weight")):
+            return self.comparison or ""
+        least, why = least_rows(input.device, context.recipe.name, *self.matrices[""])
+        return why if least and input.numel() // input.shape[-1] < least else ""  # compiled code has a guard on it
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
