@@ -47,9 +47,8 @@ class GatedMLP(NamedTuple):
         """The gradients of the outputs of gate and up, cast. ``of_gate``, ``of_up``: also for the weights' gradients."""
         for_gate = self.gate.cast_args(Role.GRAD_OUTPUT, rowwise=rowwise or not of_gate, columnwise=of_gate)
         for_up = self.up.cast_args(Role.GRAD_OUTPUT, rowwise=rowwise or not of_up, columnwise=of_up)
-        # One pass would read da and g once: the place of a kernel that writes both.
-        dg8 = ops.gated_backward_quantize(da, g, u, self.activation, self.gate.cast(Role.GRAD_OUTPUT), **for_gate)
-        du8 = ops.gated_quantize(g, da, self.activation, self.up.cast(Role.GRAD_OUTPUT), **for_up)
+        cast = self.gate.cast(Role.GRAD_OUTPUT)
+        dg8, du8 = ops.gated_backward_quantize(da, g, u, self.activation, cast, for_gate, for_up)
         if self.gate.is_sampled(Role.GRAD_OUTPUT):
             self.gate.sample(Role.GRAD_OUTPUT, gated_backward(da, g, u, self.activation), dg8)
         if self.up.is_sampled(Role.GRAD_OUTPUT):

@@ -108,7 +108,7 @@ def check_activation_backward(
 
 
 def check_gated(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
-    """The product and, with ``backward``, the gradient of what is activated; one tensor is part of a wider one."""
+    """The product or, with ``backward``, both gradients; one tensor is part of a wider one."""
     x, factor, dy = (values(*shape, dtype, seed=seed, spread=2.0) for seed in range(3))
     op, inputs = gated_quantize_op, (x, strided(factor), name)
     if config.pop("backward", False):
@@ -194,5 +194,9 @@ CASES: list[Case] = [
     _gated("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
     _gated("silu", "bf16-backward-scale=0", ALIGNED, BF16, fp8=E5M2, backward=True, scale=0.0, amax=0.0),
     _gated("gelu", "fp32-backward-1x128", ALIGNED, FP32, backward=True, layout=Layout.BLOCK_1X128),
+    _gated("relu", "bf16-backward-given", ALIGNED, BF16, fp8=E5M2, backward=True, nonzero=True, **_GIVEN),
+    _gated("silu", "bf16-backward-own", ALIGNED, BF16, backward=True, power_2=True, columnwise=False),
     _gated("relu", "bf16-backward-ragged-rows", RAGGED, BF16, backward=True, layout=Layout.ROW),
+    _gated("silu", "bf16-backward-128x128", ALIGNED, BF16, backward=True, layout=Layout.BLOCK_128X128),
+    _gated("gelu", "fp16-backward-1x32", ALIGNED, FP16, backward=True, layout=Layout.MX_1X32),
 ]
