@@ -30,8 +30,12 @@ ACTIVATIONS = {
     ("PytorchGELUTanh", "transformers.activations"): "gelu",
 }
 """By an activation's class and module, its name in the ops."""
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
 
-LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+def layers_of(mlp: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers of a known MLP: gate and up, which may be one layer, and down."""
+    return ("gate_up_proj", "down_proj") if "gate_up_proj" in mlp._modules else ("gate_proj", "up_proj", "down_proj")
 
 
 def _is_whole(weight: Any) -> bool:
@@ -56,20 +60,26 @@ def _gated_by_older_liger(self: Any, x: Any) -> Any:
     return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
 
 
+def _gated_in_halves(self: Any, x: Any) -> Any:
+    y = self.gate_up_proj(x)
+    gate, y = y.chunk(2, dim=-1)
+    y = y * self.activation_fn(gate)
+    return self.down_proj(y)
+
+
 class FusedMLP(FusedModule):
-    """A gated MLP whose three FP8 layers are one autograd function."""
+    """A gated MLP whose FP8 layers are one autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
         if not self._context().enabled:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        modules = self._modules
-        layers = modules["gate_proj"], modules["up_proj"], modules["down_proj"]
+        layers = tuple(self._modules[name] for name in layers_of(self))
         activation = self._runs_fused(x, layers)
         self._note(activation is not None)
         if activation is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _forward(x, *cast(tuple[Linear, Linear, Linear], layers), activation)
+        return _forward(x, cast(tuple[Linear, ...], layers), activation)
 
     def _runs_fused(self, x: Any, layers: tuple[Any, ...]) -> str | None:
         """The activation, if all layers run in FP8 now, with nothing between them that would have to be called."""
@@ -87,8 +97,7 @@ class FusedMLP(FusedModule):
                 return None
         fits = (
             type(x) in (Tensor, nn.Parameter)
-            and layers[0]._parameters["bias"] is None
-            and layers[1]._parameters["bias"] is None
+            and all(layer._parameters["bias"] is None for layer in layers[:-1])
             and x.numel() > 0
             and self._last_recipe_allows()
             and not has_global_hooks()
@@ -100,21 +109,27 @@ class FusedMLP(FusedModule):
         return self._context().recipe.backward_override is None
 
 
-def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str) -> Tensor:
-    wg, wu, wd = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"]
-    bd = down._parameters["bias"]
-    assert wg is not None and wu is not None and wd is not None
+def _forward(x: Tensor, layers: tuple[Linear, ...], activation: str) -> Tensor:
+    gate, down = layers[0], layers[-1]
+    wg, wd, bd = gate._parameters["weight"], down._parameters["weight"], down._parameters["bias"]
+    wu = of_up = None
+    assert wg is not None and wd is not None
     context = gate._begin(x, wg, None)
-    up._begin(x, wu, None)
-    down._begin_inside(None)
     (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
-    (of_up, *_), _ = up._products(x, (wu,), (), context, None)
+    if len(layers) == 3:
+        wu = layers[1]._parameters["weight"]
+        assert wu is not None
+        layers[1]._begin(x, wu, None)
+        (of_up, *_), _ = layers[1]._products(x, (wu,), (), context, None)
+    else:
+        activation = _GATED[activation]
+    down._begin_inside(None)
     (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
     shared = None
     if not torch.compiler.is_compiling():
         shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
     if not torch.is_grad_enabled():
-        wg, wu, wd = without_gradient(wg), without_gradient(wu), without_gradient(wd)
+        wg, wu, wd = (None if w is None else without_gradient(w) for w in (wg, wu, wd))
     mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
     y: Tensor = GatedMLPFunction.apply(mlp, x if x.dtype is dtype else x.to(dtype), wg, wu, wd, bd)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
@@ -122,7 +137,7 @@ def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str)
 
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is the known formula, also if it is fused already."""
-    return _is_ligers(module) or computes(original_class(module).forward, _gated, _gated_at_once)
+    return _is_ligers(module) or computes(original_class(module).forward, _gated, _gated_at_once, _gated_in_halves)
 
 
 def _is_ligers(mlp: nn.Module) -> bool:
@@ -131,9 +146,14 @@ def _is_ligers(mlp: nn.Module) -> bool:
     )
 
 
+def act_fn_of(mlp: nn.Module) -> nn.Module | None:
+    """The activation of a known MLP, as a module; Liger's have none."""
+    return mlp._modules.get("activation_fn" if "gate_up_proj" in mlp._modules else "act_fn")
+
+
 def activation_of(mlp: nn.Module) -> str | None:
     """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
-    act_fn = mlp._modules.get("act_fn")
+    act_fn = act_fn_of(mlp)
     if act_fn is None:
         return "silu"  # Liger's
     cls = type(act_fn)
@@ -145,4 +165,4 @@ def fuse_mlp(mlp: nn.Module) -> None:
     fuse(mlp, FusedMLP)
 
 
-__all__ = ["ACTIVATIONS", "LAYERS", "FusedMLP", "activation_of", "fuse_mlp", "is_known_mlp"]
+__all__ = ["ACTIVATIONS", "FusedMLP", "act_fn_of", "activation_of", "fuse_mlp", "is_known_mlp", "layers_of"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, LayerDecision
 from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp
+from lightning_fp8.hf_fusion.mlp import act_fn_of, activation_of, fuse_mlp, is_known_mlp, layers_of
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name
@@ -21,7 +21,11 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
     any_fp8 = any(each.fp8 for each in decisions.values())
     return tuple(
         LayerDecision(
-            name, tuple(module.weight.shape), any_fp8 and not why_not, why_not or "one kernel", NORM  # type: ignore[arg-type, union-attr]
+            name,
+            tuple(module.weight.shape),
+            any_fp8 and not why_not,
+            why_not or "one kernel",
+            NORM,  # type: ignore[arg-type, union-attr]
         )
         for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
         if type(module).__name__.endswith("Norm")
@@ -69,7 +73,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         return f"fuse=True does not support {type(mlp).__name__}"
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance"
-    for layer_name in LAYERS:
+    for layer_name in layers_of(mlp):
         decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
             return f"its {layer_name} is a {type(getattr(mlp, layer_name)).__name__}"
@@ -78,7 +82,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
             return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
     if activation_of(mlp) is None:
-        act_fn: Any = mlp.act_fn
+        act_fn: Any = act_fn_of(mlp)
         return "its act_fn has hooks" if has_hooks(act_fn) else f"fuse=True does not support {type(act_fn).__name__}"
     return ""
 

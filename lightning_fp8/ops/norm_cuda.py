@@ -337,11 +337,7 @@ def _rms_plan(
     weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
     check_not_empty(x_key.shape)
     row_layout = None
-    if (
-        x_key.has_contiguous_rows
-        and x_key.is_vectorizable(8, ALIGNMENT)
-        and weight_key.is_vectorizable(8, ALIGNMENT)
-    ):
+    if x_key.has_contiguous_rows and x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT):
         row_layout = cast_row_layout(DTYPE_NAMES[x_key.dtype], x_key.columns)
     if row_layout is None:
         return reference_rms_norm  # long rows, or rows that are not aligned to vectors
