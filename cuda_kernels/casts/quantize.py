@@ -45,8 +45,8 @@ def quantize_tensor_kernel(
 ) -> Kernel:
     """One scale per tensor: ``scale_ptr [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
-    ``observe`` updates ``amax_out [1]`` with the tensor's amax; of two tensors, one may have none. ``count`` adds the numbers of saturated values and of
-    values flushed to zero to the int64 ``counts [2]``.
+    ``observe`` updates ``amax_out [1]`` with the tensor's amax; of two tensors, one may have none. ``count`` adds the
+    numbers of saturated values and of values flushed to zero to the int64 ``counts [2]``.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()

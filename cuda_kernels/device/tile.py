@@ -133,8 +133,9 @@ class TileLoader:
         """A device function ``(args, tile_idx, rows, columns, registers)`` that loads a thread's part of a tile.
 
         It returns ``tile_row, tile_col, first_row, column, full_tile``. ``tile_idx``: index of the tile in a tensor
-        ``[rows, columns]``, in row-major order, counted once for each of :attr:`tensors`. ``tile_row``, ``tile_col``: the tile's first element; ``first_row``,
-        ``column``: the thread's first element; ``full_tile``: whether the tile is fully inside.
+        ``[rows, columns]``, in row-major order, counted once for each of :attr:`tensors`. ``tile_row``, ``tile_col``:
+        the tile's first element; ``first_row``, ``column``: the thread's first element; ``full_tile``: whether the tile
+        is fully inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)

@@ -48,7 +48,7 @@ class GatedMLP(NamedTuple):
     def gradients(
         self, da: Tensor, g: Tensor, u: Tensor | None, *, rowwise: bool, of_gate: bool, of_up: bool
     ) -> tuple[Quantized, Quantized | None]:
-        """The gradients of the outputs of gate and up, cast. ``of_gate``, ``of_up``: also for the weights' gradients."""
+        """The casts of the gradients of g and u. ``of_gate``, ``of_up``: also for the weights' gradients."""
         for_gate = self.gate.cast_args(Role.GRAD_OUTPUT, rowwise=rowwise or not of_gate, columnwise=of_gate)
         cast = self.gate.cast(Role.GRAD_OUTPUT)
         if u is None or self.up is None:
@@ -68,7 +68,8 @@ class GatedMLP(NamedTuple):
 class GatedMLPFunction(torch.autograd.Function):
     """``y [R, N] = (activation(x wgᵀ) * (x wuᵀ)) wdᵀ + bd`` of ``x [..., K]``, with its nine GEMMs in FP8.
 
-    Without wu, wg ``[2 F, K]`` has the rows of both, and there are six GEMMs. It saves the FP8 copies that wgrad multiplies, the outputs of gate and up, and the parameters.
+    Without wu, wg ``[2 F, K]`` has the rows of both, and there are six GEMMs. It saves the FP8 copies that wgrad
+    multiplies, the outputs of gate and up, and the parameters.
     """
 
     @staticmethod

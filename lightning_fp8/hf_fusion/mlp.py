@@ -113,7 +113,8 @@ def _forward(x: Tensor, layers: tuple[Linear, ...], activation: str) -> Tensor:
     gate, down = layers[0], layers[-1]
     wg, wd, bd = gate._parameters["weight"], down._parameters["weight"], down._parameters["bias"]
     wu = of_up = None
-    assert wg is not None and wd is not None
+    assert wg is not None
+    assert wd is not None
     context = gate._begin(x, wg, None)
     (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
     if len(layers) == 3:

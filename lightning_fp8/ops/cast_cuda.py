@@ -158,7 +158,7 @@ def _as_allocated(result: Tensor, allocation: Allocation) -> Tensor:
 
 
 def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) -> int:
-    """The number of a tensor's thread blocks that run concurrently. Each of these n blocks processes every n-th tile."""
+    """The number of a tensor's blocks that run concurrently. Each of these n blocks processes every n-th tile."""
     return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
 
 
