@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
 from lightning_fp8.functions.linear import without_gradient
@@ -17,10 +18,12 @@ from lightning_fp8.hf_fusion.fused import (
     fuse,
     has_global_hooks,
     has_hooks,
-    in_transform,
+    name_of,
     original_class,
+    why_not_input,
 )
 from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.scaled import Role
 
 ACTIVATIONS = {
@@ -31,6 +34,8 @@ ACTIVATIONS = {
 }
 """By an activation's class and module, its name in the ops."""
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
+"""By the name of an activation, that of the op for one tensor of both halves."""
+
 
 
 def layers_of(mlp: nn.Module) -> tuple[str, ...]:
@@ -38,12 +43,15 @@ def layers_of(mlp: nn.Module) -> tuple[str, ...]:
     return ("gate_up_proj", "down_proj") if "gate_up_proj" in mlp._modules else ("gate_proj", "up_proj", "down_proj")
 
 
-def _is_whole(weight: Any) -> bool:
-    """Whether an op can read the weight: a parameter, or one in FP8, as FSDP2 gathers; not a DTensor."""
-    return type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)
+def act_fn_of(mlp: nn.Module) -> Any:
+    """The activation of a known MLP; None for Liger's, which have none."""
+    return getattr(mlp, "activation_fn" if "gate_up_proj" in mlp._modules else "act_fn", None)
 
 
-def _gated(self: Any, x: Any) -> Any:  # templates, of which only the code is read
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
+
+
+def _gated(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj  # noqa: RET504
 
@@ -67,89 +75,11 @@ def _gated_in_halves(self: Any, x: Any) -> Any:
     return self.down_proj(y)
 
 
-class FusedMLP(FusedModule):
-    """A gated MLP whose FP8 layers are one autograd function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same shape."""
-        if not self._context().enabled:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        layers = tuple(self._modules[name] for name in layers_of(self))
-        activation = self._runs_fused(x, layers)
-        self._note(activation is not None)
-        if activation is None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _forward(x, cast(tuple[Linear, ...], layers), activation)
-
-    def _runs_fused(self, x: Any, layers: tuple[Any, ...]) -> str | None:
-        """The activation, if all layers run in FP8 now, with nothing between them that would have to be called."""
-        for layer in layers:
-            if not (
-                type(layer) is Linear
-                and layer.fp8
-                and layer.parallel_mode is None
-                and not layer.return_bias
-                and layer._compiled_call_impl is None
-                and "forward" not in layer.__dict__
-                and not has_hooks(layer)
-                and _is_whole(layer._parameters.get("weight"))
-            ):
-                return None
-        fits = (
-            type(x) in (Tensor, nn.Parameter)
-            and all(layer._parameters["bias"] is None for layer in layers[:-1])
-            and x.numel() > 0
-            and self._last_recipe_allows()
-            and not has_global_hooks()
-            and not in_transform()
-        )
-        return activation_of(self) if fits else None
-
-    def _last_recipe_allows(self) -> bool:
-        return self._context().recipe.backward_override is None
-
-
-def _forward(x: Tensor, layers: tuple[Linear, ...], activation: str) -> Tensor:
-    gate, down = layers[0], layers[-1]
-    wg, wd, bd = gate._parameters["weight"], down._parameters["weight"], down._parameters["bias"]
-    wu = of_up = None
-    assert wg is not None
-    assert wd is not None
-    context = gate._begin(x, wg, None)
-    (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
-    if len(layers) == 3:
-        wu = layers[1]._parameters["weight"]
-        assert wu is not None
-        layers[1]._begin(x, wu, None)
-        (of_up, *_), _ = layers[1]._products(x, (wu,), (), context, None)
-    else:
-        activation = _GATED[activation]
-    down._begin_inside(None)
-    (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
-    shared = None
-    if not torch.compiler.is_compiling():
-        shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
-    if not torch.is_grad_enabled():
-        wg, wu, wd = (None if w is None else without_gradient(w) for w in (wg, wu, wd))
-    mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
-    y: Tensor = GatedMLPFunction.apply(mlp, x if x.dtype is dtype else x.to(dtype), wg, wu, wd, bd)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
-
-
 def is_known_mlp(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is the known formula, also if it is fused already."""
-    return _is_ligers(module) or computes(original_class(module).forward, _gated, _gated_at_once, _gated_in_halves)
-
-
-def _is_ligers(mlp: nn.Module) -> bool:
-    return "act_fn" not in mlp._modules and computes(
-        original_class(mlp).forward, _gated_by_liger, _gated_by_older_liger
-    )
-
-
-def act_fn_of(mlp: nn.Module) -> nn.Module | None:
-    """The activation of a known MLP, as a module; Liger's have none."""
-    return mlp._modules.get("activation_fn" if "gate_up_proj" in mlp._modules else "act_fn")
+    """Whether the formula of ``module`` is known, also if it is fused already."""
+    forward = original_class(module).forward  # type: ignore[attr-defined]
+    known = computes(forward, _gated, _gated_at_once, _gated_in_halves)
+    return known or ("act_fn" not in module._modules and computes(forward, _gated_by_liger, _gated_by_older_liger))
 
 
 def activation_of(mlp: nn.Module) -> str | None:
@@ -158,12 +88,94 @@ def activation_of(mlp: nn.Module) -> str | None:
     if act_fn is None:
         return "silu"  # Liger's
     cls = type(act_fn)
-    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
+    is_own = isinstance(act_fn, nn.Module) and "forward" not in vars(act_fn) and not has_hooks(act_fn)
+    return ACTIVATIONS.get((cls.__name__, cls.__module__)) if is_own else None
+
+
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class FusedMLP(FusedModule):
+    """A gated MLP whose FP8 layers are one autograd function in an FP8 context."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same shape."""
+        if torch.compiler.is_exporting() or not self._fuses(lambda context: self._why_not_now(x, context)):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        modules = self._modules
+        gate, down = modules.get("gate_up_proj") or modules["gate_proj"], modules["down_proj"]
+        return _forward(x, gate, modules.get("up_proj"), down, activation_of(self))  # type: ignore[arg-type]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Those of its last layer, which notes that it is compiled."""
+        down = self._modules.get("down_proj")
+        return down.features if isinstance(down, LinearLayer) else ()
+
+    def _why_not_now(self, x: Any, context: FP8Context) -> str:
+        """The reason why a call of a layer, or a tensor between layers, is needed; an empty string if none is."""
+        for name in layers_of(self):
+            if reason := _why_not(name, self._modules.get(name)):
+                return reason
+        if activation_of(self) is None:
+            return "its act_fn was replaced or has hooks"
+        if has_global_hooks():
+            return "hooks of all modules are registered"
+        if context.recipe.backward_override is not None:
+            return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"
+        return why_not_input(x)
+
+
+def _why_not(name: str, layer: Any) -> str:
+    """The reason why ``layer`` has to be called; an empty string if its products are enough."""
+    if type(layer) is not Linear:
+        return f"its {name} is a {name_of(layer)}"
+    if not layer.fp8:
+        return f"{name} runs in BF16"
+    if has_hooks(layer):
+        return f"{name} has hooks"
+    if "forward" in vars(layer):
+        return f"the forward of {name} was replaced on the instance"
+    if layer._compiled_call_impl is not None:
+        return f"{name} is compiled by itself"
+    if layer.parallel_mode is not None or layer.return_bias:
+        return f"{name} has parallel_mode or return_bias"
+    weight, bias = layer._weight_and_bias()
+    if not (type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)):
+        return f"the weight of {name} is a {type(weight).__name__}"
+    return why_not_bias(name, bias)
+
+
+def why_not_bias(name: str, bias: Any) -> str:
+    """The reason why a layer ``name`` with this bias is not fused; an empty string if it is."""
+    if bias is None or name == "down_proj":
+        return ""
+    return f"{name} has a bias, whose gradient needs a tensor that would not be written"
+
+
+def _forward(x: Tensor, gate: Linear, up: Linear | None, down: Linear, activation: str) -> Tensor:
+    (wg, _), (wd, bd) = gate._weight_and_bias(), down._weight_and_bias()
+    wu = of_up = None
+    context = gate._begin(x, wg, None)
+    if up is not None:
+        wu, _ = up._weight_and_bias()
+        up._begin(x, wu, None)
+    down._begin_region()
+    (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
+    if up is not None and wu is not None:
+        (of_up, *_), _ = up._products(x, (wu,), (), context, None)
+    (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
+    shared = None
+    if not torch.compiler.is_compiling():
+        shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
+    if not torch.is_grad_enabled():
+        wg, wd = without_gradient(wg), without_gradient(wd)
+        wu = None if wu is None else without_gradient(wu)
+    mlp = GatedMLP(activation if up is not None else _GATED[activation], of_gate, of_up, of_down, dtype, shared)
+    y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
 
 
 def fuse_mlp(mlp: nn.Module) -> None:
     """Make ``mlp`` run as one autograd function, in place."""
     fuse(mlp, FusedMLP)
-
-
-__all__ = ["ACTIVATIONS", "FusedMLP", "act_fn_of", "activation_of", "fuse_mlp", "is_known_mlp", "layers_of"]

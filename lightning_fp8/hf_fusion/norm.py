@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
-from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, in_transform, original_class
-
-# ruff: noqa: ANN001, ANN202, D103  (templates, of which only the code is read)
-# mypy: ignore-errors
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
+from lightning_fp8.modules.record import note_traced
 
 
-def _rounds_first(self, x):
+class Formula(NamedTuple):
+    """How a norm computes ``x rstd weight`` from ``x [..., K]``.
+
+    Attributes:
+        eps: the name of its attribute.
+        zero_centered: whether its weight is gamma - 1.
+        rounds_first: whether x rstd is rounded to x's dtype before the product.
+        promotes: whether the result has the wider dtype of x and the weight, instead of x's.
+    """
+
+    eps: str
+    zero_centered: bool = False
+    rounds_first: bool = False
+    promotes: bool = False
+
+
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
+
+
+def _rounds_first(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -23,7 +40,7 @@ def _rounds_first(self, x):
     return self.weight * x.to(dtype)
 
 
-def _rounds_last(self, x):
+def _rounds_last(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -31,7 +48,7 @@ def _rounds_last(self, x):
     return (self.weight * x).to(dtype)
 
 
-def _rounds_last_wide(self, x):
+def _rounds_last_wide(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -39,72 +56,75 @@ def _rounds_last_wide(self, x):
     return (self.weight.to(torch.float32) * x).to(dtype)
 
 
-def _zero_centered(self, x):
+def _zero_centered(self: Any, x: Any) -> Any:
     output = self._norm(x.float())
     output = output * (1.0 + self.weight.float())
     return output.type_as(x)
 
 
-def _norm(self, x):
+def _norm(self: Any, x: Any) -> Any:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-class FusedNorm(FusedModule):
-    """An RMSNorm in one kernel, in an FP8 context."""
-
-    weight: Tensor
-    _formula: tuple[float, bool, bool] = 0.0, False, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [..., K]`` to the same shape."""
-        if torch.compiler.is_compiling():  # Inductor fuses it
-            return super().forward(x)
-        context = self._context()
-        if not context.enabled:
-            return super().forward(x)
-        weight = self._parameters["weight"]
-        fits = _fits(x, weight)
-        self._note(fits)
-        if not fits:
-            return super().forward(x)
-        eps, zero_centered, rounds_first = self._formula
-        dtype = torch.promote_types(x.dtype, weight.dtype) if rounds_first else x.dtype
-        return RMSNormFunction.apply(x, weight, RMSNorm(eps, zero_centered, rounds_first, dtype))
-
-
-def _fits(x: Any, weight: Any) -> bool:
-    """Whether a kernel supports the norm of ``x``."""
-    return (
-        type(x) is Tensor
-        and type(weight) is nn.Parameter
-        and x.dtype in ops.HIGH_PRECISION
-        and weight.dtype in ops.HIGH_PRECISION
-        and x.device == weight.device
-        and x.numel() > 0
-        and not in_transform()
-    )
-
-
-def formula_of(norm: nn.Module) -> tuple[float, bool, bool] | None:
-    """``eps``, whether the weight stores gamma - 1, and whether x rstd is rounded first; None if it is not known."""
-    cls = original_class(norm)
-    forward = cls.forward
-    if computes(forward, _rounds_first):
-        return norm.variance_epsilon, False, True
-    if computes(forward, _rounds_last, _rounds_last_wide):
-        return norm.variance_epsilon, False, False
-    if computes(forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
-        return norm.eps, True, False
-    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:
-        return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False
+def formula_of(norm: nn.Module) -> Formula | None:
+    """The formula of ``norm``, also if it is fused already; None if it is not known."""
+    cls: Any = original_class(norm)
+    if computes(cls.forward, _rounds_first):
+        return Formula("variance_epsilon", rounds_first=True, promotes=True)
+    if computes(cls.forward, _rounds_last, _rounds_last_wide):
+        return Formula("variance_epsilon")
+    if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
+        return Formula("eps", zero_centered=True)
+    if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+        return Formula("eps", promotes=True)
     return None
 
 
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class FusedNorm(FusedModule):
+    """An RMSNorm that takes one kernel each way in an FP8 context."""
+
+    weight: Tensor
+    _formula: Formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., K]`` to the same shape."""
+        if torch.compiler.is_compiling():  # Inductor makes one kernel of it
+            note_traced(*self.features)
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        weight = self.weight
+        if not self._fuses(lambda _: _why_not(x, weight)):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        formula = self._formula
+        eps = getattr(self, formula.eps)
+        if eps is None:  # torch.nn.RMSNorm's default
+            eps = torch.finfo(torch.float32).eps
+        promotes = formula.promotes and x.dtype is not weight.dtype
+        dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
+        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
+        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+
+def _why_not(x: Any, weight: Any) -> str:
+    """The reason why no kernel computes the norm of ``x``; an empty string if one does."""
+    if reason := why_not_input(x):
+        return reason
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
+    if x.dtype not in ops.HIGH_PRECISION or weight.dtype not in ops.HIGH_PRECISION:
+        return f"no kernel computes it in {x.dtype} with a weight in {weight.dtype}"
+    return "" if x.shape[-1:] == weight.shape else "its input has another number of features than its weight"
+
+
 def fuse_norm(norm: nn.Module) -> None:
-    """Make ``norm`` run in one kernel, in place."""
+    """Make ``norm``, whose formula is known, take one kernel each way, in place."""
     formula = formula_of(norm)
     fuse(norm, FusedNorm)
-    norm._formula = formula
-
-
-__all__ = ["FusedNorm", "formula_of", "fuse_norm"]
+    norm._formula = formula  # type: ignore[assignment]
