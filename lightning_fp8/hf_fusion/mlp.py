@@ -48,12 +48,12 @@ def act_fn_of(mlp: nn.Module) -> Any:
     return getattr(mlp, "activation_fn" if "gate_up_proj" in mlp._modules else "act_fn", None)
 
 
-# --- Templates, of which only the code is read -------------------------------------------------------------------------
+# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
 
 def _gated(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj  # noqa: RET504
+    return down_proj
 
 
 def _gated_at_once(self: Any, x: Any) -> Any:

@@ -92,7 +92,9 @@ class LinearLayer(WeightCachingModule):
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
-        casts = input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        casts = (
+            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        )
         x = input if casts or input.dtype is dtype else input.to(dtype)
         if is_sharded(weight):
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
@@ -183,10 +185,10 @@ class LinearLayer(WeightCachingModule):
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
+        if torch.compiler.is_compiling():  # a look at the weights would compile the caller again for each layer
+            return fp8_region.current_context(self.own_context)
         if any(is_foreign(self._parameters.get(name)) for name in self.weight_names):
             return DISABLED
-        if torch.compiler.is_compiling():
-            return fp8_region.current_context(self.own_context)
         return fp8_region.context_of_forward(self._last_context, self.own_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:

@@ -79,12 +79,15 @@ def step(model: Any, recipe: Any = "delayed", enabled: bool = True) -> list[Tens
 
 def distance(found: Tensor, exact: Tensor) -> float:
     """The relative error of one tensor."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
     """The relative error of all gradients together."""
-    return distance(torch.cat([each.flatten() for each in found[1:]]), torch.cat([each.flatten() for each in exact[1:]]))
+    return distance(
+        torch.cat([each.flatten() for each in found[1:]]), torch.cat([each.flatten() for each in exact[1:]])
+    )
 
 
 def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
+from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.hf_fusion.norm import FusedNorm, fuse_norm
@@ -111,6 +111,7 @@ def test_each_gradient_is_as_near_as_without(recipe: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "helium", "torch", "torch without eps"])
+@pytest.mark.filterwarnings("ignore:fp8_autocast ran nothing", "ignore:Mismatch dtype")
 def test_a_norm_is_the_models_own(family: str, weight_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     """Its dtype, its bits up to the last, and its gradients in float64."""
     torch.manual_seed(0)
@@ -124,6 +125,8 @@ def test_a_norm_is_the_models_own(family: str, weight_dtype: torch.dtype, x_dtyp
     x = (1e-2 * torch.randn(5, 7, HIDDEN)).to(x_dtype).requires_grad_()  # eps counts
     own = norm(x)
     exact_norm, exact_x = copy.deepcopy(norm).double(), x.detach().double().requires_grad_()
+    if family == "torch without eps":
+        exact_norm.eps = torch.finfo(torch.float32).eps  # of the dtype that it computes in
     exact = exact_norm(exact_x)
     fuse_norm(norm)
     assert_equal([norm(x)], [own])
@@ -170,9 +173,10 @@ def test_rows_of_readers_are_fed_alike() -> None:
     for _ in range(3):
         step(model)
     state = fp8_state_dict(model)
-    for first, others in (("self_attn.q_proj", ("self_attn.k_proj", "self_attn.v_proj")), ("mlp.gate_proj", ("mlp.up_proj",))):
-        one = state["names"].index(f"model.layers.1.{first}.input")
-        for other in (state["names"].index(f"model.layers.1.{name}.input") for name in others):
+    of_attention, of_mlp = (f"self_attn.{name}_proj" for name in "qkv"), ("mlp.gate_proj", "mlp.up_proj")
+    for readers in (of_attention, of_mlp):
+        one, *others = (state["names"].index(f"model.layers.1.{name}.input") for name in readers)
+        for other in others:
             assert state["seen"][one] == state["seen"][other] > 0
             assert torch.equal(state["amax_history"][:, one], state["amax_history"][:, other])
 
@@ -215,6 +219,23 @@ def test_micro_batches_with_kept_weights() -> None:
         casts.append(ops.counts["quantize"])
     assert_equal(*found)
     assert casts[0] - casts[1] == 14 * 3  # forward and backward of two, instead of one cast
+
+
+def test_resumes_to_the_bit() -> None:
+    """From a model's and its scales' state, into a model that has not trained; the former's keys are the model's own."""
+
+    def train(model: Any, steps: int) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(steps):
+            step(model)
+            optimizer.step()
+        return model
+
+    straight, half, resumed = train(converted(True), 4), train(converted(True), 2), converted(True)
+    assert [*half.state_dict()] == [*llama().state_dict()]
+    resumed.load_state_dict(half.state_dict())
+    load_fp8_state_dict(resumed, fp8_state_dict(half))
+    assert_equal([*straight.parameters()], [*train(resumed, 2).parameters()])
 
 
 def test_calibration_runs_the_models_own() -> None:
