@@ -210,16 +210,9 @@ def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observ
 
 
 def _check_gated_backward(
-    dy: Tensor,
-    x: Tensor,
-    factor: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None,
-    factor_scale: Tensor | None,
-    amax: Tensor | None,
-    factor_amax: Tensor | None,
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> None:
+    scale, factor_scale, amax, factor_amax = observed
     _check_gated(x, factor, activation, cast, scale, amax, None)
     check_cast(x, cast, factor_scale, factor_amax, None)
     if (scale is None) != (factor_scale is None):
@@ -431,17 +424,10 @@ def reference_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *obs
 
 
 def reference_gated_backward(
-    dy: Tensor,
-    x: Tensor,
-    factor: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None,
-    factor_scale: Tensor | None,
-    amax: Tensor | None,
-    factor_amax: Tensor | None,
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> GatedGradients:
     """See :func:`gated_backward_quantize`."""
+    scale, factor_scale, amax, factor_amax = observed
     of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
     of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
     return GatedGradients(*of_x, *of_factor)

@@ -154,15 +154,14 @@ def _planned_gated(
         cast, cast_two, pointer = launches.cast, launches.cast_two, launch.address_on(device)
         strides = [key.stride for key in keys]
 
-        def launch_cast(*args: Any) -> Outputs:
-            return cast([n for x, stride in zip(args, strides) for n in (pointer(x), stride)], *args[-3:])
-
-        def launch_two(*args: Any) -> GatedGradients:
+        def launch_cast(*args: Any) -> Outputs | GatedGradients:
             loader_args = [n for x, stride in zip(args, strides) for n in (pointer(x), stride)]
+            if loader.tensors == 1:
+                return cast(loader_args, *args[-3:])
             first, second = cast_two(loader_args, args[-4:-2], args[-2:])
             return GatedGradients(*first, *second)
 
-        return launch_cast if loader.tensors == 1 else launch_two
+        return launch_cast
 
     def run(*args: Any) -> Any:
         tensors = args[:num_tensors]

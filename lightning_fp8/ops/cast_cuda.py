@@ -162,6 +162,17 @@ def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) 
     return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
 
 
+class Addresses(NamedTuple):
+    """Arguments of a cast's kernels, 0 for what is not given; those of two tensors alternate."""
+
+    loader: LoaderArgs
+    store: LoaderArgs
+    scales: Sequence[Argument]
+    amaxes: Sequence[Argument]
+    counts: Argument
+    results: Sequence[Argument]
+
+
 class CastLaunches:
     """The launches that cast the values ``[rows, columns]`` of a tile loader.
 
@@ -218,13 +229,13 @@ class CastLaunches:
         """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
         pointer = self.pointer
         data, scale_inv, data_t, scale_inv_t = outputs = self.outputs.allocate()
-        self._launch(
+        self._launch(Addresses(
             loader_args, store_args or loader_args,
             (0 if scale is None else pointer(scale),),
             (0 if amax is None else pointer(amax),),
             0 if overflow_counts is None else pointer(overflow_counts),
             (pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t)),
-        )  # fmt: skip
+        ))  # fmt: skip
         return outputs
 
     def cast_two(
@@ -235,19 +246,11 @@ class CastLaunches:
         made = self.outputs.allocate(), self.outputs.allocate()
         scale_ptrs, amax_ptrs = ([0 if x is None else pointer(x) for x in pair] for pair in (scales, amaxes))
         results = [pointer(result) for pair in zip(*made) for result in pair]
-        self._launch(loader_args, loader_args, scale_ptrs, amax_ptrs, 0, results)
+        self._launch(Addresses(loader_args, loader_args, scale_ptrs, amax_ptrs, 0, results))
         return made
 
-    def _launch(
-        self,
-        loader_args: LoaderArgs,
-        store_args: LoaderArgs,
-        scales: Sequence[Argument],
-        amaxes: Sequence[Argument],
-        counts: Argument,
-        results: Sequence[Argument],
-    ) -> None:
-        """Launch the kernels, given addresses; 0 for what is not given. Those of two tensors alternate."""
+    def _launch(self, given: Addresses) -> None:
+        """Launch the kernels."""
         raise NotImplementedError
 
 
@@ -276,21 +279,16 @@ class TensorCast(CastLaunches):
             out_t_stride=strides.out_t_stride,
         )
 
-    def _launch(
-        self,
-        loader_args: LoaderArgs,
-        store_args: LoaderArgs,
-        scales: Sequence[Argument],
-        amaxes: Sequence[Argument],
-        counts: Argument,
-        results: Sequence[Argument],
-    ) -> None:
+    def _launch(self, given: Addresses) -> None:
         block_amax_ptr: Argument = 0
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
-            self._find_amax(*loader_args, *scales, block_amax_ptr)  # returns at once if the given scale is nonzero
-        self._store(*store_args, *scales, block_amax_ptr, *amaxes, counts, *results[: 3 * self._tensors])
+            self._find_amax(
+                *given.loader, *given.scales, block_amax_ptr
+            )  # returns at once if the given scale is nonzero
+        results = given.results[: 3 * self._tensors]
+        self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
 
 
 class RowCast(CastLaunches):
@@ -312,20 +310,12 @@ class RowCast(CastLaunches):
             **self.outputs.strides._asdict(),
         )
 
-    def _launch(
-        self,
-        loader_args: LoaderArgs,
-        store_args: LoaderArgs,
-        scales: Sequence[Argument],
-        amaxes: Sequence[Argument],
-        counts: Argument,
-        results: Sequence[Argument],
-    ) -> None:
+    def _launch(self, given: Addresses) -> None:
         row_amaxes = self._new_amaxes()
         row_amaxes_ptr = self.pointer(row_amaxes)
         self._zero(row_amaxes_ptr)
-        self._find_amaxes(*loader_args, row_amaxes_ptr)
-        self._store(*store_args, row_amaxes_ptr, counts, *results)
+        self._find_amaxes(*given.loader, row_amaxes_ptr)
+        self._store(*given.store, row_amaxes_ptr, given.counts, *given.results)
 
 
 class BlockCast(CastLaunches):
@@ -345,16 +335,8 @@ class BlockCast(CastLaunches):
             **self.outputs.strides._asdict(),
         )
 
-    def _launch(
-        self,
-        loader_args: LoaderArgs,
-        store_args: LoaderArgs,
-        scales: Sequence[Argument],
-        amaxes: Sequence[Argument],
-        counts: Argument,
-        results: Sequence[Argument],
-    ) -> None:
-        self._store(*store_args, counts, *results)
+    def _launch(self, given: Addresses) -> None:
+        self._store(*given.store, given.counts, *given.results)
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
