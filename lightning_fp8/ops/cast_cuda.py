@@ -286,7 +286,7 @@ class TensorCast(CastLaunches):
             block_amax_ptr = self.pointer(block_amaxes)
             self._find_amax(
                 *given.loader, *given.scales, block_amax_ptr
-            )  # returns at once if the given scale is nonzero
+            )  # at once if the scale is not 0
         results = given.results[: 3 * self._tensors]
         self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
 
