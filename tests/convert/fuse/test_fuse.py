@@ -222,7 +222,7 @@ def test_micro_batches_with_kept_weights() -> None:
 
 
 def test_resumes_to_the_bit() -> None:
-    """From a model's and its scales' state, into a model that has not trained; the former's keys are the model's own."""
+    """From a model's state and that of its scales. The former has the model's own keys."""
 
     def train(model: Any, steps: int) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
