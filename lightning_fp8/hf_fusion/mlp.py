@@ -37,7 +37,6 @@ _GATED = {"silu": "swiglu", "gelu": "geglu"}
 """By the name of an activation, that of the op for one tensor of both halves."""
 
 
-
 def layers_of(mlp: nn.Module) -> tuple[str, ...]:
     """The names of the linear layers of a known MLP: gate and up, which may be one layer, and down."""
     return ("gate_up_proj", "down_proj") if "gate_up_proj" in mlp._modules else ("gate_proj", "up_proj", "down_proj")

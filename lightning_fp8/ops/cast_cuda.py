@@ -284,9 +284,7 @@ class TensorCast(CastLaunches):
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
-            self._find_amax(
-                *given.loader, *given.scales, block_amax_ptr
-            )  # at once if the scale is not 0
+            self._find_amax(*given.loader, *given.scales, block_amax_ptr)  # at once if the scale is not 0
         results = given.results[: 3 * self._tensors]
         self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
 
