@@ -135,7 +135,9 @@ class ConversionSummary:
         if verbose:
             return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.fallbacks])
         fallbacks = [line for text in self.fallbacks for line in wrap(text, WIDTH)]
-        return "\n".join([*rendered(grouped(rows), heading), *self._verdict(WIDTH), *fallbacks])
+        of_layers = len(self.layers)
+        together = [*grouped(rows[:of_layers]), *grouped(rows[of_layers:])]
+        return "\n".join([*rendered(together, heading), *self._verdict(WIDTH), *fallbacks])
 
     def __str__(self) -> str:
         return self.table()
