@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks, name_of
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp, why_not_bias
+from lightning_fp8.hf_fusion.mlp import act_fn_of, activation_of, fuse_mlp, is_known_mlp, layers_of, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import was_traced
@@ -57,7 +57,7 @@ def _why_not(module: nn.Module, known: Any) -> str:
 
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
-    for layer_name in LAYERS:
+    for layer_name in layers_of(mlp):
         layer: Any = getattr(mlp, layer_name)
         decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
@@ -67,7 +67,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if reason := why_not_bias(layer_name, layer.bias):
             return reason
     if activation_of(mlp) is None:
-        act_fn: Any = mlp.act_fn
+        act_fn = act_fn_of(mlp)
         hooked = isinstance(act_fn, nn.Module) and has_hooks(act_fn)
         return "its act_fn has hooks" if hooked else f"fuse=True does not support {name_of(act_fn)}"
     return ""
