@@ -205,7 +205,7 @@ ROOMS = {
         "fp8_region",
         "modules",
     },
-    "hf_fusion": {"fp8_region", "functions", "modules", "ops"},
+    "hf_fusion": {"fp8_region", "fp8_tensor", "functions", "modules", "ops"},
     "convert.table": set(),
     "convert.summary": {"convert.table"},
     "convert.blocks": {"modules"},

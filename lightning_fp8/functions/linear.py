@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
-from lightning_fp8.functions.deferred import DeferredGradient, DeferredTensor
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.ops import Quantized, plans
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
@@ -162,7 +161,7 @@ class Product:
             stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         cast, args = self._casts[role], self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        made = x.quantized(cast, args) if isinstance(x, DeferredGradient) else ops.quantize(x, cast, **args)
+        made = ops.quantize(x, cast, **args)
         if self.is_sampled(role) and not again:
             self.sample(role, x, made)
         return made
@@ -177,7 +176,7 @@ class Product:
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None:
             return
-        values = x.computed() if isinstance(x, DeferredTensor) else x.detach()
+        values = x.detach()
         ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
         if sample.losses is not None and sample.exponents is not None:
             ops.sample_recipes(values, role, sample.losses, sample.exponents)
@@ -198,7 +197,7 @@ class Product:
             copies = shared.complete(None)  # type: ignore[union-attr]
             x8 = copies if columnwise else Quantized(copies.rowwise, None)
             return x8, self.forward(x8, weight, bias, dtype)
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a DeferredTensor computes it
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if (shared is None or shared.is_new) and self._in_one_call(Role.INPUT):
             x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
@@ -207,7 +206,8 @@ class Product:
             if kept is None:
                 x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
-                kept = self._passes[key] = forward_pass(x_cast, w_cast, Gemm(x_cast.layout, w_cast.layout, dtype, True))
+                gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
+                kept = self._passes[key] = forward_pass(x_cast, w_cast, gemm)
             results = linear_forward(kept, rows, x_scale, x_amax, weight, w_scale, w_amax, bias)
             if results is not None:
                 x8 = operands_of(results[1], kept.cast, True, columnwise)  # type: ignore[arg-type]

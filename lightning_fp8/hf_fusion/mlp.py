@@ -1,4 +1,4 @@
-"""Gated MLPs of Hugging Face models, such as Llama's, that cast their activation for their last layer, in one pass."""
+"""Gated MLPs of other libraries, such as those of Hugging Face's Llama, as one autograd function."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import fp8_region, ops
-from lightning_fp8.functions.shared_input import offer
-from lightning_fp8.hf_fusion import casting
-from lightning_fp8.hf_fusion.deferred_gated import GatedCastFunction
-from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
-
-KNOWN = {
-    "LlamaMLP": "transformers.models.llama.modeling_llama",
-    "MistralMLP": "transformers.models.mistral.modeling_mistral",
-    "Qwen2MLP": "transformers.models.qwen2.modeling_qwen2",
-    "Qwen3MLP": "transformers.models.qwen3.modeling_qwen3",
-    "GemmaMLP": "transformers.models.gemma.modeling_gemma",
-    "Gemma2MLP": "transformers.models.gemma2.modeling_gemma2",
-    "Gemma3MLP": "transformers.models.gemma3.modeling_gemma3",
-}
-"""Classes whose forward is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, and their modules."""
+from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
+from lightning_fp8.functions.linear import without_gradient
+from lightning_fp8.functions.shared_input import input_cast
+from lightning_fp8.hf_fusion.fused import (
+    FusedModule,
+    computes,
+    fuse,
+    has_global_hooks,
+    has_hooks,
+    name_of,
+    original_class,
+    why_not_input,
+)
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.scaled import Role
 
 ACTIVATIONS = {
     ("SiLU", "torch.nn.modules.activation"): "silu",
@@ -35,98 +37,120 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-class CastingMLP(casting.CastingModule):
-    """A gated MLP whose last layer reads FP8 copies of its input.
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
 
-    Any other reader of this input, or of its gradients, gets the values, which are then computed.
-    """
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
+def _gated(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj  # noqa: RET504
+
+
+def _gated_at_once(self: Any, x: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _gated_by_liger(self: Any, x: Any) -> Any:
+    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+
+
+def _gated_by_older_liger(self: Any, x: Any) -> Any:
+    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+
+
+def is_known_mlp(module: nn.Module) -> bool:
+    """Whether the formula of ``module`` is known, also if it is fused already."""
+    forward = original_class(module).forward  # type: ignore[attr-defined]
+    known = computes(forward, _gated, _gated_at_once)
+    return known or ("act_fn" not in module._modules and computes(forward, _gated_by_liger, _gated_by_older_liger))
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
+    act_fn = mlp._modules.get("act_fn")
+    if act_fn is None:
+        return None if "act_fn" in vars(mlp) else "silu"  # Liger's
+    cls = type(act_fn)
+    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
+
+
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class FusedMLP(FusedModule):
+    """A gated MLP whose three FP8 layers are one autograd function in an FP8 context."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting() or not self._fuses(lambda context: self._why_not_now(x, context)):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        contexts = [layer.running_context() for layer in layers if isinstance(layer, LinearLayer)]
-        if not self._is_fp8(layers):
-            self._note(False, contexts[0] if contexts else fp8_region.current_context())
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        activated = self._cast(gate, up) if _is_castable(gate, up) else None
-        self._note(activated is not None, contexts[0])
-        return self.down_proj(self.act_fn(gate) * up if activated is None else activated)  # type: ignore[no-any-return]
+        gate, up, down = (self._modules[name] for name in LAYERS)
+        return _forward(x, gate, up, down, activation_of(self))  # type: ignore[arg-type]
 
     @property
     def features(self) -> tuple[int, ...]:
         """Those of its last layer, which notes that it is compiled."""
-        return self.down_proj.features if isinstance(self.down_proj, LinearLayer) else ()
+        down = self._modules.get("down_proj")
+        return down.features if isinstance(down, LinearLayer) else ()
 
-    def _cast(self, gate: Tensor, up: Tensor) -> Tensor | None:
-        down: Any = self.down_proj
-        begun = casting.begin_cast(gate, down)
-        if begun is None:
-            return None
-        columnwise = torch.is_grad_enabled() and down.weight.requires_grad
-        activation = activation_of(self)
-        output: Tensor = GatedCastFunction.apply(gate, up, activation, *begun, columnwise)  # type: ignore[no-untyped-call]
-        offer(output, begun.cast)
-        return output
-
-    def _is_fp8(self, layers: tuple[nn.Module, ...]) -> bool:
-        """Whether all layers run in FP8 now, uncompiled, with only the activation between them."""
-        return (
-            all(
-                isinstance(layer, LinearLayer)
-                and layer.fp8
-                and layer.running_context().enabled
-                and layer._compiled_call_impl is None
-                for layer in layers
-            )
-            and not hooks_of(self.act_fn)
-            and activation_of(self) is not None
-            and not casting.in_transform()
-        )
+    def _why_not_now(self, x: Any, context: FP8Context) -> str:
+        """The reason why a call of a layer, or a tensor between layers, is needed; an empty string if none is."""
+        for name in LAYERS:
+            if reason := _why_not(name, self._modules.get(name)):
+                return reason
+        if activation_of(self) is None:
+            return "its act_fn was replaced or has hooks"
+        if has_global_hooks():
+            return "hooks of all modules are registered"
+        if context.recipe.backward_override is not None:
+            return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"
+        return why_not_input(x)
 
 
-def _is_castable(gate: Any, up: Any) -> bool:
-    """Whether a kernel supports these tensors."""
-    return (
-        type(gate) is type(up) is Tensor
-        and (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
-        and gate.dtype in ops.HIGH_PRECISION
-        and autocast_dtype(gate.device.type) in (None, gate.dtype)
-        and gate.is_contiguous()
-        and up.is_contiguous()
-        and gate.numel() > 0
-    )
+def _why_not(name: str, layer: Any) -> str:
+    """The reason why ``layer`` has to be called; an empty string if its products are enough."""
+    if type(layer) is not Linear:
+        return f"its {name} is a {name_of(layer)}"
+    if not layer.fp8:
+        return f"{name} runs in BF16"
+    if has_hooks(layer):
+        return f"{name} has hooks"
+    if "forward" in vars(layer):
+        return f"the forward of {name} was replaced on the instance"
+    if layer._compiled_call_impl is not None:
+        return f"{name} is compiled by itself"
+    if layer.parallel_mode is not None or layer.return_bias:
+        return f"{name} has parallel_mode or return_bias"
+    weight, bias = layer._weight_and_bias()
+    if not (type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)):
+        return f"the weight of {name} is a {type(weight).__name__}"
+    return why_not_bias(name, bias)
 
 
-def is_known_mlp(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known, also if it casts already."""
-    return casting.is_known(module, KNOWN, CastingMLP)
+def why_not_bias(name: str, bias: Any) -> str:
+    """The reason why a layer ``name`` with this bias is not fused; an empty string if it is."""
+    if bias is None or name == "down_proj":
+        return ""
+    return f"{name} has a bias, whose gradient needs a tensor that would not be written"
 
 
-def activation_of(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation of a known MLP; None if it is not supported."""
-    cls = type(mlp.act_fn)
-    return None if "forward" in vars(mlp.act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
+def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str) -> Tensor:
+    (wg, _), (wu, _), (wd, bd) = gate._weight_and_bias(), up._weight_and_bias(), down._weight_and_bias()
+    context = gate._begin(x, wg, None)
+    up._begin(x, wu, None)
+    down._begin_region()
+    (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
+    (of_up, *_), _ = up._products(x, (wu,), (), context, None)
+    (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
+    shared = None
+    if not torch.compiler.is_compiling():
+        shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
+    if not torch.is_grad_enabled():
+        wg, wu, wd = without_gradient(wg), without_gradient(wu), without_gradient(wd)
+    mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
+    y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
 
 
-def hooks_of(module: Any) -> bool:
-    """Whether ``module`` has hooks, which would observe or change its input or output."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def cast_activation(mlp: nn.Module) -> None:
-    """Make ``mlp`` cast its activation for its last layer, in place."""
-    casting.make_casting(mlp, CastingMLP)
-
-
-def __getattr__(name: str) -> Any:  # unpickling looks up classes here
-    return casting.class_named(name, KNOWN, CastingMLP)
+def fuse_mlp(mlp: nn.Module) -> None:
+    """Make ``mlp`` run as one autograd function, in place."""
+    fuse(mlp, FusedMLP)

@@ -1,100 +1,130 @@
-"""Norms of Hugging Face models, such as Llama's, that pass FP8 layers their output as FP8 copies, in one pass."""
+"""RMSNorms of other libraries, such as Hugging Face's, in one kernel forward and one backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import fp8_region, ops
-from lightning_fp8.functions.shared_input import offer
-from lightning_fp8.hf_fusion.casting import (
-    CastingModule,
-    begin_cast,
-    class_named,
-    in_transform,
-    is_known,
-    make_casting,
-)
-from lightning_fp8.hf_fusion.deferred_norm import NormCastFunction
-from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+from lightning_fp8 import ops
+from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
 
-KNOWN = {
-    "LlamaRMSNorm": "transformers.models.llama.modeling_llama",
-    "MistralRMSNorm": "transformers.models.mistral.modeling_mistral",
-    "Qwen2RMSNorm": "transformers.models.qwen2.modeling_qwen2",
-    "Qwen3RMSNorm": "transformers.models.qwen3.modeling_qwen3",
-}
-"""Classes whose forward is ``weight * (x rstd)``, with ``weight`` and ``variance_epsilon``, and their modules."""
 
+class Formula(NamedTuple):
+    """How a norm computes ``x rstd weight`` from ``x [..., K]``.
 
-class CastingNorm(CastingModule):
-    """An RMSNorm whose output is read only by FP8 layers.
-
-    Any other reader of the output gets its values, which are then computed.
+    Attributes:
+        eps: the name of its attribute.
+        zero_centered: whether its weight is gamma - 1.
+        rounds_first: whether x rstd is rounded to x's dtype before the product.
+        promotes: whether the result has the wider dtype of x and the weight, instead of x's.
     """
 
-    weight: Tensor
-    variance_epsilon: float
-    _readers: tuple[LinearLayer, ...] = ()
+    eps: str
+    zero_centered: bool = False
+    rounds_first: bool = False
+    promotes: bool = False
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
+
+
+def _rounds_first(self: Any, x: Any) -> Any:
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(dtype)
+
+
+def _rounds_last(self: Any, x: Any) -> Any:
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * x).to(dtype)
+
+
+def _rounds_last_wide(self: Any, x: Any) -> Any:
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight.to(torch.float32) * x).to(dtype)
+
+
+def _zero_centered(self: Any, x: Any) -> Any:
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+def _norm(self: Any, x: Any) -> Any:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def formula_of(norm: nn.Module) -> Formula | None:
+    """The formula of ``norm``, also if it is fused already; None if it is not known."""
+    cls: Any = original_class(norm)
+    if computes(cls.forward, _rounds_first):
+        return Formula("variance_epsilon", rounds_first=True, promotes=True)
+    if computes(cls.forward, _rounds_last, _rounds_last_wide):
+        return Formula("variance_epsilon")
+    if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
+        return Formula("eps", zero_centered=True)
+    if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+        return Formula("eps", promotes=True)
+    return None
+
+
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class FusedNorm(FusedModule):
+    """An RMSNorm that takes one kernel each way in an FP8 context."""
+
+    weight: Tensor
+    _formula: Formula
+
+    def forward(self, x: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # Inductor makes one kernel of it
             note_traced(*self.features)
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        casts = self._casts(hidden_states)
-        self._note(casts, self._context())
-        begun = begin_cast(hidden_states, self._readers[0]) if casts else None
-        if begun is None:
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        grad = torch.is_grad_enabled()
-        columnwise = grad and any(
-            parameter.requires_grad for reader in self._readers for parameter in reader.parameters(recurse=False)
-        )
-        weight = self.weight if grad else self.weight.detach()
-        output = NormCastFunction.apply(hidden_states, weight, self.variance_epsilon, *begun, columnwise)
-        offer(output, begun.cast)
-        return output  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        weight = self.weight
+        if not self._fuses(lambda _: _why_not(x, weight)):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        formula = self._formula
+        eps = getattr(self, formula.eps)
+        if eps is None:  # torch.nn.RMSNorm's default
+            eps = torch.finfo(torch.float32).eps
+        promotes = formula.promotes and x.dtype is not weight.dtype
+        dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
+        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
+        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)
 
-    def _context(self) -> fp8_region.FP8Context:
-        return self._readers[0].running_context() if self._readers else fp8_region.DISABLED
 
-    def _casts(self, x: Any) -> bool:
-        """Whether all readers run in FP8 now, and a kernel supports the norm of ``x``."""
-        return (
-            bool(self._readers)
-            and all(
-                isinstance(each, LinearLayer) and each.fp8 and each.running_context().enabled for each in self._readers
-            )
-            and type(x) is Tensor
-            and type(self.weight) is nn.Parameter
-            and x.dtype == self.weight.dtype
-            and x.dtype in ops.HIGH_PRECISION
-            and x.is_contiguous()
-            and x.numel() > 0
-            and autocast_dtype(x.device.type) is None
-            and not in_transform()
-        )
+def _why_not(x: Any, weight: Any) -> str:
+    """The reason why no kernel computes the norm of ``x``; an empty string if one does."""
+    if reason := why_not_input(x):
+        return reason
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
+    if x.dtype not in ops.HIGH_PRECISION or weight.dtype not in ops.HIGH_PRECISION:
+        return f"no kernel computes it in {x.dtype} with a weight in {weight.dtype}"
+    return "" if x.shape[-1:] == weight.shape else "its input has another number of features than its weight"
 
 
-def is_known_norm(module: nn.Module) -> bool:
-    """Whether the formula of ``module`` is known, also if it casts already."""
-    return is_known(module, KNOWN, CastingNorm)
-
-
-def cast_for(norm: nn.Module, readers: Sequence[LinearLayer]) -> None:
-    """Make ``norm`` cast for ``readers``, in order of their calls, in place."""
-    make_casting(norm, CastingNorm)
-    norm._readers = tuple(readers)  # type: ignore[assignment]
-
-
-def __getattr__(name: str) -> Any:  # unpickling looks up classes here
-    return class_named(name, KNOWN, CastingNorm)
+def fuse_norm(norm: nn.Module) -> None:
+    """Make ``norm``, whose formula is known, take one kernel each way, in place."""
+    formula = formula_of(norm)
+    fuse(norm, FusedNorm)
+    norm._formula = formula  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from lightning_fp8.ops.activation import (
 from lightning_fp8.ops.cast import Quantized, observe, quantize, quantize_columns
 from lightning_fp8.ops.checks import HIGH_PRECISION
 from lightning_fp8.ops.gemm import scaled_mm, scaled_mm_accumulate
-from lightning_fp8.ops.norm import Normalized, norm_backward, norm_quantize
+from lightning_fp8.ops.norm import Normalized, norm_backward, norm_quantize, rms_norm
 from lightning_fp8.ops.sample import sample_cast, sample_recipes
 from lightning_fp8.ops.scales import update_scales
 from lightning_fp8.ops.transpose import transpose
@@ -35,6 +35,7 @@ __all__ = [
     "observe",
     "quantize",
     "quantize_columns",
+    "rms_norm",
     "sample_cast",
     "sample_recipes",
     "scaled_mm",

@@ -381,18 +381,26 @@ def reference_activation_backward(
     return GradientOutputs(*reference_quantize(dx, cast, *observed), dbias)
 
 
+def gated(x: Tensor, factor: Tensor, activation: str) -> Tensor:
+    """``activation(x) * factor`` in float32."""
+    return _FORMULAS[activation].forward(x.float()) * factor.float()
+
+
+def gated_backward(dy: Tensor, x: Tensor, factor: Tensor, activation: str) -> Tensor:
+    """The gradient of x in :func:`gated`, in float32."""
+    return _FORMULAS[activation].backward(dy.float() * factor.float(), x.float())
+
+
 def reference_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     """See :func:`gated_quantize`."""
-    forward, _ = _FORMULAS[activation]
-    return reference_quantize(forward(x.float()) * factor.float(), cast, *observed)
+    return reference_quantize(gated(x, factor, activation), cast, *observed)
 
 
 def reference_gated_backward(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> Outputs:
     """See :func:`gated_backward_quantize`."""
-    _, backward = _FORMULAS[activation]
-    return reference_quantize(backward(dy.float() * factor.float(), x.float()), cast, *observed)
+    return reference_quantize(gated_backward(dy, x, factor, activation), cast, *observed)
 
 
 activation_quantize_op.implement("cpu", reference_activation)

@@ -163,6 +163,25 @@ def norm_backward(
     return dx, dweight, dbias if bias_gradient else None
 
 
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    rounds_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of the rows of ``x [R, K]`` in ``dtype``, and the statistics that :func:`norm_backward` needs.
+
+    Args:
+        x, weight, eps, zero_centered: see :func:`norm_quantize`.
+        rounds_first: whether ``x rstd`` is rounded to x's dtype before it is multiplied by the weight, as in Hugging
+            Face's Llama.
+    """
+    return _rms_norm(x, weight, Norm(float(eps), True, zero_centered), dtype, rounds_first)  # type: ignore[no-any-return]
+
+
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +237,21 @@ def norm_quantize_op(
     return NormOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), statistics)
 
 
+def _check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool) -> None:
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(
+            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if not 0 <= norm.eps < math.inf:
+        raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
+    _check_parameter("weight", weight, x)
+
+
+@op("rms_norm", check=_check_rms_norm)
+def rms_norm_op(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(1, x.shape[0], dtype=torch.float32)
+
+
 @op("norm_backward", check=_check_backward)
 def norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool
@@ -228,6 +262,7 @@ def norm_backward_op(
 
 _norm_quantize = norm_quantize_op.call
 _norm_backward = norm_backward_op.call
+_rms_norm = rms_norm_op.call
 
 
 # --- The specification ------------------------------------------------------------------------------------------------
@@ -245,6 +280,18 @@ def reference_norm(
     if bias is not None:
         y = y + bias.float()
     return NormOutputs(*reference_quantize(y, cast, *observed), torch.stack((*means, rstd)))
+
+
+def reference_rms_norm(
+    x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool
+) -> tuple[Tensor, Tensor]:
+    """See :func:`rms_norm`."""
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(1) + norm.eps)
+    normalized = wide * rstd[:, None]
+    if rounds_first:
+        normalized = normalized.to(x.dtype).float()
+    return (normalized * _gamma(weight, norm)).to(dtype), rstd[None]
 
 
 def reference_norm_backward(
@@ -268,3 +315,4 @@ def _gamma(weight: Tensor, norm: Norm) -> Tensor:
 
 norm_quantize_op.implement("cpu", reference_norm)
 norm_backward_op.implement("cpu", reference_norm_backward)
+rms_norm_op.implement("cpu", reference_rms_norm)

@@ -16,8 +16,10 @@ from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.device.tile import num_tiles
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
+from cuda_kernels.kernel import KernelError
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
 from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
+from cuda_kernels.norm.forward import rms_norm_kernel
 from cuda_kernels.norm.rows import THREADS, RowLayout, cast_row_layout
 from cuda_kernels.norm.statistics import (
     NormSpec,
@@ -44,6 +46,8 @@ from lightning_fp8.ops.norm import (
     norm_quantize_op,
     reference_norm,
     reference_norm_backward,
+    reference_rms_norm,
+    rms_norm_op,
 )
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned
 from lightning_fp8.scaled import Cast
@@ -306,5 +310,59 @@ def _backward_plan(
     return NormBackwardLaunches(x_key, dy_key, weight_key, norm, bias_gradient).run
 
 
+def rms_norm_on_cuda(
+    x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm in high precision."""
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
+    run = _rms_plan(
+        x.device, x.is_cuda and current_device(), tensor_key(x), weight.dtype, weight.data_ptr() % ALIGNMENT,
+        norm, dtype, rounds_first,
+    )  # fmt: skip
+    return run(x, weight, norm, dtype, rounds_first)  # type: ignore[no-any-return]
+
+
+@planned(fallback=reference_rms_norm, name="rms_norm")
+def _rms_plan(
+    device: torch.device,
+    x_plain_key: PlainKey,
+    weight_dtype: torch.dtype,
+    weight_misalignment: int,
+    norm: Norm,
+    dtype: torch.dtype,
+    rounds_first: bool,
+) -> Callable[..., Any]:
+    x_key = TensorKey(*x_plain_key, device)
+    x_key = x_key._replace(misalignment=x_key.misalignment | weight_misalignment)
+    check_not_empty(x_key.shape)
+    if not x_key.has_contiguous_rows:
+        return lambda x, *args: rms_norm_on_cuda(x.contiguous(), *args)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
+    row_layout = cast_row_layout(DTYPE_NAMES[x_key.dtype], x_key.columns)
+    if row_layout is None or not (x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT)):
+        raise KernelError(
+            f"rms_norm has no kernel for {x_key.columns} columns of {x_key.dtype}, which must be a multiple of 8, at "
+            f"most 16,384, and aligned to {ALIGNMENT} bytes"
+        )
+    spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_dtype], False, False)
+    kernel = rms_norm_kernel(spec, DTYPE_NAMES[dtype], rounds_first, row_layout)
+    num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
+    blocks = min(num_groups, kernel.min_blocks_per_sm * launch.multiprocessors(device))
+    scalars = x_key.rows, x_key.columns, float(norm.zero_centered), norm.eps
+    launch_norm = launch.Launch(kernel, blocks, scalars, device).run
+    pointer, allocate, stride = launch.address_on(device), allocator(device), x_key.stride
+    out = (x_key.rows, x_key.columns), (x_key.columns, 1), dtype
+    of_rows = (1, x_key.rows), (x_key.rows, 1), torch.float32
+
+    def run(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        y, statistics = allocate(*out), allocate(*of_rows)
+        launch_norm(pointer(x), stride, pointer(weight), pointer(statistics), pointer(y))
+        return y, statistics
+
+    return run
+
+
+rms_norm_op.implement("cuda", rms_norm_on_cuda)
 norm_quantize_op.implement("cuda", norm_on_cuda)
 norm_backward_op.implement("cuda", norm_backward_on_cuda)

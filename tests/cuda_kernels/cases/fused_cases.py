@@ -71,6 +71,14 @@ def check_norm_backward(
     casts.check_norm_backward(dy, x, weight, Norm(0.0, rms, zero_centered), not rms, device)
 
 
+def check_rms_norm(
+    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype, device: str, *,
+    zero_centered: bool = False, rounds_first: bool = False,
+) -> None:  # fmt: skip
+    x, weight, _ = norm_inputs(shape, dtype, weight_dtype, True)
+    casts.check_rms_norm(x, weight, Norm(1e-5, True, zero_centered), out_dtype, rounds_first, device)
+
+
 def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
     """``shape``: of the values."""
     columns = 2 * shape[1] if is_gated(name) else shape[1]
@@ -152,6 +160,10 @@ CASES: list[Case] = [
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
     _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),
     _norm("rms-fp16-128x128", ALIGNED, FP16, FP32, rms=True, layout=Layout.BLOCK_128X128, rowwise=False),
+    Case("rms_norm-bf16", lambda device: check_rms_norm(ALIGNED, BF16, BF16, BF16, device, rounds_first=True)),
+    Case("rms_norm-bf16-centered", lambda device: check_rms_norm(LONG, BF16, FP32, FP32, device, zero_centered=True)),
+    Case("rms_norm-bf16-head", lambda device: check_rms_norm((70, 128), BF16, BF16, BF16, device, rounds_first=True)),
+    Case("rms_norm-fp32-full", lambda device: check_rms_norm(FULL, FP32, FP32, BF16, device)),
     _norm_backward("rms-bf16-long", LONG, BF16, BF16, BF16, rms=True, zero_centered=True),
     _norm_backward("layer-bf16-long", LONG, BF16, FP32, FP32),
     _norm_backward("layer-fp32-ragged", RAGGED, FP32, BF16, FP16),

@@ -1,0 +1,49 @@
+"""RMSNorm in high precision, in one kernel forward and one backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8 import ops
+from lightning_fp8.functions.linear import refuse_second_derivatives
+
+
+class RMSNorm(NamedTuple):
+    """The settings of an :class:`RMSNormFunction`; see :func:`lightning_fp8.ops.rms_norm`."""
+
+    eps: float
+    zero_centered: bool
+    rounds_first: bool
+    dtype: torch.dtype
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm of ``x [..., K]`` as rows ``[R, K]``. It saves x, the weight and one float32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y, statistics = ops.rms_norm(
+            rows, weight, norm.dtype, eps=norm.eps, zero_centered=norm.zero_centered, rounds_first=norm.rounds_first
+        )
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.zero_centered = norm.zero_centered
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives("a fused norm", "fuse=False")
+        x, weight, statistics = ctx.saved_tensors
+        columns = x.shape[-1]
+        dx, dweight, _ = ops.norm_backward(
+            dy.reshape(-1, columns),
+            x.reshape(-1, columns),
+            weight,
+            statistics,
+            rms=True,
+            zero_centered=ctx.zero_centered,
+        )
+        return dx if x.dim() == 2 else dx.view(x.shape), dweight, None
