@@ -37,12 +37,12 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-# --- Templates, of which only the code is read -------------------------------------------------------------------------
+# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
 
 def _gated(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj  # noqa: RET504
+    return down_proj
 
 
 def _gated_at_once(self: Any, x: Any) -> Any:

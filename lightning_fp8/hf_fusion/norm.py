@@ -19,17 +19,15 @@ class Formula(NamedTuple):
     Attributes:
         eps: the name of its attribute.
         zero_centered: whether its weight is gamma - 1.
-        rounds_first: whether x rstd is rounded to x's dtype before the product.
-        promotes: whether the result has the wider dtype of x and the weight, instead of x's.
+        rounds_first: whether x rstd is rounded to x's dtype before the product, which is not rounded to it again.
     """
 
     eps: str
     zero_centered: bool = False
     rounds_first: bool = False
-    promotes: bool = False
 
 
-# --- Templates, of which only the code is read -------------------------------------------------------------------------
+# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
 
 def _rounds_first(self: Any, x: Any) -> Any:
@@ -70,13 +68,13 @@ def formula_of(norm: nn.Module) -> Formula | None:
     """The formula of ``norm``, also if it is fused already; None if it is not known."""
     cls: Any = original_class(norm)
     if computes(cls.forward, _rounds_first):
-        return Formula("variance_epsilon", rounds_first=True, promotes=True)
+        return Formula("variance_epsilon", rounds_first=True)
     if computes(cls.forward, _rounds_last, _rounds_last_wide):
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
-        return Formula("eps", promotes=True)
+        return Formula("eps")
     return None
 
 
@@ -101,7 +99,7 @@ class FusedNorm(FusedModule):
         eps = getattr(self, formula.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(torch.float32).eps
-        promotes = formula.promotes and x.dtype is not weight.dtype
+        promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
         norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
         y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
