@@ -96,7 +96,7 @@ class GatedMLPFunction(torch.autograd.Function):
             of_up = mlp.up.unsaved(*operands[2:4]) if needs_wu else None
             dx, dwg = mlp.gate.gradients(dg8, wg if needs_x else None, of_gate, ctx.x_dtype, wg.dtype)
             of_x, dwu = mlp.up.gradients(du8, wu if needs_x else None, of_up, ctx.x_dtype, wu.dtype)
-            if needs_x:
+            if dx is not None and of_x is not None:
                 dx = dx.add_(of_x).view(ctx.x_shape)
         dbd = bias_gradient(dy, ctx.bias_dtype) if needs_bd else None
         return None, dx, dwg, dwu, dwd, dbd

@@ -103,12 +103,12 @@ class LayerNormMLPFunction(torch.autograd.Function):
             statistics, h, *operands = kept
             n_t = mlp.fc1.unsaved(*operands[:2]) if needs_w1 else None
             a_t = mlp.fc2.unsaved(*operands[2:]) if needs_w2 else None
-        dnormed = dw1 = db1 = dw2 = db2 = None
+        da = dnormed = dw1 = db1 = dw2 = db2 = None
         if dy is not None and (needs_first or needs_w2):
             da, dw2 = mlp.fc2.gradients(dy, w2 if needs_first else None, a_t, mlp.dtype, w2.dtype)
         if dy is not None and needs_b2:
             db2 = bias_gradient(dy, ctx.bias_dtypes[1])
-        if dy is not None and needs_first:
+        if da is not None:
             dh8, db1 = ops.activation_backward_quantize(
                 da,
                 h,

@@ -135,7 +135,8 @@ class Product:
             return None, None, False
         slot = self.slots[role]
         amax = slot.amax if self.observe and not again else None
-        return slot.scale_for(self._span), amax, slot.scale_is_nonzero()
+        scale = slot.scale if slot.history.span == self._span else slot.scale_for(self._span)  # a frame less
+        return scale, amax, slot.scale_is_nonzero()
 
     def quantize(
         self, x: Tensor, role: Role, *, rowwise: bool = True, columnwise: bool = False, again: bool = False
@@ -303,29 +304,28 @@ class Product:
 
         Without ``weight`` or ``x_t`` the gradient that needs it is None.
         """
-        both = weight is not None and x_t is not None and self.main_grad is None and self.delayed is None
-        if both and self._in_one_call(Role.GRAD_OUTPUT):
+        redirected = self.main_grad is not None or self.delayed is not None
+        if weight is not None and x_t is not None and not redirected and self._in_one_call(Role.GRAD_OUTPUT):
+            transposed = dy_cast = amax = None
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
             key: tuple[Any, ...] = plans.generation, dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero
             if isinstance(dy, Tensor):
-                dy_scale, amax, dy_scale_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
-                first: tuple[Any, ...] = dy, dy_scale, amax, None
-                key = *key, dy_scale_is_nonzero, dy.is_cuda
+                first, (scale, amax, scale_is_nonzero) = dy, self._scale_and_amax(Role.GRAD_OUTPUT)
+                key = *key, scale_is_nonzero, dy.is_cuda
             else:
-                rowwise, columnwise = dy
-                assert rowwise is not None
-                assert columnwise is not None
-                first = rowwise.data, rowwise.scale_inv, None, (columnwise.data, columnwise.scale_inv)
+                assert dy.rowwise is not None
+                assert dy.columnwise is not None
+                first, scale = dy.rowwise.data, dy.rowwise.scale_inv
+                transposed = dy.columnwise.data, dy.columnwise.scale_inv
             kept = self._passes.get(key)
             if kept is None:
                 cast, w_cast = self._casts[Role.GRAD_OUTPUT], self._casts[Role.WEIGHT]
-                layout, dy_cast = cast.layout, None
                 if isinstance(dy, Tensor):
-                    dy_cast = asked(dy, cast, True, True, dy_scale_is_nonzero)
-                gemms = Gemm(layout, w_cast.layout, dx_dtype), Gemm(layout, x_t.layout, dw_dtype)
+                    dy_cast = asked(dy, cast, True, True, scale_is_nonzero)
+                gemms = Gemm(cast.layout, w_cast.layout, dx_dtype), Gemm(cast.layout, x_t.layout, dw_dtype)
                 w_cast = asked(weight, w_cast, False, True, w_scale_is_nonzero)
                 kept = self._passes[key] = backward_pass(dy_cast, w_cast, *gemms)
-            results = linear_backward(kept, *first, weight, w_scale, x_t.data, x_t.scale_inv)
+            results = linear_backward(kept, first, scale, amax, transposed, weight, w_scale, x_t.data, x_t.scale_inv)
             if results is not None:
                 return results
         if isinstance(dy, Tensor):

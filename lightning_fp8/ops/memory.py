@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _reinterpret_tensor
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
 from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.scaled import Layout
