@@ -2,7 +2,7 @@
 
 The implementations, the plans and all bits of the results are those of ``quantize`` and ``scaled_mm``. Arguments and
 dispatch modes are checked only once for each pass. A pass has one plan with one key, which also determines the operands
-between casts and GEMMs.
+between casts and GEMMs. A layer keeps the plan of its last call (:class:`KeptPlan`).
 """
 
 from __future__ import annotations
