@@ -71,8 +71,8 @@ class LayerTime(NamedTuple):
     note: str | None = None
 
 
-def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
-    """The times of all layers, measured alternately in each pass."""
+def layer_times(steps: int = STEPS, passes: int = PASSES, on_the_cpu: bool = True) -> list[LayerTime]:
+    """The times of all layers, measured alternately in each pass; without ``on_the_cpu`` no ``Linear step``."""
     rows, features = ON_THE_CPU
     makers: dict[str, Callable[[], nn.Module]] = {"torch": lambda: _linear(nn.Linear, features)}
     if find_spec("torchao"):
@@ -82,18 +82,19 @@ def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
         times.setdefault(("Linear", ALONE), []).append(_of_layer(_linear(_Alone, ON_A_CARD[1]), ON_A_CARD[0], steps))
         for recipe in RECIPES:
             times.setdefault(("Linear", recipe), []).append(_of_ours(recipe, *ON_A_CARD, steps, True))
-            times.setdefault(("Linear step", recipe), []).append(_of_ours(recipe, *ON_THE_CPU, steps, False))
+            if on_the_cpu:
+                times.setdefault(("Linear step", recipe), []).append(_of_ours(recipe, *ON_THE_CPU, steps, False))
         if find_spec("transformers"):
             for by, fuse in {"torch": None, **FUSED}.items():
                 times.setdefault(("Llama block", by), []).append(_of_block(fuse, steps))
-        for by, make in makers.items():
+        for by, make in makers.items() if on_the_cpu else ():
             times.setdefault(("Linear step", by), []).append(_of_layer(make(), rows, steps))
     best = {key: tuple(map(min, zip(*of_passes))) for key, of_passes in times.items()}
     found = [
         LayerTime(name, _by(by), {"Linear": ON_A_CARD, "Llama block": BLOCK}.get(name, ON_THE_CPU), *seconds)
         for (name, by), seconds in best.items()
     ]
-    if "torchao, emulated" not in makers:
+    if on_the_cpu and "torchao, emulated" not in makers:
         found.append(LayerTime("Linear step", "torchao, emulated", ON_THE_CPU, None, None, "torchao is not installed"))
     return found
 
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="with --beside, also write a file of results")
     args = parser.parse_args()
     if args.json:
-        print(json.dumps(layer_times(passes=PASSES // 4 if args.rounds > 1 else PASSES)))
+        print(json.dumps(layer_times(STEPS // 2, 1, on_the_cpu=False)))
         return
     if args.beside is None:
         print("the host's microseconds, forward and backward")
@@ -298,8 +299,12 @@ def main() -> None:
             print(f"{each.name:12} {list(each.shape)!s:10} {each.by:26} {_cells(each)}")
         return
     states = [Path(__file__).resolve().parents[2], *(each.resolve() for each in args.beside)]
-    turns = [[_in_a_process(state) for state in states] for _ in range(args.rounds)]
-    of_states = [[_least(times) for times in zip(*of_state)] for of_state in zip(*turns)]
+    turns = []
+    for done in range(1, args.rounds + 1):
+        turns.append([_in_a_process(state) for state in states])
+        of_states = [[_least(times) for times in zip(*of_state)] for of_state in zip(*turns)]
+        if args.write:
+            _write(args.write, dict(zip(states, of_states)), done)
     print(f"the host's microseconds, forward and backward: {', '.join(map(str, states))}, and the ratios to this one")
     for ours, *others in zip(*of_states, strict=True):
         ratios = [
@@ -308,8 +313,6 @@ def main() -> None:
             if not ours.note
         ]
         print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26}", *map(_cells, (ours, *others)), *ratios)
-    if args.write:
-        _write(args.write, dict(zip(states, of_states)), args.rounds)
 
 
 def _write(path: Path, of_states: dict[Path, list[LayerTime]], rounds: int) -> None:
