@@ -18,8 +18,8 @@ imported for a measurement, so that one file measures all. The package must have
 - ``Linear step``: forward and backward of a tiny layer on the CPU, where its arithmetic hardly counts, compared with
   torch's own layer and torchao's emulation of FP8.
 
-CPU time of the calling thread is measured, which also runs the backward of CPU tensors: other load on the machine hardly
-counts. Contexts are entered, and delayed scaling has its scales, before the measurement; updates of scales are not included.
+CPU time of the calling thread is measured, which also runs the backward of CPU tensors: other load hardly counts in it.
+Contexts are entered, and delayed scaling has its scales, before the measurement; updates of scales are not included.
 """
 
 from __future__ import annotations
