@@ -101,24 +101,17 @@ class GatedMLPFunction(torch.autograd.Function):
         wg, wu, wd, g, u, *operands = ctx.saved_tensors
         needs_x, needs_wg, needs_wu, needs_wd, needs_bd = ctx.needs_input_grad[1:]
         dx = dwg = dwu = dwd = da = None
-        if g is not None and needs_wd:
-            da, dwd = mlp.down.gradients(dy, wd, mlp.down.unsaved(*operands[4:]), mlp.dtype, wd.dtype)
-        else:
-            dy8 = mlp.down.quantized_gradient(dy, rowwise=g is not None, columnwise=needs_wd)
-            if g is not None:
-                da = mlp.down.input_gradient(dy8, wd, mlp.dtype)
-            if needs_wd:
-                dwd = mlp.down.weight_gradient(dy8, mlp.down.unsaved(*operands[4:]), wd.dtype)
+        if g is not None or needs_wd:
+            a_t = mlp.down.unsaved(*operands[4:]) if needs_wd else None
+            da, dwd = mlp.down.gradients(dy, None if g is None else wd, a_t, mlp.dtype, wd.dtype)
         if da is not None:
             dg8, du8 = mlp.gradients(da, g, u, rowwise=needs_x, of_gate=needs_wg, of_up=needs_wu)
-            if needs_x:
-                dx = mlp.gate.input_gradient(dg8, wg, ctx.x_dtype)
-                if mlp.up is not None and du8 is not None:
-                    dx.add_(mlp.up.input_gradient(du8, wu, ctx.x_dtype))
-                dx = dx.view(ctx.x_shape)
-            if needs_wg:
-                dwg = mlp.gate.weight_gradient(dg8, mlp.gate.unsaved(*operands[:2]), wg.dtype)
-            if needs_wu and mlp.up is not None and du8 is not None:
-                dwu = mlp.up.weight_gradient(du8, mlp.up.unsaved(*operands[2:4]), wu.dtype)
+            of_gate = mlp.gate.unsaved(*operands[:2]) if needs_wg else None
+            dx, dwg = mlp.gate.gradients(dg8, wg if needs_x else None, of_gate, ctx.x_dtype, wg.dtype)
+            if mlp.up is not None and du8 is not None:
+                of_up = mlp.up.unsaved(*operands[2:4]) if needs_wu else None
+                of_x, dwu = mlp.up.gradients(du8, wu if needs_x else None, of_up, ctx.x_dtype, wu.dtype)
+                dx = dx if dx is None or of_x is None else dx.add_(of_x)
+            dx = None if dx is None else dx.view(ctx.x_shape)
         dbd = bias_gradient(dy, ctx.bias_dtype) if needs_bd else None
         return None, dx, dwg, dwu, dwd, dbd

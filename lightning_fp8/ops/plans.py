@@ -36,6 +36,8 @@ MAX_PLANS = 4096
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Returns the index of the current CUDA device, without a Python frame if torch has CUDA. CUDA must be initialized."""
 
+generation = 0
+"""The number of times that plans were cleared. Layers keep a plan for one generation."""
 _without_kernels: dict[torch.device, KernelError] = {}
 _warned: dict[tuple[torch.device, str], None] = {}
 _plan_caches: list[Any] = []
@@ -155,8 +157,15 @@ def clear_plan_cache() -> None:
     replan()
 
 
+def outdate() -> None:
+    """Start a new generation: layers look their plans up again."""
+    global generation
+    generation += 1
+
+
 def replan() -> None:
     """Clear all plans, but keep the devices that do not run kernels."""
+    outdate()
     for cache in _plan_caches:
         cache.cache_clear()
 
