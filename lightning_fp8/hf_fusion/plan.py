@@ -93,7 +93,7 @@ def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
         module.fused = None
 
 
-def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDecision:
+def judged_casting(planned: LayerDecision, module: nn.Module | None, *_: Any) -> LayerDecision:
     """``planned`` with what the module did in training forwards since :func:`forget_what_ran`."""
     if not planned.fp8 or not isinstance(module, FusedModule):
         return planned
@@ -103,3 +103,6 @@ def judged_casting(planned: LayerDecision, module: nn.Module | None) -> LayerDec
         return planned
     why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING
     return replace(planned, ran=module.fused, reason=planned.reason if module.fused else why_not)
+
+
+WAYS_OUT: dict[str, str] = {}
