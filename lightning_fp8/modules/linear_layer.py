@@ -160,9 +160,9 @@ class LinearLayer(WeightCachingModule):
             or not input.is_floating_point()
         ):
             self._check(input, weight)
-        return self._begin_inside(is_first_microbatch)
+        return self._begin_inside(is_first_microbatch, foreign)
 
-    def _begin_inside(self, is_first_microbatch: bool | None) -> FP8Context:
+    def _begin_inside(self, is_first_microbatch: bool | None, foreign: bool = False) -> FP8Context:
         """:meth:`_begin` of a forward whose input another module has computed and cast."""
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
