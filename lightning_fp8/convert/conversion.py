@@ -47,6 +47,7 @@ from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
+from lightning_fp8.hf_fusion.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
@@ -124,6 +125,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
     )
     output_heads = find_heads(model)
+    read_by_liger = heads_read_by_liger(model)
     places = find_positions(model)
     adapted = {
         clean_name(f"{name}.base_layer".lstrip("."))
@@ -142,6 +144,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
+                or (READS_THE_HEAD if name in read_by_liger else "")
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(None if has_own_context else places.get(name), policy, head)
                 or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
@@ -150,10 +153,9 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 size = math.prod(shape)
                 decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
         decisions += _other_matrices(module, name)
-    if not policy.fuse:
-        return ConversionSummary(tuple(decisions))
     by_name = {decision.name: decision for decision in decisions}
-    return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
+    fused = (plan_norms(model, by_name), plan_mlps(model, by_name)) if policy.fuse else ()
+    return ConversionSummary(tuple(decisions), *fused, elsewhere=computed_by_liger(model))
 
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)

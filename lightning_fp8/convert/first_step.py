@@ -24,6 +24,7 @@ from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, GONE, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
+from lightning_fp8.hf_fusion.liger import computed_by_liger
 from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -248,6 +249,8 @@ class FirstStep:
         )
         rows = self._judged_rows(now)
         self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        if (model := self._model()) is not None:
+            self._found = replace(self._found, elsewhere=computed_by_liger(model))
         return self._found
 
     def stop(self) -> None:

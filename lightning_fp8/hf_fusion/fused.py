@@ -23,6 +23,8 @@ class FusedModule(nn.Module):
     fused: bool | None = None
     """Whether all training forwards in an FP8 context took fewer passes; None before the first one."""
     _last_context: FP8Context | None = None
+    _own_forward: FunctionType | None = None
+    """The known forward that was assigned to the instance, as by Liger's patch; None for that of its class."""
 
     def _context(self) -> FP8Context:
         """The context of this forward; recomputation in a backward pass repeats that of the last one."""
@@ -32,6 +34,11 @@ class FusedModule(nn.Module):
         if not in_backward and self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         return context
+
+    def _unfused(self, x: Any) -> Any:
+        """Its own forward."""
+        own = self._own_forward
+        return super().forward(x) if own is None else own(self, x)  # type: ignore[misc]
 
     def _note(self, fused: bool) -> None:
         if self.training and self.fused is not fused and self.fused is not False and not torch.compiler.is_compiling():
@@ -58,12 +65,24 @@ def fuse(module: nn.Module, fused: type) -> None:
     """Add ``fused`` as a base before the class of ``module``, in place."""
     if not isinstance(module, fused):
         swap_class(module, fused_class(fused, unsharded_class(module)))
+    if "forward" in vars(module):  # a known one
+        own = forward_of(module)
+        del module.forward
+        module._own_forward = own
 
 
 def original_class(module: nn.Module) -> type:
     """The class of ``module`` without what this package adds."""
     cls = unsharded_class(module)
     return cls._made_of[1] if isinstance(cls, FusedClass) else cls  # type: ignore[attr-defined, no-any-return]
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The function that a call of ``module`` runs, without what this package adds: of the instance or of its class."""
+    own = vars(module).get("forward") or vars(module).get("_own_forward")
+    if own is None:
+        return original_class(module).forward  # type: ignore[attr-defined]
+    return own.__func__ if getattr(own, "__self__", None) is module else own
 
 
 def computes(function: Any, *templates: FunctionType) -> bool:

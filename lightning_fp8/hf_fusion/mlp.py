@@ -14,11 +14,11 @@ from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
+    forward_of,
     fuse,
     has_global_hooks,
     has_hooks,
     in_transform,
-    original_class,
 )
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.scaled import Role
@@ -56,19 +56,25 @@ def _gated_by_older_liger(self: Any, x: Any) -> Any:
     return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
 
 
+def _gated_gelu_by_liger(self: Any, x: Any) -> Any:
+    return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+
+
 class FusedMLP(FusedModule):
     """A gated MLP whose three FP8 layers are one autograd function."""
+
+    _by_liger: str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
         if not self._context().enabled:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return self._unfused(x)  # type: ignore[no-any-return]
         modules = self._modules
         layers = modules["gate_proj"], modules["up_proj"], modules["down_proj"]
         activation = self._runs_fused(x, layers)
         self._note(activation is not None)
         if activation is None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return self._unfused(x)  # type: ignore[no-any-return]
         return _forward(x, *cast(tuple[Linear, Linear, Linear], layers), activation)
 
     def _runs_fused(self, x: Any, layers: tuple[Any, ...]) -> str | None:
@@ -94,7 +100,7 @@ class FusedMLP(FusedModule):
             and not has_global_hooks()
             and not in_transform()
         )
-        return activation_of(self) if fits else None
+        return (self._by_liger or activation_of(self)) if fits else None
 
     def _last_recipe_allows(self) -> bool:
         return self._context().recipe.backward_override is None
@@ -122,20 +128,20 @@ def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str)
 
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is the known formula, also if it is fused already."""
-    return _is_ligers(module) or computes(original_class(module).forward, _gated, _gated_at_once)
+    return activation_by_liger(module) is not None or computes(forward_of(module), _gated, _gated_at_once)
 
 
-def _is_ligers(mlp: nn.Module) -> bool:
-    return "act_fn" not in mlp._modules and computes(
-        original_class(mlp).forward, _gated_by_liger, _gated_by_older_liger
-    )
+def activation_by_liger(mlp: nn.Module) -> str | None:
+    """The ops' name for the activation of an MLP whose forward is Liger's, which calls no ``act_fn``; else None."""
+    forward = forward_of(mlp)
+    if computes(forward, _gated_by_liger, _gated_by_older_liger):
+        return "silu"
+    return "gelu" if computes(forward, _gated_gelu_by_liger) else None
 
 
 def activation_of(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
-    act_fn = mlp._modules.get("act_fn")
-    if act_fn is None:
-        return "silu"  # Liger's
+    """The ops' name for the activation that the ``act_fn`` of an MLP computes; None if unsupported, or with hooks."""
+    act_fn = mlp.act_fn
     cls = type(act_fn)
     return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 
@@ -143,6 +149,7 @@ def activation_of(mlp: nn.Module) -> str | None:
 def fuse_mlp(mlp: nn.Module) -> None:
     """Make ``mlp`` run as one autograd function, in place."""
     fuse(mlp, FusedMLP)
+    mlp._by_liger = activation_by_liger(mlp)  # type: ignore[assignment]
 
 
-__all__ = ["ACTIVATIONS", "LAYERS", "FusedMLP", "activation_of", "fuse_mlp", "is_known_mlp"]
+__all__ = ["ACTIVATIONS", "LAYERS", "FusedMLP", "activation_by_liger", "activation_of", "fuse_mlp", "is_known_mlp"]

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
-from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, in_transform, original_class
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, forward_of, fuse, in_transform, original_class
 
 # ruff: noqa: ANN001, ANN202, D103  (templates, of which only the code is read)
 # mypy: ignore-errors
+
+
+class Formula(NamedTuple):
+    """The formula of an RMSNorm.
+
+    Attributes:
+        eps: added to the mean of squares.
+        zero_centered: whether the weight stores gamma - 1.
+        rounds_first: whether ``x rstd`` is rounded to x's dtype before it is multiplied by gamma.
+        keeps_dtype: whether the output has x's dtype where that and the weight's differ, although it rounds first.
+    """
+
+    eps: float
+    zero_centered: bool
+    rounds_first: bool
+    keeps_dtype: bool = False
 
 
 def _rounds_first(self, x):
@@ -49,26 +65,32 @@ def _norm(self, x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
+def _by_liger(self, x):
+    return LigerRMSNormFunction.apply(  # noqa: F821
+        x, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
+    )
+
+
 class FusedNorm(FusedModule):
     """An RMSNorm in one kernel, in an FP8 context."""
 
     weight: Tensor
-    _formula: tuple[float, bool, bool] = 0.0, False, False
+    _formula: Formula = Formula(0.0, False, False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., K]`` to the same shape."""
         if torch.compiler.is_compiling():  # Inductor fuses it
-            return super().forward(x)
+            return self._unfused(x)
         context = self._context()
         if not context.enabled:
-            return super().forward(x)
+            return self._unfused(x)
         weight = self._parameters["weight"]
         fits = _fits(x, weight)
         self._note(fits)
         if not fits:
-            return super().forward(x)
-        eps, zero_centered, rounds_first = self._formula
-        dtype = torch.promote_types(x.dtype, weight.dtype) if rounds_first else x.dtype
+            return self._unfused(x)
+        eps, zero_centered, rounds_first, keeps_dtype = self._formula
+        dtype = torch.promote_types(x.dtype, weight.dtype) if rounds_first and not keeps_dtype else x.dtype
         return RMSNormFunction.apply(x, weight, RMSNorm(eps, zero_centered, rounds_first, dtype))
 
 
@@ -85,18 +107,19 @@ def _fits(x: Any, weight: Any) -> bool:
     )
 
 
-def formula_of(norm: nn.Module) -> tuple[float, bool, bool] | None:
-    """``eps``, whether the weight stores gamma - 1, and whether x rstd is rounded first; None if it is not known."""
-    cls = original_class(norm)
-    forward = cls.forward
+def formula_of(norm: nn.Module) -> Formula | None:
+    """The formula of ``norm``; None if it is not known."""
+    forward = forward_of(norm)
     if computes(forward, _rounds_first):
-        return norm.variance_epsilon, False, True
+        return Formula(norm.variance_epsilon, False, True)
     if computes(forward, _rounds_last, _rounds_last_wide):
-        return norm.variance_epsilon, False, False
-    if computes(forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
-        return norm.eps, True, False
+        return Formula(norm.variance_epsilon, False, False)
+    if computes(forward, _zero_centered) and computes(getattr(original_class(norm), "_norm", None), _norm):
+        return Formula(norm.eps, True, False)
+    if computes(forward, _by_liger) and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
+        return Formula(norm.variance_epsilon, norm.offset == 1.0, norm.casting_mode == "llama", keeps_dtype=True)
     if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:
-        return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False
+        return Formula(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False)
     return None
 
 

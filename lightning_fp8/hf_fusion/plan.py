@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, LayerDecision
 from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp
+from lightning_fp8.hf_fusion.mlp import LAYERS, activation_by_liger, activation_of, fuse_mlp, is_known_mlp
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.names import clean_name
@@ -24,7 +24,7 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
             name, tuple(module.weight.shape), any_fp8 and not why_not, why_not or "one kernel", NORM  # type: ignore[arg-type, union-attr]
         )
         for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
-        if type(module).__name__.endswith("Norm")
+        if (type(module).__name__.endswith("Norm") or "RMSNorm" in type(module).__name__)
         and getattr(module, "weight", None) is not None
         and not isinstance(module, FP8Module)
         for why_not in (_why_norm_does_not(module),)
@@ -44,9 +44,12 @@ def _fuse(model: nn.Module, planned: Sequence[LayerDecision], fuse: Any) -> None
 
 
 def _why_norm_does_not(module: nn.Module) -> str:
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    return "" if formula_of(module) else f"fuse=True does not support {type(module).__name__}"
+    return "" if formula_of(module) else _why_unknown(module)
+
+
+def _why_unknown(module: nn.Module) -> str:
+    replaced = "forward" in vars(module)
+    return "its forward was replaced on the instance" if replaced else f"fuse=True does not support {type(module).__name__}"
 
 
 def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
@@ -66,9 +69,7 @@ def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
     if not is_known_mlp(mlp):
-        return f"fuse=True does not support {type(mlp).__name__}"
-    if "forward" in vars(mlp):
-        return "its forward was replaced on the instance"
+        return _why_unknown(mlp)
     for layer_name in LAYERS:
         decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
@@ -77,7 +78,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
             return f"{layer_name} runs in BF16"
         if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
             return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
-    if activation_of(mlp) is None:
+    if activation_by_liger(mlp) is None and activation_of(mlp) is None:
         act_fn: Any = mlp.act_fn
         return "its act_fn has hooks" if has_hooks(act_fn) else f"fuse=True does not support {type(act_fn).__name__}"
     return ""
