@@ -247,10 +247,9 @@ class FirstStep:
             tuple(judged_casting(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        rows = self._judged_rows(now)
-        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
-        if (model := self._model()) is not None:
-            self._found = replace(self._found, elsewhere=computed_by_liger(model))
+        model, rows = self._model(), self._judged_rows(now)
+        elsewhere = summary.elsewhere if model is None else computed_by_liger(model)
+        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
         return self._found
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from lightning_fp8.hf_fusion.fused import (
 )
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.scaled import Role
+
+if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
 ACTIVATIONS = {
     ("SiLU", "torch.nn.modules.activation"): "silu",
@@ -53,11 +56,11 @@ def _gated_by_liger(self: Any, x: Any) -> Any:
 
 
 def _gated_by_older_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def _gated_gelu_by_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+    return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class FusedMLP(FusedModule):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, forward_of, fuse, in_transform, original_class
+
+if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
+    from liger_kernel.ops import LigerRMSNormFunction
 
 # ruff: noqa: ANN001, ANN202, D103  (templates, of which only the code is read)
 # mypy: ignore-errors
@@ -66,7 +69,7 @@ def _norm(self, x):
 
 
 def _by_liger(self, x):
-    return LigerRMSNormFunction.apply(  # noqa: F821
+    return LigerRMSNormFunction.apply(
         x, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
     )
 
@@ -116,11 +119,21 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula(norm.variance_epsilon, False, False)
     if computes(forward, _zero_centered) and computes(getattr(original_class(norm), "_norm", None), _norm):
         return Formula(norm.eps, True, False)
-    if computes(forward, _by_liger) and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
+    if _is_by_liger(norm, forward) and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula(norm.variance_epsilon, norm.offset == 1.0, norm.casting_mode == "llama", keeps_dtype=True)
     if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:
         return Formula(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False)
     return None
+
+
+def _is_by_liger(norm, forward):
+    """Whether Liger's kernel computes ``norm``: by its forward, or by that of its base if the former has another way
+    for norms without a weight."""
+    base = getattr(norm, "with_scale", False) and next(
+        (each.forward for each in type(norm).__mro__ if each.__name__ == "LigerRMSNorm"), None
+    )
+    wraps = computes(base, _by_liger) and forward.__module__.startswith("liger_kernel.")
+    return wraps or computes(forward, _by_liger)
 
 
 def fuse_norm(norm: nn.Module) -> None:

@@ -21,7 +21,11 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
     any_fp8 = any(each.fp8 for each in decisions.values())
     return tuple(
         LayerDecision(
-            name, tuple(module.weight.shape), any_fp8 and not why_not, why_not or "one kernel", NORM  # type: ignore[arg-type, union-attr]
+            name,
+            tuple(module.weight.shape),
+            any_fp8 and not why_not,
+            why_not or "one kernel",
+            NORM,  # type: ignore[arg-type, union-attr]
         )
         for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
         if (type(module).__name__.endswith("Norm") or "RMSNorm" in type(module).__name__)
@@ -48,8 +52,9 @@ def _why_norm_does_not(module: nn.Module) -> str:
 
 
 def _why_unknown(module: nn.Module) -> str:
-    replaced = "forward" in vars(module)
-    return "its forward was replaced on the instance" if replaced else f"fuse=True does not support {type(module).__name__}"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return f"fuse=True does not support {type(module).__name__}"
 
 
 def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
