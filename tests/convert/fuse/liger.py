@@ -29,7 +29,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, mode: str, _
 
 
 def _rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, mode: str, *rest: Any, needs_dw: bool
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, mode: str, *rest: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
     in_place = rest[2]
     rows, wide, rstd = dy.view(-1, x.shape[-1]), x.float(), rstd.float()[:, None]
@@ -108,6 +108,6 @@ def liger_on_the_cpu(*modelings: Any) -> Iterator[None]:
             for name, value in [*vars(modeling).items()]:
                 if name.endswith(PATCHED) or name == "apply_rotary_pos_emb":
                     patch.setattr(modeling, name, value)
-                    if name.endswith("ForCausalLM"):
+                    if hasattr(value, "forward"):
                         patch.setattr(value, "forward", value.forward)
         yield
