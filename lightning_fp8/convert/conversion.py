@@ -48,7 +48,7 @@ from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecisi
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.hf_fusion.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
-from lightning_fp8.hf_fusion.plan import fuse_mlps, fuse_norms, plan_mlps, plan_norms
+from lightning_fp8.hf_fusion.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -293,8 +293,8 @@ def convert_module(
         replace_layers: False converts nothing; only existing modules of ``lightning_fp8`` run in FP8.
         skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
             module and its name and returns True to keep it in BF16, or a sequence of both.
-        fuse: fuse casts with the RMSNorms and the activations of gated MLPs in Hugging Face's Llama and similar models,
-            so that each takes one pass.
+        fuse: run each RMSNorm in one kernel and each gated MLP (SwiGLU, GeGLU) as one autograd function, in Hugging
+            Face's Llama and in all models whose norms and MLPs have a known forward.
 
     Returns:
         ``model``.
@@ -395,8 +395,7 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
                 swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
-    fuse_norms(model, summary.norms)
-    fuse_mlps(model, summary.mlps)
+    fuse_planned(model, summary)
     history = _share_history(model)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])

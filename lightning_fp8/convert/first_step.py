@@ -21,11 +21,11 @@ from typing_extensions import Self
 from lightning_fp8.arguments import require_module
 from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
-from lightning_fp8.convert.summary import ATTENTION, GONE, ConversionSummary, LayerDecision
+from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.hf_fusion.liger import computed_by_liger
-from lightning_fp8.hf_fusion.plan import WAYS_OUT, forget_what_ran, judged_casting
+from lightning_fp8.hf_fusion.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import LayerRecord, was_traced
@@ -244,7 +244,7 @@ class FirstStep:
         """``summary`` with the rows of now."""
         now = self._modules_now()
         norms, mlps = (
-            tuple(judged_casting(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
+            tuple(judged_fused(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
         model, rows = self._model(), self._judged_rows(now)
@@ -567,21 +567,21 @@ def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[
 
 def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
     """A message for each reason why planned FP8 layers did not run in FP8, with the way out."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[tuple[str, bool], list[str]] = {}
     for layer in idle:
-        by_reason.setdefault(layer.reason, []).append(layer.name)
-    for reason, names in by_reason.items():
+        by_reason.setdefault((layer.reason, layer.kind in (NORM, MLP)), []).append(layer.name)
+    for (reason, is_fused), names in by_reason.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        yield f"{', '.join(names[:8])}{more}: {reason}{_way_out(reason)}"
+        yield f"{', '.join(names[:8])}{more}: {reason}{_way_out(reason, is_fused)}"
 
 
-def _way_out(reason: str) -> str:
+def _way_out(reason: str, is_fused: bool) -> str:
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
-    if reason in WAYS_OUT:
-        return WAYS_OUT[reason]
     if reason in (NOT_YET, DISABLED_REGION, ONLY_DISABLED):
         return ""
+    if is_fused and not reason.startswith(NOT_CALLED):
+        return WAY_OUT
     if "after the conversion" in reason:
         return "; change the model before it is converted, in configure_model for example, or convert it again"
     if reason.startswith(NOT_CALLED):

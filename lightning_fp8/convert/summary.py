@@ -45,7 +45,7 @@ class LayerDecision:
     @property
     def precision(self) -> str:
         """``"FP8"`` or ``high_precision``; ``"-"`` for a layer that is gone."""
-        if self.fp8 and self.ran is not False:
+        if self.fp8 and self.ran is not False and self.kind != NORM:
             return "FP8"
         return "-" if self.kind == GONE else self.high_precision
 
@@ -62,9 +62,9 @@ class ConversionSummary:
         flops: the floating-point operations of all products in the first training step, forward and backward, as
             counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
         flops_in_fp8: the part of ``flops`` that ran in FP8.
-        norms: decisions of ``kind`` "norm": with ``fuse=True``, whether each norm casts its output for the layers that
-            read it.
-        mlps: decisions of ``kind`` "mlp": with ``fuse=True``, whether each MLP casts its activation for its last layer.
+        norms: decisions of ``kind`` "norm": with ``fuse=True``, for each RMSNorm, whether it takes one kernel each way.
+            ``fp8`` says so; they compute in high precision.
+        mlps: decisions of ``kind`` "mlp": with ``fuse=True``, for each gated MLP, whether it is one autograd function.
         fallbacks: after the first training step, a message with the reason for each cast or product of this process
             that ran without its kernel. Attention without its kernel is noted in its layer's row.
         elsewhere: a message that names what Liger-Kernel computes in the model.

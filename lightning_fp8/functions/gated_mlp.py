@@ -98,8 +98,8 @@ class GatedMLPFunction(torch.autograd.Function):
         if da is not None:
             dg8, du8 = mlp.gradients(da, g, u, rowwise=needs_x, of_gate=needs_wg, of_up=needs_wu)
             if needs_x:
-                dx = mlp.gate.input_gradient(dg8, wg, mlp.dtype)
-                dx.add_(mlp.up.input_gradient(du8, wu, mlp.dtype))
+                dx = mlp.gate.input_gradient(dg8, wg, ctx.x_dtype)
+                dx.add_(mlp.up.input_gradient(du8, wu, ctx.x_dtype))
                 dx = dx.view(ctx.x_shape)
             if needs_wg:
                 dwg = mlp.gate.weight_gradient(dg8, mlp.gate.unsaved(*operands[:2]), wg.dtype)

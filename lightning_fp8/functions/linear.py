@@ -191,8 +191,7 @@ class Product:
         columnwise: bool,
     ) -> tuple[Quantized, Tensor]:
         """The operands of ``x [..., K]`` (see :meth:`quantize_input`), and ``x wᵀ + bias`` in ``dtype``."""
-        held = shared is not None and not any(shared.lacks(columnwise)) and not self.is_sampled(Role.INPUT)
-        rows = x if held or x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a DeferredTensor computes it
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         results = None
         casts_both = self.cached_weight is None and (shared is None or shared.is_new)
         if casts_both and not torch.compiler.is_compiling() and not self.is_sampled(Role.INPUT):

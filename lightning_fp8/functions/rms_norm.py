@@ -21,7 +21,7 @@ class RMSNorm(NamedTuple):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm of ``x [..., K]``. Saves x, the weight and one float32 for each row."""
+    """RMSNorm of ``x [..., K]`` as rows ``[R, K]``. It saves x, the weight and one float32 for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
@@ -31,11 +31,11 @@ class RMSNormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, statistics)
         ctx.zero_centered = norm.zero_centered
-        return y if x.dim() == 2 else y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("a norm in one kernel", "fuse=False")
+        refuse_second_derivatives("a fused norm", "fuse=False")
         x, weight, statistics = ctx.saved_tensors
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(

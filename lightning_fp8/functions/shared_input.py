@@ -156,26 +156,6 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
             return cast
     cast = InputCast(slot, recipe, conditions, observe)
     cast.reads = slot.readers_of_last = 1
-    _remember(x, cast)
-    return cast
-
-
-def _remember(x: Tensor, cast: InputCast) -> None:
     cast.storage = StorageWeakRef(x.untyped_storage())
     _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
-
-
-def cast_before_reading(x: Tensor, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
-    """A new cast for a tensor that is computed from ``x``, with its dtype and device; None if it cannot be shared.
-
-    Args:
-        slot: the slot of the layer that reads the result first.
-    """
-    conditions = _conditions(x, x.dtype, slot)
-    return None if conditions is None else InputCast(slot, recipe, conditions, observe)
-
-
-def offer(x: Tensor, cast: InputCast) -> None:
-    """Register ``cast`` as the cast of ``x``, which no layer has read yet."""
-    cast.conditions = (_version(x), *cast.conditions[1:])
-    _remember(x, cast)
+    return cast

@@ -1,1 +1,1 @@
-"""Norms and MLPs of Hugging Face models that cast their output for the FP8 layers after them."""
+"""RMSNorms in one kernel each way, and gated MLPs as one autograd function, in models of other libraries."""

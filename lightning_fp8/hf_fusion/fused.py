@@ -2,71 +2,93 @@
 
 from __future__ import annotations
 
-import copyreg
 import dis
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.modules.swap import swap_class, unsharded_class
+from lightning_fp8.modules.swap import calls_own_forward, swap_class, unsharded_class
 
 
 class FusedModule(nn.Module):
     """A module whose forward takes fewer passes in an FP8 context. In any other it runs its own forward."""
 
-    fused: bool | None = None
-    """Whether all training forwards in an FP8 context took fewer passes; None before the first one."""
+    why_not: str | None = None
+    """Why a training forward in an FP8 context was the module's own since observation started; empty if each one took
+    fewer passes; None before the first one, and in compiled code."""
+    called_otherwise: bool = False
+    """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
     _last_context: FP8Context | None = None
-    _own_forward: FunctionType | None = None
-    """The known forward that was assigned to the instance, as by Liger's patch; None for that of its class."""
+    _own_forward: Callable[..., Any] | None = None
+    """The forward that was assigned to the instance before it was fused, as by Liger's patch; else that of its class."""
 
-    def _context(self) -> FP8Context:
-        """The context of this forward; recomputation in a backward pass repeats that of the last one."""
-        if torch.compiler.is_compiling():
-            return fp8_region.current_context()
-        context, in_backward = fp8_region.context_of_forward(self._last_context)
-        if not in_backward and self._last_context is not context:
-            self._last_context = context  # setting a module's attribute is slow, so only a change is set
-        return context
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes that identify it in compiled code; see :func:`.record.note_traced`."""
+        raise NotImplementedError
 
     def _unfused(self, x: Any) -> Any:
-        """Its own forward."""
+        """The module's own forward."""
         own = self._own_forward
         return super().forward(x) if own is None else own(self, x)  # type: ignore[misc]
 
-    def _note(self, fused: bool) -> None:
-        if self.training and self.fused is not fused and self.fused is not False and not torch.compiler.is_compiling():
-            self.fused = fused
+    def _fuses(self, why_not: Callable[[FP8Context], str]) -> bool:
+        """Whether this forward takes fewer passes. A forward that a backward pass repeats has its context.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_last_context"}
+        Args:
+            why_not: the reason in an FP8 context why it does not; an empty string if it does.
+        """
+        if torch.compiler.is_compiling():
+            context = fp8_region.current_context()
+            return context.enabled and not why_not(context)
+        context, in_backward = fp8_region.context_of_forward(self._last_context)
+        if not in_backward and self._last_context is not context:
+            self._last_context = context  # setting a module's attribute is slow, so only a change is set
+        reason = why_not(context) if context.enabled else ""
+        if not (context.enabled and self.training):
+            if not self.called_otherwise:
+                self.called_otherwise = True
+        elif not self.why_not and self.why_not != reason:
+            self.why_not = reason
+        return context.enabled and not reason
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # its class has no name in a Python module
+        _, _, state, *rest = super().__reduce_ex__(protocol)
+        return _new, unsharded_class(self).__bases__, {**state, "_last_context": None}, *rest  # type: ignore[dict-item]
 
 
-class FusedClass(type):
-    """The type of the classes of :func:`fused_class`, which have no name in a module: they are pickled as calls."""
-
-
-@lru_cache
 def fused_class(fused: type, cls: type) -> type:
-    """``cls`` with the base ``fused``."""
-    return FusedClass(cls.__name__, (fused, cls), {"__module__": cls.__module__, "_made_of": (fused, cls)})
+    """``cls`` with the base ``fused``.
+
+    There is one while modules are of it. Python's list of subclasses is weak, so no cache keeps ``cls`` alive.
+    """
+    subclasses: list[type] = cls.__subclasses__()
+    for made in subclasses:
+        if made.__bases__ == (fused, cls):
+            return made
+    return type(cls.__name__, (fused, cls), {"__module__": cls.__module__})
 
 
-copyreg.pickle(FusedClass, lambda cls: (fused_class, cls._made_of))  # type: ignore[arg-type, attr-defined]
+def _new(fused: type, cls: type) -> Any:
+    """An instance without attributes, for copies and pickles."""
+    made = fused_class(fused, cls)
+    return made.__new__(made)
 
 
-def fuse(module: nn.Module, fused: type) -> None:
-    """Add ``fused`` as a base before the class of ``module``, in place."""
+def fuse(module: nn.Module, fused: type[FusedModule]) -> None:
+    """Add ``fused`` as a base before the class of ``module``, whose forward is known, in place."""
+    own = forward_of(module)
     if not isinstance(module, fused):
         swap_class(module, fused_class(fused, unsharded_class(module)))
-    if "forward" in vars(module):  # a known one
-        own = forward_of(module)
+        module.why_not = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
+    if "forward" in vars(module) and not calls_own_forward(module):
         del module.forward
         module._own_forward = own
 
@@ -74,18 +96,24 @@ def fuse(module: nn.Module, fused: type) -> None:
 def original_class(module: nn.Module) -> type:
     """The class of ``module`` without what this package adds."""
     cls = unsharded_class(module)
-    return cls._made_of[1] if isinstance(cls, FusedClass) else cls  # type: ignore[attr-defined, no-any-return]
+    return cls.__bases__[1] if issubclass(cls, FusedModule) else cls
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The function that a call of ``module`` runs, without what this package adds: of the instance or of its class."""
-    own = vars(module).get("forward") or vars(module).get("_own_forward")
-    if own is None:
-        return original_class(module).forward  # type: ignore[attr-defined]
-    return own.__func__ if getattr(own, "__self__", None) is module else own
+    """The function that computes a call of ``module``, without what this package adds; None if it is not a method."""
+    replaced = vars(module).get("forward")
+    if replaced is None or calls_own_forward(module):
+        return vars(module).get("_own_forward") or original_class(module).forward  # type: ignore[attr-defined]
+    return replaced.__func__ if getattr(replaced, "__self__", None) is module else None
 
 
-def computes(function: Any, *templates: FunctionType) -> bool:
+def name_of(module: Any) -> str:
+    """The class of ``module``, with its Python module, since several have a ``Qwen2MLP``; without it for torch's."""
+    cls = unsharded_class(module)
+    return cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
+
+
+def computes(function: Any, *templates: Any) -> bool:
     """Whether ``function`` has the code of one of ``templates``: the same steps, whatever its variables are called.
 
     Subclasses and other libraries that copy a forward are recognized; a forward that was replaced or decorated is not.
@@ -99,13 +127,11 @@ def _steps(code: CodeType) -> tuple[Any, ...]:
     return tuple(_instructions(code)), code.co_names, code.co_argcount, code.co_kwonlyargcount, code.co_flags & 0x0F
 
 
-def _instructions(code: CodeType) -> Any:
+def _instructions(code: CodeType) -> Iterator[tuple[str, Any]]:
     """Opcodes and arguments; constants as values, since a docstring shifts their numbers."""
     for each in dis.get_instructions(code):
-        if each.opname in ("RESUME", "NOP", "CACHE"):
-            continue
-        argument = each.argval if "CONST" in each.opname else each.arg
-        yield each.opname, argument
+        if each.opname not in ("RESUME", "NOP", "CACHE"):
+            yield each.opname, each.argval if "CONST" in each.opname else each.arg
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -113,6 +139,15 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def why_not_input(x: Any) -> str:
+    """The reason why an autograd function of this package cannot read ``x``; an empty string if it can."""
+    if type(x) not in (Tensor, nn.Parameter):
+        return f"its input is a {type(x).__name__}"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "FP8 layers do not support transforms of torch.func and forward-mode derivatives"
+    return ""
 
 
 def has_global_hooks() -> bool:
@@ -123,8 +158,3 @@ def has_global_hooks() -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
     )
-
-
-def in_transform() -> bool:
-    """Whether torch.func transforms or forward-mode derivatives are active, which FP8 layers do not support."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

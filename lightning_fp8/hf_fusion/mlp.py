@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
 from lightning_fp8.functions.linear import without_gradient
@@ -18,9 +19,11 @@ from lightning_fp8.hf_fusion.fused import (
     fuse,
     has_global_hooks,
     has_hooks,
-    in_transform,
+    name_of,
+    why_not_input,
 )
 from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.scaled import Role
 
 if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
@@ -37,12 +40,10 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _is_whole(weight: Any) -> bool:
-    """Whether an op can read the weight: a parameter, or one in FP8, as FSDP2 gathers; not a DTensor."""
-    return type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
 
 
-def _gated(self: Any, x: Any) -> Any:  # templates, of which only the code is read
+def _gated(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj  # noqa: RET504
 
@@ -63,59 +64,96 @@ def _gated_gelu_by_liger(self: Any, x: Any) -> Any:
     return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
+def is_known_mlp(module: nn.Module) -> bool:
+    """Whether the formula of ``module`` is known, also if it is fused already."""
+    return _activation_by_liger(module) is not None or computes(forward_of(module), _gated, _gated_at_once)
+
+
+def _activation_by_liger(mlp: nn.Module) -> str | None:
+    """The ops' name for the activation of an MLP whose forward is Liger's, which calls no ``act_fn``; else None."""
+    forward = forward_of(mlp)
+    if computes(forward, _gated_by_liger, _gated_by_older_liger):
+        return "silu"
+    return "gelu" if computes(forward, _gated_gelu_by_liger) else None
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
+    by_liger = mlp._by_liger if isinstance(mlp, FusedMLP) else _activation_by_liger(mlp)
+    act_fn = mlp._modules.get("act_fn")
+    if by_liger or act_fn is None:
+        return by_liger
+    cls = type(act_fn)
+    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
+
+
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
 class FusedMLP(FusedModule):
-    """A gated MLP whose three FP8 layers are one autograd function."""
+    """A gated MLP whose three FP8 layers are one autograd function in an FP8 context."""
 
     _by_liger: str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
-        if not self._context().enabled:
+        if torch.compiler.is_exporting() or not self._fuses(lambda context: self._why_not_now(x, context)):
             return self._unfused(x)  # type: ignore[no-any-return]
-        modules = self._modules
-        layers = modules["gate_proj"], modules["up_proj"], modules["down_proj"]
-        activation = self._runs_fused(x, layers)
-        self._note(activation is not None)
-        if activation is None:
-            return self._unfused(x)  # type: ignore[no-any-return]
-        return _forward(x, *cast(tuple[Linear, Linear, Linear], layers), activation)
+        gate, up, down = (self._modules[name] for name in LAYERS)
+        return _forward(x, gate, up, down, activation_of(self))  # type: ignore[arg-type]
 
-    def _runs_fused(self, x: Any, layers: tuple[Any, ...]) -> str | None:
-        """The activation, if all layers run in FP8 now, with nothing between them that would have to be called."""
-        for layer in layers:
-            if not (
-                type(layer) is Linear
-                and layer.fp8
-                and layer.parallel_mode is None
-                and not layer.return_bias
-                and layer._compiled_call_impl is None
-                and "forward" not in layer.__dict__
-                and not has_hooks(layer)
-                and _is_whole(layer._parameters.get("weight"))
-            ):
-                return None
-        fits = (
-            type(x) in (Tensor, nn.Parameter)
-            and layers[0]._parameters["bias"] is None
-            and layers[1]._parameters["bias"] is None
-            and x.numel() > 0
-            and self._last_recipe_allows()
-            and not has_global_hooks()
-            and not in_transform()
-        )
-        return (self._by_liger or activation_of(self)) if fits else None
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Those of its last layer, which notes that it is compiled."""
+        down = self._modules.get("down_proj")
+        return down.features if isinstance(down, LinearLayer) else ()
 
-    def _last_recipe_allows(self) -> bool:
-        return self._context().recipe.backward_override is None
+    def _why_not_now(self, x: Any, context: FP8Context) -> str:
+        """The reason why a call of a layer, or a tensor between layers, is needed; an empty string if none is."""
+        for name in LAYERS:
+            if reason := _why_not(name, self._modules.get(name)):
+                return reason
+        if activation_of(self) is None:
+            return "its act_fn was replaced or has hooks"
+        if has_global_hooks():
+            return "hooks of all modules are registered"
+        if context.recipe.backward_override is not None:
+            return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"
+        return why_not_input(x)
+
+
+def _why_not(name: str, layer: Any) -> str:
+    """The reason why ``layer`` has to be called; an empty string if its products are enough."""
+    if type(layer) is not Linear:
+        return f"its {name} is a {name_of(layer)}"
+    if not layer.fp8:
+        return f"{name} runs in BF16"
+    if has_hooks(layer):
+        return f"{name} has hooks"
+    if "forward" in vars(layer):
+        return f"the forward of {name} was replaced on the instance"
+    if layer._compiled_call_impl is not None:
+        return f"{name} is compiled by itself"
+    if layer.parallel_mode is not None or layer.return_bias:
+        return f"{name} has parallel_mode or return_bias"
+    weight, bias = layer._weight_and_bias()
+    if not (type(weight) is nn.Parameter or type(weight) is Tensor or isinstance(weight, FP8Tensor)):
+        return f"the weight of {name} is a {type(weight).__name__}"
+    return why_not_bias(name, bias)
+
+
+def why_not_bias(name: str, bias: Any) -> str:
+    """The reason why a layer ``name`` with this bias is not fused; an empty string if it is."""
+    if bias is None or name == "down_proj":
+        return ""
+    return f"{name} has a bias, whose gradient needs a tensor that would not be written"
 
 
 def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str) -> Tensor:
-    wg, wu, wd = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"]
-    bd = down._parameters["bias"]
-    assert wg is not None and wu is not None and wd is not None
+    (wg, _), (wu, _), (wd, bd) = gate._weight_and_bias(), up._weight_and_bias(), down._weight_and_bias()
     context = gate._begin(x, wg, None)
     up._begin(x, wu, None)
-    down._begin_inside(None)
+    down._begin_region()
     (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
     (of_up, *_), _ = up._products(x, (wu,), (), context, None)
     (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
@@ -125,34 +163,11 @@ def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str)
     if not torch.is_grad_enabled():
         wg, wu, wd = without_gradient(wg), without_gradient(wu), without_gradient(wd)
     mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
-    y: Tensor = GatedMLPFunction.apply(mlp, x if x.dtype is dtype else x.to(dtype), wg, wu, wd, bd)
+    y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
-
-
-def is_known_mlp(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is the known formula, also if it is fused already."""
-    return activation_by_liger(module) is not None or computes(forward_of(module), _gated, _gated_at_once)
-
-
-def activation_by_liger(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation of an MLP whose forward is Liger's, which calls no ``act_fn``; else None."""
-    forward = forward_of(mlp)
-    if computes(forward, _gated_by_liger, _gated_by_older_liger):
-        return "silu"
-    return "gelu" if computes(forward, _gated_gelu_by_liger) else None
-
-
-def activation_of(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation that the ``act_fn`` of an MLP computes; None if unsupported, or with hooks."""
-    act_fn = mlp.act_fn
-    cls = type(act_fn)
-    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 
 
 def fuse_mlp(mlp: nn.Module) -> None:
     """Make ``mlp`` run as one autograd function, in place."""
     fuse(mlp, FusedMLP)
-    mlp._by_liger = activation_by_liger(mlp)  # type: ignore[assignment]
-
-
-__all__ = ["ACTIVATIONS", "LAYERS", "FusedMLP", "activation_by_liger", "activation_of", "fuse_mlp", "is_known_mlp"]
+    mlp._by_liger = _activation_by_liger(mlp)  # type: ignore[assignment]

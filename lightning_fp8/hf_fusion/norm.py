@@ -9,32 +9,33 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
-from lightning_fp8.hf_fusion.fused import FusedModule, computes, forward_of, fuse, in_transform, original_class
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, forward_of, fuse, original_class, why_not_input
+from lightning_fp8.modules.record import note_traced
 
 if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
     from liger_kernel.ops import LigerRMSNormFunction
 
-# ruff: noqa: ANN001, ANN202, D103  (templates, of which only the code is read)
-# mypy: ignore-errors
-
 
 class Formula(NamedTuple):
-    """The formula of an RMSNorm.
+    """How a norm computes ``x rstd weight`` from ``x [..., K]``.
 
     Attributes:
-        eps: added to the mean of squares.
-        zero_centered: whether the weight stores gamma - 1.
-        rounds_first: whether ``x rstd`` is rounded to x's dtype before it is multiplied by gamma.
-        keeps_dtype: whether the output has x's dtype where that and the weight's differ, although it rounds first.
+        eps: the name of its attribute.
+        zero_centered: whether its weight is gamma - 1.
+        rounds_first: whether x rstd is rounded to x's dtype before the product.
+        promotes: whether the result has the wider dtype of x and the weight, instead of x's.
     """
 
-    eps: float
-    zero_centered: bool
-    rounds_first: bool
-    keeps_dtype: bool = False
+    eps: str
+    zero_centered: bool = False
+    rounds_first: bool = False
+    promotes: bool = False
 
 
-def _rounds_first(self, x):
+# --- Templates, of which only the code is read -------------------------------------------------------------------------
+
+
+def _rounds_first(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -42,7 +43,7 @@ def _rounds_first(self, x):
     return self.weight * x.to(dtype)
 
 
-def _rounds_last(self, x):
+def _rounds_last(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -50,7 +51,7 @@ def _rounds_last(self, x):
     return (self.weight * x).to(dtype)
 
 
-def _rounds_last_wide(self, x):
+def _rounds_last_wide(self: Any, x: Any) -> Any:
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
@@ -58,89 +59,94 @@ def _rounds_last_wide(self, x):
     return (self.weight.to(torch.float32) * x).to(dtype)
 
 
-def _zero_centered(self, x):
+def _zero_centered(self: Any, x: Any) -> Any:
     output = self._norm(x.float())
     output = output * (1.0 + self.weight.float())
     return output.type_as(x)
 
 
-def _norm(self, x):
+def _norm(self: Any, x: Any) -> Any:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def _by_liger(self, x):
+def _by_liger(self: Any, x: Any) -> Any:
     return LigerRMSNormFunction.apply(
         x, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
     )
 
 
-class FusedNorm(FusedModule):
-    """An RMSNorm in one kernel, in an FP8 context."""
+def _is_by_liger(norm: Any, forward: Any) -> bool:
+    """Whether Liger's kernel computes ``norm``, in a known mode.
 
-    weight: Tensor
-    _formula: Formula = Formula(0.0, False, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [..., K]`` to the same shape."""
-        if torch.compiler.is_compiling():  # Inductor fuses it
-            return self._unfused(x)
-        context = self._context()
-        if not context.enabled:
-            return self._unfused(x)
-        weight = self._parameters["weight"]
-        fits = _fits(x, weight)
-        self._note(fits)
-        if not fits:
-            return self._unfused(x)
-        eps, zero_centered, rounds_first, keeps_dtype = self._formula
-        dtype = torch.promote_types(x.dtype, weight.dtype) if rounds_first and not keeps_dtype else x.dtype
-        return RMSNormFunction.apply(x, weight, RMSNorm(eps, zero_centered, rounds_first, dtype))
-
-
-def _fits(x: Any, weight: Any) -> bool:
-    """Whether a kernel supports the norm of ``x``."""
-    return (
-        type(x) is Tensor
-        and type(weight) is nn.Parameter
-        and x.dtype in ops.HIGH_PRECISION
-        and weight.dtype in ops.HIGH_PRECISION
-        and x.device == weight.device
-        and x.numel() > 0
-        and not in_transform()
-    )
+    The forward of some classes calls that of LigerRMSNorm, and has another way for norms without a weight.
+    """
+    if getattr(norm, "with_scale", False) and getattr(forward, "__module__", "").startswith("liger_kernel."):
+        forward = next((each.forward for each in type(norm).__mro__ if each.__name__ == "LigerRMSNorm"), forward)
+    known = computes(forward, _by_liger)
+    return known and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none")
 
 
 def formula_of(norm: nn.Module) -> Formula | None:
-    """The formula of ``norm``; None if it is not known."""
-    forward = forward_of(norm)
+    """The formula of ``norm``, also if it is fused already; None if it is not known."""
+    forward: Any = forward_of(norm)
     if computes(forward, _rounds_first):
-        return Formula(norm.variance_epsilon, False, True)
+        return Formula("variance_epsilon", rounds_first=True, promotes=True)
     if computes(forward, _rounds_last, _rounds_last_wide):
-        return Formula(norm.variance_epsilon, False, False)
+        return Formula("variance_epsilon")
     if computes(forward, _zero_centered) and computes(getattr(original_class(norm), "_norm", None), _norm):
-        return Formula(norm.eps, True, False)
-    if _is_by_liger(norm, forward) and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
-        return Formula(norm.variance_epsilon, norm.offset == 1.0, norm.casting_mode == "llama", keeps_dtype=True)
-    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:
-        return Formula(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps, False, False)
+        return Formula("eps", zero_centered=True)
+    if _is_by_liger(norm, forward):
+        return Formula("variance_epsilon", norm.offset == 1.0, norm.casting_mode == "llama")
+    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+        return Formula("eps", promotes=True)
     return None
 
 
-def _is_by_liger(norm, forward):
-    """Whether Liger's kernel computes ``norm``: by its forward, or by that of its base if the former has another way
-    for norms without a weight."""
-    base = getattr(norm, "with_scale", False) and next(
-        (each.forward for each in type(norm).__mro__ if each.__name__ == "LigerRMSNorm"), None
-    )
-    wraps = computes(base, _by_liger) and forward.__module__.startswith("liger_kernel.")
-    return wraps or computes(forward, _by_liger)
+# --- The module -------------------------------------------------------------------------------------------------------
+
+
+class FusedNorm(FusedModule):
+    """An RMSNorm that takes one kernel each way in an FP8 context."""
+
+    weight: Tensor
+    _formula: Formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., K]`` to the same shape."""
+        if torch.compiler.is_compiling():  # Inductor makes one kernel of it
+            note_traced(*self.features)
+            return self._unfused(x)  # type: ignore[no-any-return]
+        weight = self.weight
+        if not self._fuses(lambda _: _why_not(x, weight)):
+            return self._unfused(x)  # type: ignore[no-any-return]
+        formula = self._formula
+        eps = getattr(self, formula.eps)
+        if eps is None:  # torch.nn.RMSNorm's default
+            eps = torch.finfo(torch.float32).eps
+        promotes = formula.promotes and x.dtype is not weight.dtype
+        dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
+        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
+        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+
+def _why_not(x: Any, weight: Any) -> str:
+    """The reason why no kernel computes the norm of ``x``; an empty string if one does."""
+    if reason := why_not_input(x):
+        return reason
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
+    if x.dtype not in ops.HIGH_PRECISION or weight.dtype not in ops.HIGH_PRECISION:
+        return f"no kernel computes it in {x.dtype} with a weight in {weight.dtype}"
+    return "" if x.shape[-1:] == weight.shape else "its input has another number of features than its weight"
 
 
 def fuse_norm(norm: nn.Module) -> None:
-    """Make ``norm`` run in one kernel, in place."""
+    """Make ``norm``, whose formula is known, take one kernel each way, in place."""
     formula = formula_of(norm)
     fuse(norm, FusedNorm)
-    norm._formula = formula
-
-
-__all__ = ["FusedNorm", "formula_of", "fuse_norm"]
+    norm._formula = formula  # type: ignore[assignment]

@@ -2,113 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from lightning_fp8.convert.summary import MLP, NORM, LayerDecision
-from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_by_liger, activation_of, fuse_mlp, is_known_mlp
+from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
+from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks, name_of
+from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.modules.record import was_traced
+from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 
 
 def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each norm of ``model``, whether it runs in one kernel, and why (not)."""
+    """For each RMSNorm of ``model``, whether it takes one kernel each way, and why (not)."""
     any_fp8 = any(each.fp8 for each in decisions.values())
     return tuple(
-        LayerDecision(
-            name,
-            tuple(module.weight.shape),
-            any_fp8 and not why_not,
-            why_not or "one kernel",
-            NORM,  # type: ignore[arg-type, union-attr]
-        )
-        for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
-        if (type(module).__name__.endswith("Norm") or "RMSNorm" in type(module).__name__)
-        and getattr(module, "weight", None) is not None
+        LayerDecision(clean_name(name), tuple(weight.shape), not why_not, why_not or "in one kernel", NORM)
+        for name, module in model.named_modules()
+        if (weight := getattr(module, "weight", None)) is not None
         and not isinstance(module, FP8Module)
-        for why_not in (_why_norm_does_not(module),)
+        and ((formula := formula_of(module)) or "RMSNorm" in type(module).__name__)
+        for why_not in (_why_not(module, formula) if any_fp8 else "no layer runs in FP8",)
     )
-
-
-def fuse_norms(model: nn.Module, norms: Sequence[LayerDecision]) -> None:
-    """Make the norms that were planned run in one kernel, in place."""
-    _fuse(model, norms, fuse_norm)
-
-
-def _fuse(model: nn.Module, planned: Sequence[LayerDecision], fuse: Any) -> None:
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    for each in planned:
-        if each.fp8:
-            fuse(modules[each.name])
-
-
-def _why_norm_does_not(module: nn.Module) -> str:
-    return "" if formula_of(module) else _why_unknown(module)
-
-
-def _why_unknown(module: nn.Module) -> str:
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    return f"fuse=True does not support {type(module).__name__}"
 
 
 def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each MLP of ``model``, whether it runs as one function, and why (not)."""
+    """For each gated MLP of ``model``, whether it is one autograd function, and why (not)."""
     return tuple(
-        LayerDecision(name, (), not why_not, why_not or "activates and casts in one pass", MLP)
-        for name, module in ((clean_name(raw), module) for raw, module in model.named_modules())
-        if type(module).__name__.endswith("MLP") and not isinstance(module, FP8Module)
-        for why_not in (_why_mlp_does_not(name, module, decisions),)
+        LayerDecision(clean_name(name), (), not why_not, why_not or "in one autograd function", MLP)
+        for name, module in model.named_modules()
+        if (known := is_known_mlp(module)) or (type(module).__name__.endswith("MLP") and "down_proj" in module._modules)
+        for why_not in (_why_not(module, known) or _why_mlp_does_not(clean_name(name), module, decisions),)
     )
 
 
-def fuse_mlps(model: nn.Module, mlps: Sequence[LayerDecision]) -> None:
-    """Make the MLPs that were planned run as one function, in place."""
-    _fuse(model, mlps, fuse_mlp)
+def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
+    """Make the norms and the MLPs that were planned take fewer passes, in place."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    for each in (*summary.norms, *summary.mlps):
+        if each.fp8:
+            (fuse_norm if each.kind == NORM else fuse_mlp)(modules[each.name])
+
+
+def _why_not(module: nn.Module, known: Any) -> str:
+    if known:
+        return ""
+    replaced = "forward" in vars(module) and not calls_own_forward(module)
+    return "its forward was replaced on the instance" if replaced else f"fuse=True does not support {name_of(module)}"
 
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
-    if not is_known_mlp(mlp):
-        return _why_unknown(mlp)
     for layer_name in LAYERS:
+        layer: Any = getattr(mlp, layer_name)
         decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
-            return f"its {layer_name} is a {type(getattr(mlp, layer_name)).__name__}"
+            return f"its {layer_name} is a {name_of(layer)}"
         if not decision.fp8:
             return f"{layer_name} runs in BF16"
-        if getattr(mlp, layer_name).bias is not None and layer_name != "down_proj":
-            return f"{layer_name} has a bias, whose gradient needs a tensor that would not be written"
-    if activation_by_liger(mlp) is None and activation_of(mlp) is None:
+        if reason := why_not_bias(layer_name, layer.bias):
+            return reason
+    if activation_of(mlp) is None:
         act_fn: Any = mlp.act_fn
-        return "its act_fn has hooks" if has_hooks(act_fn) else f"fuse=True does not support {type(act_fn).__name__}"
+        hooked = isinstance(act_fn, nn.Module) and has_hooks(act_fn)
+        return "its act_fn has hooks" if hooked else f"fuse=True does not support {name_of(act_fn)}"
     return ""
 
 
-NORM_CAST_NOTHING = "its input or weight has another type or device than the kernel supports"
-MLP_CAST_NOTHING = "one of its layers or its activation was replaced, hooked, sharded or compiled"
+FORWARD_REPLACED = "its forward was replaced on the instance after the conversion"
+CLASS_REPLACED = "its class was replaced after the conversion"
+MODULE_REPLACED = "it was replaced by another module"
+REMOVED = "it was removed from the model"
+
+WAY_OUT = ", which only costs passes over memory; fuse=False removes it from the table"
+"""What can be done if a norm or an MLP ran as the model's own."""
 
 
 def forget_what_ran(planned: LayerDecision, module: nn.Module | None) -> None:
-    """Reset what :func:`judged_casting` reports."""
-    if planned.fp8 and isinstance(module, FusedModule):
-        module.fused = None
+    """Reset what :func:`judged_fused` reports."""
+    if planned.fp8:
+        for each in _fused_in(module):
+            each.why_not, each.called_otherwise = None, False
 
 
-def judged_casting(planned: LayerDecision, module: nn.Module | None, *_: Any) -> LayerDecision:
-    """``planned`` with what the module did in training forwards since :func:`forget_what_ran`."""
-    if not planned.fp8 or not isinstance(module, FusedModule):
+def _fused_in(module: nn.Module | None) -> list[FusedModule]:
+    """``module``, or what it wraps, if that is fused."""
+    return [] if module is None else [each for each in module.modules() if isinstance(each, FusedModule)]
+
+
+def judged_fused(
+    planned: LayerDecision, module: nn.Module | None, now: nn.Module | None, uncalled: str
+) -> LayerDecision:
+    """``planned`` with what its module did in training forwards since :func:`forget_what_ran`.
+
+    Args:
+        module: the module that it was; None if it is deallocated.
+        now: the module that has its name now; None if there is none.
+        uncalled: the reason to report if it was not called.
+    """
+    if not planned.fp8:
         return planned
-    if "forward" in vars(module):
-        return replace(planned, ran=False, reason="its forward was replaced on the instance after the conversion")
-    if module.fused is None:
+    known = [each.why_not for each in (*_fused_in(module), *_fused_in(now)) if each.why_not is not None]
+    if known:
+        why_not = next(filter(None, known), "")
+        return replace(planned, ran=not why_not, reason=why_not or planned.reason)
+    current = module if now is None else now
+    if current is None:
+        why_not = REMOVED
+    elif not (fused := _fused_in(current)):
+        why_not = CLASS_REPLACED if "why_not" in vars(current) else MODULE_REPLACED
+    elif all("forward" in vars(each) and not calls_own_forward(each) for each in fused):
+        known = formula_of(current) if planned.kind == NORM else is_known_mlp(current)
+        why_not = f"{FORWARD_REPLACED}; convert it again to fuse it" if known else FORWARD_REPLACED
+    elif any(each.called_otherwise or was_traced(*each.features) for each in fused):
         return planned
-    why_not = NORM_CAST_NOTHING if planned.kind == NORM else MLP_CAST_NOTHING
-    return replace(planned, ran=module.fused, reason=planned.reason if module.fused else why_not)
-
-
-WAYS_OUT: dict[str, str] = {}
+    else:
+        why_not = uncalled
+    return replace(planned, ran=False, reason=why_not)

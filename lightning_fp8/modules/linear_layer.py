@@ -91,7 +91,9 @@ class LinearLayer(WeightCachingModule):
             output = self._forward_outside_fp8(input, weight, added_bias, context, is_first_microbatch)
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
-        x = input if input.dtype is dtype else input.to(dtype)
+        # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
+        casts = input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        x = input if casts or input.dtype is dtype else input.to(dtype)
         if is_sharded(weight):
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
@@ -160,10 +162,10 @@ class LinearLayer(WeightCachingModule):
             or not input.is_floating_point()
         ):
             self._check(input, weight)
-        return self._begin_inside(is_first_microbatch, foreign)
+        return self._begin_region(foreign)
 
-    def _begin_inside(self, is_first_microbatch: bool | None, foreign: bool = False) -> FP8Context:
-        """:meth:`_begin` of a forward whose input another module has computed and cast."""
+    def _begin_region(self, foreign: bool = False) -> FP8Context:
+        """:meth:`_begin` without checks, of a forward whose input another module has computed and cast."""
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign:

@@ -16,6 +16,7 @@ from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.device.tile import num_tiles
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
+from cuda_kernels.kernel import KernelError
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
 from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
 from cuda_kernels.norm.forward import rms_norm_kernel
@@ -334,17 +335,16 @@ def _rms_plan(
 ) -> Callable[..., Any]:
     x_key = TensorKey(*x_plain_key, device)
     x_key = x_key._replace(misalignment=x_key.misalignment | weight_misalignment)
-    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
     check_not_empty(x_key.shape)
-    row_layout = None
-    if (
-        x_key.has_contiguous_rows
-        and x_key.is_vectorizable(8, ALIGNMENT)
-        and weight_key.is_vectorizable(8, ALIGNMENT)
-    ):
-        row_layout = cast_row_layout(DTYPE_NAMES[x_key.dtype], x_key.columns)
-    if row_layout is None:
-        return reference_rms_norm  # long rows, or rows that are not aligned to vectors
+    if not x_key.has_contiguous_rows:
+        return lambda x, *args: rms_norm_on_cuda(x.contiguous(), *args)
+    weight_key = TensorKey(weight_dtype, x_key.shape[1:], (1,), x_key.misalignment, device)
+    row_layout = cast_row_layout(DTYPE_NAMES[x_key.dtype], x_key.columns)
+    if row_layout is None or not (x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT)):
+        raise KernelError(
+            f"rms_norm has no kernel for {x_key.columns} columns of {x_key.dtype}, which must be a multiple of 8, at "
+            f"most 16,384, and aligned to {ALIGNMENT} bytes"
+        )
     spec = NormSpec(DTYPE_NAMES[x_key.dtype], DTYPE_NAMES[weight_dtype], False, False)
     kernel = rms_norm_kernel(spec, DTYPE_NAMES[dtype], rounds_first, row_layout)
     num_groups = ceil_div(x_key.rows * row_layout.threads_per_row, THREADS)
