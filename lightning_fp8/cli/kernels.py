@@ -49,6 +49,7 @@ _OPS = (
     transpose_op,
     norm.norm_quantize_op,
     norm.norm_backward_op,
+    norm.rms_norm_op,
     activation.activation_quantize_op,
     activation.activation_backward_quantize_op,
     activation.gated_quantize_op,

@@ -567,20 +567,21 @@ def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[
 
 def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:
     """A message for each reason why planned FP8 layers did not run in FP8, with the way out."""
-    by_reason: dict[tuple[str, bool], list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for layer in idle:
-        by_reason.setdefault((layer.reason, layer.kind in (NORM, MLP)), []).append(layer.name)
-    for (reason, is_fused), names in by_reason.items():
+        by_reason.setdefault(f"{layer.reason}{_way_out(layer)}", []).append(layer.name)
+    for reason, names in by_reason.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        yield f"{', '.join(names[:8])}{more}: {reason}{_way_out(reason, is_fused)}"
+        yield f"{', '.join(names[:8])}{more}: {reason}"
 
 
-def _way_out(reason: str, is_fused: bool) -> str:
+def _way_out(layer: LayerDecision) -> str:
+    reason = layer.reason
     if reason == OUTSIDE:
         return "; call it inside training_step or the module that Fabric set up"
     if reason in (NOT_YET, DISABLED_REGION, ONLY_DISABLED):
         return ""
-    if is_fused and not reason.startswith(NOT_CALLED):
+    if layer.kind in (NORM, MLP) and not reason.startswith(NOT_CALLED):
         return WAY_OUT
     if "after the conversion" in reason:
         return "; change the model before it is converted, in configure_model for example, or convert it again"

@@ -43,6 +43,7 @@ from lightning_fp8.proofs.attention import Problem
 from lightning_fp8.proofs.casts import (
     check_cast,
     check_norm_backward,
+    check_rms_norm,
     check_observe,
     check_quantize_columns,
     check_transpose,
@@ -247,6 +248,22 @@ def _norm(
     return _of_rows(check, columns, Norm(*norm))
 
 
+def _rms_norm(
+    x_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, norm: tuple[Any, ...], dtype: torch.dtype,
+    rounds_first: bool,
+) -> Iterator[Case]:  # fmt: skip
+    columns = x_key[1][1]
+
+    def check(rows: int, formula: Norm, device: str, gap: int = 0, special: bool = False) -> None:
+        x = values(rows, columns, x_key[0])
+        if special:
+            x[5, 7 % columns] = torch.nan
+        weight, _ = _parameters(columns, weight_dtype, misalignment, False)
+        check_rms_norm(like(x_key, x, gap), weight, formula, dtype, rounds_first, device)
+
+    return _of_rows(check, columns, Norm(*norm))
+
+
 def _norm_backward(
     x_key: PlainKey, dy_key: PlainKey, weight_dtype: torch.dtype, misalignment: int, norm: tuple[Any, ...],
     bias_gradient: bool,
@@ -441,6 +458,7 @@ CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "gated": partial(_gated, gated_quantize_op),
     "gated_backward": partial(_gated, gated_backward_quantize_op),
     "norm": _norm,
+    "rms_norm": _rms_norm,
     "norm_backward": _norm_backward,
     "gemm": _gemm,
     "attention_forward": _attention_forward,

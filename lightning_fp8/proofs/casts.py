@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op
-from lightning_fp8.ops.norm import Norm, norm_backward_op
+from lightning_fp8.ops.norm import Norm, norm_backward_op, rms_norm_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
 from lightning_fp8.ops.transpose import transpose_op
@@ -116,6 +116,16 @@ def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0
         results.append(state)
     for name, a, b in zip(("amax", "amax_history", "scale"), *results):
         assert_same(a, b, name)
+
+
+def check_rms_norm(
+    x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool, device: str
+) -> None:
+    """Check RMSNorm in high precision."""
+    actual = kernels_of(rms_norm_op)(moved(x, device), moved(weight, device), norm, dtype, rounds_first)
+    expected = reference_of(rms_norm_op)(x, weight, norm, dtype, rounds_first)
+    for name, a, b in zip(("y", "statistics"), actual, expected):
+        assert_close(a, b, name)
 
 
 def check_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, norm: Norm, bias_gradient: bool, device: str) -> None:

@@ -122,6 +122,7 @@ KINDS: dict[str, Kind] = {
     "normalize, transposed": Kind("norm", (X, BF16, 0, False, RMS, _variant(scale=True, amax=True, known=True))),
     "statistics": Kind("norm", (X, BF16, 0, True, LAYER, _variant(Layout.BLOCK_1X128))),
     "statistics of long rows": Kind("norm", (LONG, FP32, 0, True, LAYER, _variant(Layout.ROW))),
+    "RMSNorm": Kind("rms_norm", (X, BF16, 0, RMS, BF16, True)),
     "norm backward": Kind("norm_backward", (X, X, BF16, 0, RMS, False)),
     "norm backward of long rows": Kind("norm_backward", (LONG, LONG, BF16, 0, LAYER, True)),
     "SwiGLU": Kind("activation", (X, _variant(scale=True, amax=True), "swiglu")),

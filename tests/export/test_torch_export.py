@@ -31,6 +31,7 @@ NOT_OF_INFERENCE = {
     "gated_quantize_unobserved",
     "norm_backward",
     "norm_quantize",
+    "rms_norm",  # likewise the model's own where it is traced
     "observe",
     "quantize_columns",  # it and transpose are FSDP2's
     "transpose",

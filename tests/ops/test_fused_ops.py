@@ -78,6 +78,7 @@ def test_registration_of_what_writes_to_nothing(layout: Layout) -> None:
     torch.library.opcheck(library.activation_backward_quantize_unobserved, (x, x, "gelu", BF16, *cast))
     statistics = torch.stack((x.float().mean(1), torch.ones(35)))
     layer, rms = Norm(0.0, zero_centered=True), Norm(0.0, rms=True)
+    torch.library.opcheck(library.rms_norm, (x, weight, *rms, FP32, True))
     torch.library.opcheck(library.norm_backward, (x.float(), x, weight, statistics, *layer, True))
     torch.library.opcheck(library.norm_backward, (x, x, weight, statistics[1:], *rms, False))
 

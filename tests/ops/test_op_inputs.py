@@ -22,7 +22,7 @@ from lightning_fp8.ops.activation import (
 )
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
-from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
+from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op, rms_norm_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
 from lightning_fp8.ops.transpose import transpose_op
@@ -174,6 +174,7 @@ OPS: dict[str, Case] = {
         norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), ONE, ONE.clone(), None),
         {1: OF_NORM, 5: named("scale", SCALAR), 6: named("amax", SCALAR)},
     ),
+    "RMSNorm": (rms_norm_op, (X, WEIGHT, Norm(1e-5), torch.float32, True), {1: OF_NORM}),
     "norm backward": (
         norm_backward_op, (X, X, WEIGHT, STATISTICS, Norm(0.0), False),
         {0: OF_DY, 2: OF_NORM_BACKWARD, 3: OF_STATISTICS},

@@ -66,13 +66,13 @@ def converted(fuse: bool, model: Any = None, **options: Any) -> Any:
 
 
 def step(model: Any, recipe: Any = "delayed", enabled: bool = True) -> list[Tensor]:
-    """The logits and all gradients of one training step, under autocast if the weights are float32."""
+    """The logits and the gradients of one training step, under autocast if the weights are float32."""
     model.zero_grad()
     wide = model.lm_head.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16, enabled=wide), fp8_autocast(enabled, fp8_recipe=recipe):
         output = model(input_ids=TOKENS, labels=TOKENS)
     output.loss.backward()
-    return [output.logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    return [output.logits.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
 
 def distance(found: Tensor, exact: Tensor) -> float:

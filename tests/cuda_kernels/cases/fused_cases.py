@@ -20,12 +20,11 @@ from lightning_fp8.ops.activation import (
     gated_quantize_op,
     is_gated,
 )
-from lightning_fp8.ops.norm import Norm, norm_quantize_op, rms_norm_op
+from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs import casts
 from lightning_fp8.proofs.cases import Case
-from lightning_fp8.proofs.comparing import assert_close, kernels_of, reference_of
-from lightning_fp8.proofs.drawing import moved, values
+from lightning_fp8.proofs.drawing import values
 from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
@@ -77,11 +76,7 @@ def check_rms_norm(
     zero_centered: bool = False, rounds_first: bool = False,
 ) -> None:  # fmt: skip
     x, weight, _ = norm_inputs(shape, dtype, weight_dtype, True)
-    arguments = Norm(1e-5, True, zero_centered), out_dtype, rounds_first
-    actual = kernels_of(rms_norm_op)(moved(x, device), moved(weight, device), *arguments)
-    expected = reference_of(rms_norm_op)(x, weight, *arguments)
-    for name, a, b in zip(("y", "statistics"), actual, expected):
-        assert_close(a, b, name)
+    casts.check_rms_norm(x, weight, Norm(1e-5, True, zero_centered), out_dtype, rounds_first, device)
 
 
 def check_activation(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
