@@ -27,7 +27,7 @@ class FusedModule(nn.Module):
     """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
     _last_context: FP8Context | None = None
     _own_forward: Callable[..., Any] | None = None
-    """The forward that was assigned to the instance before it was fused, as by Liger's patch; else that of its class."""
+    """The known forward that was assigned to the instance, as by Liger's patch; None is that of its class."""
 
     @property
     def features(self) -> tuple[int, ...]:
