@@ -14,7 +14,8 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.modules.swap import calls_own_forward, swap_class, unsharded_class
+from lightning_fp8.hf_fusion.liger import is_patched
+from lightning_fp8.modules.swap import swap_class, unsharded_class
 
 
 class FusedModule(nn.Module):
@@ -26,18 +27,11 @@ class FusedModule(nn.Module):
     called_otherwise: bool = False
     """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
     _last_context: FP8Context | None = None
-    _own_forward: Callable[..., Any] | None = None
-    """The known forward that was assigned to the instance, as by Liger's patch; None is that of its class."""
 
     @property
     def features(self) -> tuple[int, ...]:
         """The sizes that identify it in compiled code; see :func:`.record.note_traced`."""
         raise NotImplementedError
-
-    def _unfused(self, x: Any) -> Any:
-        """The module's own forward."""
-        own = self._own_forward
-        return super().forward(x) if own is None else own(self, x)  # type: ignore[misc]
 
     def _fuses(self, why_not: Callable[[FP8Context], str]) -> bool:
         """Whether this forward takes fewer passes. A forward that a backward pass repeats has its context.
@@ -83,28 +77,18 @@ def _new(fused: type, cls: type) -> Any:
 
 
 def fuse(module: nn.Module, fused: type[FusedModule]) -> None:
-    """Add ``fused`` as a base before the class of ``module``, whose forward is known, in place."""
-    own = forward_of(module)
+    """Add ``fused`` as a base before the class of ``module``, in place."""
     if not isinstance(module, fused):
         swap_class(module, fused_class(fused, unsharded_class(module)))
         module.why_not = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
-    if "forward" in vars(module) and not calls_own_forward(module):
+    if is_patched(module):  # the forward of its class computes the same
         del module.forward
-        module._own_forward = own
 
 
 def original_class(module: nn.Module) -> type:
     """The class of ``module`` without what this package adds."""
     cls = unsharded_class(module)
     return cls.__bases__[1] if issubclass(cls, FusedModule) else cls
-
-
-def forward_of(module: nn.Module) -> Any:
-    """The function that computes a call of ``module``, without what this package adds; None if it is not a method."""
-    replaced = vars(module).get("forward")
-    if replaced is None or calls_own_forward(module):
-        return vars(module).get("_own_forward") or original_class(module).forward  # type: ignore[attr-defined]
-    return replaced.__func__ if getattr(replaced, "__self__", None) is module else None
 
 
 def name_of(module: Any) -> str:

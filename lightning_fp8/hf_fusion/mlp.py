@@ -15,11 +15,11 @@ from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
-    forward_of,
     fuse,
     has_global_hooks,
     has_hooks,
     name_of,
+    original_class,
     why_not_input,
 )
 from lightning_fp8.modules.linear import Linear
@@ -40,12 +40,12 @@ ACTIVATIONS = {
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-# --- Templates, of which only the code is read -------------------------------------------------------------------------
+# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
 
 def _gated(self: Any, x: Any) -> Any:
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj  # noqa: RET504
+    return down_proj
 
 
 def _gated_at_once(self: Any, x: Any) -> Any:
@@ -64,25 +64,23 @@ def _gated_gelu_by_liger(self: Any, x: Any) -> Any:
     return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
+BY_LIGER = _gated_by_liger, _gated_by_older_liger, _gated_gelu_by_liger
+
+
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, also if it is fused already."""
-    return _activation_by_liger(module) is not None or computes(forward_of(module), _gated, _gated_at_once)
-
-
-def _activation_by_liger(mlp: nn.Module) -> str | None:
-    """The ops' name for the activation of an MLP whose forward is Liger's, which calls no ``act_fn``; else None."""
-    forward = forward_of(mlp)
-    if computes(forward, _gated_by_liger, _gated_by_older_liger):
-        return "silu"
-    return "gelu" if computes(forward, _gated_gelu_by_liger) else None
+    forward = original_class(module).forward  # type: ignore[attr-defined]
+    known = computes(forward, _gated, _gated_at_once)
+    return known or ("act_fn" not in module._modules and computes(forward, *BY_LIGER))
 
 
 def activation_of(mlp: nn.Module) -> str | None:
     """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
-    by_liger = mlp._by_liger if isinstance(mlp, FusedMLP) else _activation_by_liger(mlp)
     act_fn = mlp._modules.get("act_fn")
-    if by_liger or act_fn is None:
-        return by_liger
+    if act_fn is None:
+        forward: Any = original_class(mlp).forward  # type: ignore[attr-defined]
+        by_liger = "gelu" if "LigerGELUMulFunction" in forward.__code__.co_names else "silu"
+        return None if "act_fn" in vars(mlp) else by_liger
     cls = type(act_fn)
     return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 
@@ -93,12 +91,10 @@ def activation_of(mlp: nn.Module) -> str | None:
 class FusedMLP(FusedModule):
     """A gated MLP whose three FP8 layers are one autograd function in an FP8 context."""
 
-    _by_liger: str | None = None
-
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
         if torch.compiler.is_exporting() or not self._fuses(lambda context: self._why_not_now(x, context)):
-            return self._unfused(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         gate, up, down = (self._modules[name] for name in LAYERS)
         return _forward(x, gate, up, down, activation_of(self))  # type: ignore[arg-type]
 
@@ -170,4 +166,3 @@ def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str)
 def fuse_mlp(mlp: nn.Module) -> None:
     """Make ``mlp`` run as one autograd function, in place."""
     fuse(mlp, FusedMLP)
-    mlp._by_liger = _activation_by_liger(mlp)  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
-from lightning_fp8.hf_fusion.fused import FusedModule, computes, forward_of, fuse, original_class, why_not_input
+from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
 
 if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
@@ -22,17 +22,15 @@ class Formula(NamedTuple):
     Attributes:
         eps: the name of its attribute.
         zero_centered: whether its weight is gamma - 1.
-        rounds_first: whether x rstd is rounded to x's dtype before the product.
-        promotes: whether the result has the wider dtype of x and the weight, instead of x's.
+        rounds_first: whether x rstd is rounded to x's dtype before the product, which is not rounded to it again.
     """
 
     eps: str
     zero_centered: bool = False
     rounds_first: bool = False
-    promotes: bool = False
 
 
-# --- Templates, of which only the code is read -------------------------------------------------------------------------
+# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
 
 def _rounds_first(self: Any, x: Any) -> Any:
@@ -75,30 +73,20 @@ def _by_liger(self: Any, x: Any) -> Any:
     )
 
 
-def _is_by_liger(norm: Any, forward: Any) -> bool:
-    """Whether Liger's kernel computes ``norm``, in a known mode.
-
-    The forward of some classes calls that of LigerRMSNorm, and has another way for norms without a weight.
-    """
-    if getattr(norm, "with_scale", False) and getattr(forward, "__module__", "").startswith("liger_kernel."):
-        forward = next((each.forward for each in type(norm).__mro__ if each.__name__ == "LigerRMSNorm"), forward)
-    known = computes(forward, _by_liger)
-    return known and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none")
-
-
 def formula_of(norm: nn.Module) -> Formula | None:
     """The formula of ``norm``, also if it is fused already; None if it is not known."""
-    forward: Any = forward_of(norm)
-    if computes(forward, _rounds_first):
-        return Formula("variance_epsilon", rounds_first=True, promotes=True)
-    if computes(forward, _rounds_last, _rounds_last_wide):
+    cls: Any = original_class(norm)
+    if computes(cls.forward, _rounds_first):
+        return Formula("variance_epsilon", rounds_first=True)
+    if computes(cls.forward, _rounds_last, _rounds_last_wide):
         return Formula("variance_epsilon")
-    if computes(forward, _zero_centered) and computes(getattr(original_class(norm), "_norm", None), _norm):
+    if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    if _is_by_liger(norm, forward):
+    by_liger = computes(cls.forward, _by_liger) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", norm.offset == 1.0, norm.casting_mode == "llama")
-    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
-        return Formula("eps", promotes=True)
+    if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+        return Formula("eps")
     return None
 
 
@@ -115,15 +103,15 @@ class FusedNorm(FusedModule):
         """``x [..., K]`` to the same shape."""
         if torch.compiler.is_compiling():  # Inductor makes one kernel of it
             note_traced(*self.features)
-            return self._unfused(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         weight = self.weight
         if not self._fuses(lambda _: _why_not(x, weight)):
-            return self._unfused(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         formula = self._formula
         eps = getattr(self, formula.eps)
         if eps is None:  # torch.nn.RMSNorm's default
             eps = torch.finfo(torch.float32).eps
-        promotes = formula.promotes and x.dtype is not weight.dtype
+        promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
         norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
         y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks, name_of
+from lightning_fp8.hf_fusion.liger import is_patched
 from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
@@ -50,10 +51,10 @@ def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
 
 
 def _why_not(module: nn.Module, known: Any) -> str:
-    if known:
-        return ""
-    replaced = "forward" in vars(module) and not calls_own_forward(module)
-    return "its forward was replaced on the instance" if replaced else f"fuse=True does not support {name_of(module)}"
+    if not known:
+        return f"fuse=True does not support {name_of(module)}"
+    replaced = "forward" in vars(module) and not (is_patched(module) or calls_own_forward(module))
+    return "its forward was replaced on the instance" if replaced else ""
 
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
@@ -116,8 +117,7 @@ def judged_fused(
     elif not (fused := _fused_in(current)):
         why_not = CLASS_REPLACED if "why_not" in vars(current) else MODULE_REPLACED
     elif all("forward" in vars(each) and not calls_own_forward(each) for each in fused):
-        known = formula_of(current) if planned.kind == NORM else is_known_mlp(current)
-        why_not = f"{FORWARD_REPLACED}; convert it again to fuse it" if known else FORWARD_REPLACED
+        why_not = FORWARD_REPLACED + "; convert it again to fuse it" * all(map(is_patched, fused))
     elif any(each.called_otherwise or was_traced(*each.features) for each in fused):
         return planned
     else:

@@ -21,6 +21,7 @@ from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary
+from lightning_fp8.hf_fusion.mlp import FusedMLP
 from lightning_fp8.hf_fusion.norm import FusedNorm
 from tests.convert.fuse.liger import liger_on_the_cpu
 
@@ -289,19 +290,25 @@ def test_the_heads_row_says_that_liger_reads_its_weight(instance: bool) -> None:
     assert model.lm_head.weight.grad is not None
 
 
-def test_patched_instances_run_ligers_forward_outside_of_fp8() -> None:
-    """Also copies do."""
+@pytest.mark.parametrize("instance", [False, True])
+def test_outside_of_fp8_a_class_runs_ligers_forward_and_an_instance_its_own(instance: bool) -> None:
+    """Which compute the same. MLPs of blocks in BF16 are left as they are."""
+    if not instance:
+        LLAMA.apply()
     model = made(LLAMA)
-    LLAMA.apply(model=model)
+    if instance:
+        LLAMA.apply(model=model)
     plain = copy.deepcopy(model.model.norm)
-    norm = convert(model).model.norm
+    norm = convert_module(model, num_layers_at_end_in_bf16=0, fuse=True).model.norm
     x = torch.randn(4, 64).bfloat16()
     for each in (norm, copy.deepcopy(norm)):
         assert isinstance(each, FusedNorm)
         assert torch.equal(each(x), plain(x))
-        assert each(x).grad_fn.name() == "LigerRMSNormFunctionBackward"
+        assert (each(x).grad_fn.name() == "LigerRMSNormFunctionBackward") is not instance
         with fp8_autocast():
-            assert each(x).grad_fn.name() == "RMSNormFunctionBackward"
+            assert each(x[None])[0].grad_fn is not None
+    assert model.model.layers[0].mlp.forward.__module__ == "liger_kernel.transformers.swiglu"
+    assert isinstance(model.model.layers[1].mlp, FusedMLP)
 
 
 def test_a_plugin_says_what_liger_computes(caplog: pytest.LogCaptureFixture) -> None:
