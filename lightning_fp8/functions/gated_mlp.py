@@ -44,7 +44,7 @@ class GatedMLP(NamedTuple):
     def gradients(
         self, da: Tensor, g: Tensor, u: Tensor, *, rowwise: bool, of_gate: bool, of_up: bool
     ) -> tuple[Quantized, Quantized]:
-        """The gradients of the outputs of gate and up, cast. ``of_gate``, ``of_up``: also for the weights' gradients."""
+        """The gradients of the outputs of gate and up, cast; ``of_gate``, ``of_up``: also for a weight's."""
         for_gate = self.gate.cast_args(Role.GRAD_OUTPUT, rowwise=rowwise or not of_gate, columnwise=of_gate)
         for_up = self.up.cast_args(Role.GRAD_OUTPUT, rowwise=rowwise or not of_up, columnwise=of_up)
         # One pass would read da and g once: the place of a kernel that writes both.

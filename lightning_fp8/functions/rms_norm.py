@@ -39,6 +39,11 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight, statistics = ctx.saved_tensors
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(
-            dy.reshape(-1, columns), x.reshape(-1, columns), weight, statistics, rms=True, zero_centered=ctx.zero_centered
+            dy.reshape(-1, columns),
+            x.reshape(-1, columns),
+            weight,
+            statistics,
+            rms=True,
+            zero_centered=ctx.zero_centered,
         )
         return dx if x.dim() == 2 else dx.view(x.shape), dweight, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
 from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.shared_input import input_cast
+from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
@@ -25,9 +26,6 @@ from lightning_fp8.hf_fusion.fused import (
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.scaled import Role
-
-if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
-    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
 ACTIVATIONS = {
     ("SiLU", "torch.nn.modules.activation"): "silu",
@@ -52,35 +50,19 @@ def _gated_at_once(self: Any, x: Any) -> Any:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _gated_by_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
-
-
-def _gated_by_older_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-def _gated_gelu_by_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-BY_LIGER = _gated_by_liger, _gated_by_older_liger, _gated_gelu_by_liger
-
-
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, also if it is fused already."""
     forward = original_class(module).forward  # type: ignore[attr-defined]
     known = computes(forward, _gated, _gated_at_once)
-    return known or ("act_fn" not in module._modules and computes(forward, *BY_LIGER))
+    return known or ("act_fn" not in module._modules and computes(forward, *liger.MLPS))
 
 
 def activation_of(mlp: nn.Module) -> str | None:
     """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
     act_fn = mlp._modules.get("act_fn")
     if act_fn is None:
-        forward: Any = original_class(mlp).forward  # type: ignore[attr-defined]
-        by_liger = "gelu" if "LigerGELUMulFunction" in forward.__code__.co_names else "silu"
-        return None if "act_fn" in vars(mlp) else by_liger
+        names = original_class(mlp).forward.__code__.co_names  # type: ignore[attr-defined]
+        return None if "act_fn" in vars(mlp) else "gelu" if "LigerGELUMulFunction" in names else "silu"
     cls = type(act_fn)
     return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
-
-if TYPE_CHECKING:  # calls of imported names are compiled differently, so a template imports what its model does
-    from liger_kernel.ops import LigerRMSNormFunction
 
 
 class Formula(NamedTuple):
@@ -67,12 +65,6 @@ def _norm(self: Any, x: Any) -> Any:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def _by_liger(self: Any, x: Any) -> Any:
-    return LigerRMSNormFunction.apply(
-        x, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
-    )
-
-
 def formula_of(norm: nn.Module) -> Formula | None:
     """The formula of ``norm``, also if it is fused already; None if it is not known."""
     cls: Any = original_class(norm)
@@ -82,7 +74,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    by_liger = computes(cls.forward, _by_liger) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", norm.offset == 1.0, norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]

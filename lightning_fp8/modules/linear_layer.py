@@ -92,7 +92,9 @@ class LinearLayer(WeightCachingModule):
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
-        casts = input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        casts = (
+            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+        )
         x = input if casts or input.dtype is dtype else input.to(dtype)
         if is_sharded(weight):
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")

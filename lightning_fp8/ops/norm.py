@@ -248,9 +248,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, r
 
 
 @op("rms_norm", check=_check_rms_norm)
-def rms_norm_op(
-    x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool
-) -> tuple[Tensor, Tensor]:
+def rms_norm_op(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(1, x.shape[0], dtype=torch.float32)
 
 

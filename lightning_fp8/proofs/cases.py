@@ -43,9 +43,9 @@ from lightning_fp8.proofs.attention import Problem
 from lightning_fp8.proofs.casts import (
     check_cast,
     check_norm_backward,
-    check_rms_norm,
     check_observe,
     check_quantize_columns,
+    check_rms_norm,
     check_transpose,
     check_update_scales,
 )

@@ -118,9 +118,7 @@ def check_update_scales(length: int, n: int, device: str, *, margin: float = 0.0
         assert_same(a, b, name)
 
 
-def check_rms_norm(
-    x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool, device: str
-) -> None:
+def check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool, device: str) -> None:
     """Check RMSNorm in high precision."""
     actual = kernels_of(rms_norm_op)(moved(x, device), moved(weight, device), norm, dtype, rounds_first)
     expected = reference_of(rms_norm_op)(x, weight, norm, dtype, rounds_first)

@@ -77,7 +77,8 @@ def step(model: Any, recipe: Any = "delayed", enabled: bool = True) -> list[Tens
 
 def distance(found: Tensor, exact: Tensor) -> float:
     """The relative error of one tensor."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""``fuse=True``: after the first step, the table says which norms and MLPs took fewer passes, and why others did not."""
+"""``fuse=True``: after the first step, the table says which norms and MLPs took fewer passes, and why not."""
 
 from __future__ import annotations
 
