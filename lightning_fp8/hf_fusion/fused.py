@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType
@@ -114,7 +115,11 @@ def _steps(code: CodeType) -> tuple[Any, ...]:
 def _instructions(code: CodeType) -> Iterator[tuple[str, Any]]:
     """Opcodes and arguments; constants as values, since a docstring shifts their numbers."""
     for each in dis.get_instructions(code):
-        if each.opname not in ("RESUME", "NOP", "CACHE"):
+        variables = re.findall("(?:LOAD|STORE)_FAST(?:_BORROW)?", each.opname)
+        if each.arg is not None and len(variables) == 2:  # Python 3.13 combines two in one line of the source
+            yield variables[0], each.arg >> 4
+            yield variables[1], each.arg & 15
+        elif each.opname not in ("RESUME", "NOP", "CACHE"):
             yield each.opname, each.argval if "CONST" in each.opname else each.arg
 
 

@@ -16,10 +16,8 @@ if TYPE_CHECKING:  # calls of imported names are compiled differently, so templa
 
 READS_THE_HEAD = "Liger's fused linear cross entropy reads its weight and does not call it in training"
 
-# --- Templates, of which only the code is read ------------------------------------------------------------------------
 
-
-def rms_norm(self: Any, x: Any) -> Any:
+def rms_norm(self: Any, x: Any) -> Any:  # a template, of which only the code is read; so are MLPS
     return LigerRMSNormFunction.apply(
         x, self.weight, self.variance_epsilon, self.offset, self.casting_mode, self.in_place, self.row_mode
     )
@@ -30,8 +28,6 @@ MLPS = (
     lambda self, x: self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x))),
     lambda self, x: self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x))),
 )
-
-# --- The model --------------------------------------------------------------------------------------------------------
 
 
 def is_patched(module: nn.Module) -> bool:
