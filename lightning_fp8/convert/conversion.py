@@ -269,7 +269,7 @@ def convert_module(
     num_layers_at_end_in_bf16: int = 1,
     replace_layers: bool = True,
     skip: Skip = (),
-    fuse: bool = False,
+    fuse: bool = True,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
@@ -317,8 +317,6 @@ def convert_module(
     apply_conversion(model, summary)
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
-    elif fuse and not summary.fuses:
-        warnings.warn(f"{nothing_fuses(model)}:\n{summary}", stacklevel=2)
     report_first_steps(model, summary, policy)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
@@ -342,14 +340,6 @@ def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
             f"see conversion_summary(model) for the reasons: {said}",
             stacklevel=2,
         )
-
-
-def nothing_fuses(model: nn.Module) -> str:
-    """The message that ``fuse=True`` has no effect."""
-    return (
-        f"fuse=True: no norm and no MLP of {type(model).__name__} can cast for FP8 layers; the table has the reasons "
-        "of those that it lists"
-    )
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:

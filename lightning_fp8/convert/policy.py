@@ -45,7 +45,7 @@ class Policy:
     num_layers_at_end_in_bf16: int = 1
     replace_layers: bool = True
     skip: Skip = ()
-    fuse: bool = False
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         for option in fields(self):

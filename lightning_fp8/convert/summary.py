@@ -94,11 +94,6 @@ class ConversionSummary:
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
-    def fuses(self) -> bool:
-        """Whether a norm or an MLP casts for FP8 layers, with ``fuse=True``."""
-        return any(each.fp8 for each in (*self.norms, *self.mlps))
-
-    @property
     def share_of_parameters(self) -> float | None:
         """The share of the elements of all matrices that is in matrices that run in FP8; None without matrices."""
         total = sum(layer.parameters for layer in self.layers)
@@ -128,7 +123,7 @@ class ConversionSummary:
     @property
     def idle(self) -> tuple[LayerDecision, ...]:
         """The planned FP8 layers that did not multiply in FP8 in the first training step, and the fused norms and MLPs
-        that did not cast."""
+        that ran as the model's own."""
         return tuple(layer for layer in self.rows if layer.fp8 and layer.ran is False)
 
     def table(self, verbose: bool = False) -> str:

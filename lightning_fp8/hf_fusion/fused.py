@@ -55,8 +55,8 @@ class FusedModule(nn.Module):
         return context.enabled and not reason
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class has no name in a Python module
-        _, _, state, *rest = super().__reduce_ex__(protocol)
-        return _new, unsharded_class(self).__bases__, {**state, "_last_context": None}, *rest  # type: ignore[dict-item]
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, unsharded_class(self).__bases__, {**reduced[2], "_last_context": None}, *reduced[3:]
 
 
 def fused_class(fused: type, cls: type) -> type:
@@ -73,7 +73,7 @@ def fused_class(fused: type, cls: type) -> type:
 
 def _new(fused: type, cls: type) -> Any:
     """An instance without attributes, for copies and pickles."""
-    made = fused_class(fused, cls)
+    made: Any = fused_class(fused, cls)
     return made.__new__(made)
 
 

@@ -29,7 +29,6 @@ from lightning_fp8.convert.conversion import (
     apply_conversion,
     globs_without_layers,
     is_sharded,
-    nothing_fuses,
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
@@ -105,8 +104,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             In-place changes of a weight under ``torch.no_grad()`` are detected. In-place changes of its ``data``, such
             as ``weight.data.mul_(...)``, are not: stale copies are used until an optimizer steps, and in the Trainer
             until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
-        fuse: let norms and activations of known model families cast for the layers that read them; see
-            :func:`convert_module`.
+        fuse: run RMSNorms and gated MLPs of known forwards in fewer passes; see :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. The message lists valid values.
@@ -127,7 +125,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         compute_dtype: torch.dtype | str | None = None,
         attention: bool = False,
         cache_fp8_weights: bool | None = None,
-        fuse: bool = False,
+        fuse: bool = True,
     ) -> None:
         self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
         self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
@@ -227,8 +225,6 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                     "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
                     "FP8; attention by other functions does not"
                 )
-            if self.policy.fuse and not self.summary.fuses:
-                rank_zero_warn(nothing_fuses(module))
         elif cast:
             rank_zero_info(cast.rstrip())
         if self._pending_state is not None:

@@ -304,15 +304,3 @@ def test_attention_where_there_is_none() -> None:
         FP8FabricPrecision("tensorwise", attention=True).convert_module(
             nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         )
-
-
-def converted_by_plugin(model: nn.Module) -> nn.Module:
-    return FP8FabricPrecision("tensorwise", fuse=True).convert_module(model)
-
-
-@pytest.mark.parametrize("convert", [converted_by_plugin, partial(convert_module, fuse=True)])
-@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.LayerNorm, 16)])
-def test_fuse_where_nothing_fuses(convert: Callable[[nn.Module], nn.Module], norm: Callable[[], nn.Module]) -> None:
-    blocks = (nn.Sequential(norm(), nn.Linear(16, 16)) for _ in range(4))
-    with pytest.warns(UserWarning, match="fuse=True: no norm and no MLP of Sequential can cast for FP8 layers"):
-        convert(nn.Sequential(*blocks))

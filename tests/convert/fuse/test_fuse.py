@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict
+from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.hf_fusion.norm import FusedNorm, fuse_norm
@@ -218,6 +218,23 @@ def test_micro_batches_with_kept_weights() -> None:
         casts.append(ops.counts["quantize"])
     assert_equal(*found)
     assert casts[0] - casts[1] == 14 * 3  # forward and backward of two, instead of one cast
+
+
+def test_resumes_to_the_bit() -> None:
+    """From a model's state and that of its scales. The former has the model's own keys."""
+
+    def train(model: Any, steps: int) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(steps):
+            step(model)
+            optimizer.step()
+        return model
+
+    straight, half, resumed = train(converted(True), 4), train(converted(True), 2), converted(True)
+    assert [*half.state_dict()] == [*llama().state_dict()]
+    resumed.load_state_dict(half.state_dict())
+    load_fp8_state_dict(resumed, fp8_state_dict(half))
+    assert_equal([*straight.parameters()], [*train(resumed, 2).parameters()])
 
 
 def test_calibration_runs_the_models_own() -> None:
