@@ -154,8 +154,9 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
         decisions += _other_matrices(module, name)
     by_name = {decision.name: decision for decision in decisions}
-    fused = (plan_norms(model, by_name), plan_mlps(model, by_name)) if policy.fuse else ()
-    return ConversionSummary(tuple(decisions), *fused, elsewhere=computed_by_liger(model))
+    norms = plan_norms(model, by_name) if policy.fuse else ()
+    mlps = plan_mlps(model, by_name) if policy.fuse else ()
+    return ConversionSummary(tuple(decisions), norms, mlps, elsewhere=computed_by_liger(model))
 
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)

@@ -76,7 +76,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("eps", zero_centered=True)
     by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
-        return Formula("variance_epsilon", norm.offset == 1.0, norm.casting_mode == "llama")
+        return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
         return Formula("eps")
     return None
