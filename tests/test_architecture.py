@@ -115,6 +115,7 @@ def test_the_arrow_points_from_plugin_to_ops() -> None:
 VALUES = {
     "version": set(),
     "arguments": set(),
+    "capture": set(),
     "files": set(),
     "formats": set(),
     "scaling": set(),
@@ -232,6 +233,7 @@ ROOMS = {
     "te.model": {"convert", "delayed", "modules", "modules.transformer", "te", "te.tensor_parallel"},
     "transformer_engine": {
         "attention.modules",
+        "delayed",
         "export",
         "fp8_region",
         "modules",

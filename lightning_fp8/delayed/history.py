@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import reprlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.watch import Watch
 from lightning_fp8.formats import Format
 from lightning_fp8.recipes import DelayedScaling, Recipe, float8_for
@@ -32,6 +34,9 @@ T = TypeVar("T")
 
 Span = tuple[Format, int]
 """The format and margin of a recipe. With an amax they determine a scale."""
+
+WARM_UP_STEPS = 3  # the first computes scales, the host learns of them in the second, the third runs their kernels
+WARM_UP = f"run at least {WARM_UP_STEPS} training steps, with torch.cuda.synchronize() after each"
 
 _not_for_inference = torch.inference_mode(False)
 """Decorator of functions that create state: tensors created in inference mode cannot be updated outside of it."""
@@ -113,14 +118,14 @@ def span_in(state: dict[str, Any]) -> Span | None:
 
 
 class NonzeroScales:
-    """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step.
+    """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step or more.
 
     A scale that is nonzero stays nonzero until a state is loaded.
     """
 
     def __init__(self) -> None:
         self._nonzero: list[bool] = []
-        self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._copy: Tensor | None = None
 
     def is_nonzero(self, index: int) -> bool:
         """Whether the scale of the slot ``index`` is known to be nonzero."""
@@ -130,28 +135,21 @@ class NonzeroScales:
         """Read ``scale > 0`` of float32 ``[n]`` synchronously. It waits for the GPU."""
         if not scale.is_meta:
             self._nonzero = (scale > 0).tolist()
-            self._pending_copy = None
 
     def poll(self, scale: Tensor) -> None:
         """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
 
-        On a GPU, one call starts an asynchronous copy to the host, and a later call reads it once it is complete.
+        On a GPU, each call reads what has arrived on the host, and starts an asynchronous copy.
         """
-        if self._nonzero and all(self._nonzero):
+        if is_capturing() or (self._nonzero and all(self._nonzero)):
             return
         if not scale.is_cuda:
             self._nonzero = (scale > 0).tolist()
-        elif torch.cuda.is_current_stream_capturing():
-            return
-        elif self._pending_copy is None:
-            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
-            copy.copy_(scale > 0, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending_copy = copy, event
-        elif self._pending_copy[1].query():
-            self._nonzero = self._pending_copy[0].tolist()
-            self._pending_copy = None
+        else:
+            if self._copy is None:
+                self._copy = torch.zeros(scale.shape, dtype=torch.bool, pin_memory=True)
+            self._nonzero = self._copy.tolist()  # an incomplete copy is right, too: True stays True
+            self._copy.copy_(scale > 0, non_blocking=True)
 
     def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
         return NonzeroScales, ()  # copies and pickles start with all unknown
@@ -215,7 +213,11 @@ class Slot:
         """Whether the scale is known to be nonzero, without waiting for the GPU."""
         if torch.compiler.is_dynamo_compiling():  # False for torch.export's default, which runs Python code
             return False  # a value that changes later would recompile
-        return self.history.nonzero_scales.is_nonzero(self.index)
+        known = self.history.nonzero_scales.is_nonzero(self.index)
+        if not known and is_capturing():
+            text = "a CUDA graph captures FP8 casts whose scales may be 0, which each replay checks. Before a capture"
+            warnings.warn(f"{text}, {WARM_UP}", stacklevel=2)
+        return known
 
 
 def _slot_of(history: AmaxHistory, index: int) -> Slot:
@@ -253,6 +255,8 @@ class AmaxHistory:
         fp8_max: float32 ``[n]``, the largest value of each slot's format, cached with the format and device, so that an
             update copies nothing to the GPU.
         before_update: called with the history before each update, when its amaxes and scales are those of the step.
+        eager_updates: the recipe of the last updates outside a capture, and their number.
+        is_captured: whether a CUDA graph uses the slots.
         creation_index: the order of the histories of a process, which is the same on all ranks.
 
     ``amax`` and ``scale`` must only be changed in place, because the tensors of each :class:`Slot` share their memory.
@@ -265,6 +269,8 @@ class AmaxHistory:
     calibrated = False
     span: Span | None = None
     before_update: Callable[[AmaxHistory], None] | None = None
+    eager_updates: tuple[DelayedScaling | None, int] = None, 0
+    is_captured = False
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -369,6 +375,7 @@ class AmaxHistory:
     def resize(self, length: int) -> None:
         """Resize the history to ``length`` steps: drop the oldest steps, or prepend zeros."""
         if self.amax_history.shape[0] != length:
+            self._warn_of_graphs()
             amax_history = self.amax_history.new_zeros(length, len(self.names))
             num_kept = min(length, self.amax_history.shape[0])
             if num_kept:
@@ -378,13 +385,21 @@ class AmaxHistory:
     @_not_for_inference
     def reset(self, slots: Iterable[int] | None = None) -> None:
         """Empty ``slots``. Without them, the history is as a new one."""
+        self._warn_of_graphs()
         if slots is None:
             self.updates, self.steps, self.span = 0, None, None
+        self.eager_updates = None, 0
         emptied = slice(None) if slots is None else list(slots)
         for values in (self.scale, self.amax, self.num_observed, self.amax_history):
             values[..., emptied] = 0.0
         self.nonzero_scales = NonzeroScales()
         self.watch.state_changed()
+
+    def _warn_of_graphs(self) -> None:
+        if self.is_captured and self.updates:
+            self.is_captured = False
+            text = "FP8 scales are loaded, emptied or resized: do not replay CUDA graphs captured before"
+            warnings.warn(f"{text}, {WARM_UP}, and capture again", stacklevel=3)
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""

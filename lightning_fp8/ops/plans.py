@@ -24,6 +24,7 @@ import torch
 from cuda_kernels.host.launch import NoKernels
 from cuda_kernels.host.proofs import Unproven
 from cuda_kernels.kernel import KernelError
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.ops.proving import prove
 
 Run = Callable[..., Any]
@@ -89,6 +90,8 @@ def planned(
         def op_for(device: torch.device, current: int | bool, *plan_key: Hashable) -> Run:
             if current is not False and current != device.index:
                 return _on_device(op_for, device, plan_key)
+            if is_capturing():
+                raise RuntimeError(f"a CUDA graph captures {name or plan.__name__} of a new shape: run the step before")
             refused = _without_kernels.get(device)
             planners = (planner_without_kernels,) if refused else (plan, planner_without_kernels)
             run = fallback

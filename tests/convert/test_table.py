@@ -11,18 +11,26 @@ from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from lightning_fp8.convert.table import Row, grouped, rendered
 
 LLAMA_3_8B = """\
-layer                                     out × in       planned       because
-------------------------------------------------------------------------------
-model.layers.0.*                                         BF16     ×7
+layer                                                out × in       planned
+--------------------------------------------------------------------------------
+model.layers.0.*                                                    BF16     ×7
     in layer 0 of 32, one of the first 1
-model.layers.{1-30}.self_attn.{q,o}_proj  4096 × 4096    FP8      ×60
-model.layers.{1-30}.self_attn.{k,v}_proj  1024 × 4096    FP8      ×60
-model.layers.{1-30}.mlp.{gate,up}_proj    14336 × 4096   FP8      ×60
-model.layers.{1-30}.mlp.down_proj         4096 × 14336   FP8      ×30
-model.layers.31.*                                        BF16     ×7
+model.layers.{1-30}.self_attn.{q,o}_proj             4096 × 4096    FP8      ×60
+model.layers.{1-30}.self_attn.{k,v}_proj             1024 × 4096    FP8      ×60
+model.layers.{1-30}.mlp.{gate,up}_proj               14336 × 4096   FP8      ×60
+model.layers.{1-30}.mlp.down_proj                    4096 × 14336   FP8      ×30
+model.layers.31.*                                                   BF16     ×7
     in layer 31 of 32, one of the last 1
-lm_head                                   128256 × 4096  BF16
+lm_head                                              128256 × 4096  BF16
     output head: the model's get_output_embeddings()
+model.layers.{0-31}.{inp...ost_attention}_layernorm  4096           BF16     ×64
+    in one kernel
+model.norm                                           4096           BF16
+    in one kernel
+model.layers.{0,31}.mlp                                             BF16     ×2
+    gate_proj runs in BF16
+model.layers.{1-30}.mlp                                             FP8      ×30
+    in one autograd function
 210 of 225 linear layers planned in FP8:
 87.2 % of the parameters of all matrices"""
 
@@ -41,8 +49,8 @@ def test_a_model_of_32_layers() -> None:
     assert str(summary) == LLAMA_3_8B
     assert len(summary.layers) == 225
     verbose = summary.table(verbose=True).splitlines()
-    assert len(verbose) == 225 + 3
-    for line, layer in zip(verbose[2:-1], summary.layers, strict=True):
+    assert len(verbose) == 225 + 65 + 32 + 3
+    for line, layer in zip(verbose[2:-1], summary.rows, strict=True):
         assert line.split("  ")[0] == layer.name
         assert line.endswith(layer.reason)
 

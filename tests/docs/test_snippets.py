@@ -22,7 +22,7 @@ from tests.docs.given import ON_ONE_RANK, Data, Model, given
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.tiers import thorough
 
-RUN_ELSEWHERE = {"onnx.md"}
+RUN_ELSEWHERE = {"cuda_graphs.md", "onnx.md"}
 """Pages whose blocks another test runs, and looks at what they leave."""
 
 

@@ -21,6 +21,7 @@ from lightning_fp8.attention.models.owners import asked, current_owner, in_high_
 from lightning_fp8.attention.models.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.attention.sequence_tables import shared
+from lightning_fp8.capture import is_capturing
 
 NAME = "lightning_fp8"
 
@@ -121,10 +122,10 @@ def mask(
 ) -> Tensor | None:
     """A mask function for transformers. Returns None without a mask, a :func:`carried` band, or a dense mask.
 
-    Compiled code cannot check values, so it asserts them: packed sequences and padding at the start raise an error.
+    Compiled code and captures cannot check values, and assert them: packed sequences and padding at the start fail.
     """
     band = None
-    tracing = torch.compiler.is_compiling()
+    tracing = torch.compiler.is_compiling() or is_capturing()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
@@ -159,11 +160,11 @@ def mask(
 
 
 _WRONG_PADDING = (
-    "a compiled model supports FP8 attention only with padding at the end of sequences; pad on the right, compile the "
-    "model's layers instead of the whole, or pass attention=False"
+    "a compiled or captured model supports FP8 attention only with padding at the end of sequences; pad on the right, "
+    "compile the model's layers instead of the whole, or pass attention=False"
 )
 _PACKED = (
-    "a compiled model does not support FP8 attention of packed sequences; compile its layers instead of the whole, "
+    "a compiled or captured model does not support FP8 attention of packed sequences; compile its layers instead, "
     "pass an attention_mask, or attention=False"
 )
 
