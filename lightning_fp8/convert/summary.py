@@ -135,13 +135,11 @@ class ConversionSummary:
         rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
         heading = "ran in" if self._ran else "planned"
         if verbose:
-            return "
-".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
+            return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
         messages = [line for text in (*self.elsewhere, *self.fallbacks) for line in wrap(text, WIDTH)]
         of_layers = len(self.layers)
         together = [*grouped(rows[:of_layers]), *grouped(rows[of_layers:])]
-        return "
-".join([*rendered(together, heading), *self._verdict(WIDTH), *messages])
+        return "\n".join([*rendered(together, heading), *self._verdict(WIDTH), *messages])
 
     def __str__(self) -> str:
         return self.table()
