@@ -51,6 +51,7 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.faster import AWAITED
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.hf_fusion.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.hf_fusion.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
@@ -128,6 +129,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
     )
     output_heads = find_heads(model)
+    read_by_liger = heads_read_by_liger(model)
     places = find_positions(model)
     adapted = {
         clean_name(f"{name}.base_layer".lstrip("."))
@@ -146,6 +148,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
+                or (READS_THE_HEAD if name in read_by_liger else "")
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(None if has_own_context else places.get(name), policy, head)
                 or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
@@ -154,10 +157,10 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 size = math.prod(shape)
                 decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
         decisions += _other_matrices(module, name)
-    if not policy.fuse:
-        return ConversionSummary(tuple(decisions))
     by_name = {decision.name: decision for decision in decisions}
-    return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
+    norms = plan_norms(model, by_name) if policy.fuse else ()
+    mlps = plan_mlps(model, by_name) if policy.fuse else ()
+    return ConversionSummary(tuple(decisions), norms, mlps, elsewhere=computed_by_liger(model))
 
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)

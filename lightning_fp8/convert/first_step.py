@@ -25,6 +25,7 @@ from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, Conversion
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
+from lightning_fp8.hf_fusion.liger import computed_by_liger
 from lightning_fp8.hf_fusion.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -247,8 +248,9 @@ class FirstStep:
             tuple(judged_fused(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        rows = self._judged_rows(now)
-        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        model, rows = self._model(), self._judged_rows(now)
+        elsewhere = summary.elsewhere if model is None else computed_by_liger(model)
+        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
         return self._found
 
     def stop(self) -> None:

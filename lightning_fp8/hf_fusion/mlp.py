@@ -12,6 +12,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
 from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.shared_input import input_cast
+from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
@@ -59,14 +60,6 @@ def _gated_at_once(self: Any, x: Any) -> Any:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _gated_by_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
-
-
-def _gated_by_older_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
-
-
 def _gated_in_halves(self: Any, x: Any) -> Any:
     y = self.gate_up_proj(x)
     gate, y = y.chunk(2, dim=-1)
@@ -78,14 +71,15 @@ def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, also if it is fused already."""
     forward = original_class(module).forward  # type: ignore[attr-defined]
     known = computes(forward, _gated, _gated_at_once, _gated_in_halves)
-    return known or ("act_fn" not in module._modules and computes(forward, _gated_by_liger, _gated_by_older_liger))
+    return known or ("act_fn" not in module._modules and computes(forward, *liger.MLPS))
 
 
 def activation_of(mlp: nn.Module) -> str | None:
     """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
     act_fn = act_fn_of(mlp)
     if act_fn is None:
-        return "silu"  # Liger's
+        names = original_class(mlp).forward.__code__.co_names  # type: ignore[attr-defined]
+        return "gelu" if "LigerGELUMulFunction" in names else "silu"
     cls = type(act_fn)
     is_own = isinstance(act_fn, nn.Module) and "forward" not in vars(act_fn) and not has_hooks(act_fn)
     return ACTIVATIONS.get((cls.__name__, cls.__module__)) if is_own else None
