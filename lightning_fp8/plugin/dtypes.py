@@ -1,18 +1,19 @@
-"""The dtypes of parameters and activations: supported pairs, Lightning's names, casts of a model and of a batch."""
+"""The dtypes of parameters and activations: of a model, supported pairs, casts of a model and of a batch."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named
@@ -20,37 +21,106 @@ from lightning_fp8.convert.conversion import codes_of
 from lightning_fp8.formats import holds_codes
 
 
-def weights_and_compute_dtypes(
-    weights_dtype: torch.dtype | str, compute_dtype: torch.dtype | str | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of parameters and of activations, from dtypes or names; equal without ``compute_dtype``.
+class Dtypes(NamedTuple):
+    """How a model trains.
+
+    Attributes:
+        weights: dtype of its weights, of most elements if they have several; of its inputs and new tensors, too.
+        compute: dtype that everything outside of FP8 computes in.
+        autocast: whether it computes under ``torch.autocast``.
+    """
+
+    weights: torch.dtype
+    compute: torch.dtype
+    autocast: bool
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
+        short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
+        return f"{short[self.compute]}-{'mixed' if self.autocast else 'true'}"
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Where forwards run."""
+        with ExitStack() as stack:
+            stack.enter_context(default_dtype(self.weights))
+            if self.autocast:
+                for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+                    stack.enter_context(torch.autocast(device_type, dtype=self.compute))
+            yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """New floating-point tensors are ``dtype``; with None they are what they are outside."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def requested_dtypes(
+    weights_dtype: torch.dtype | str | None, compute_dtype: torch.dtype | str | None
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of weights and of activations, from dtypes or names. None is the model's.
 
     Raises:
         ValueError: If a dtype is not supported, or if the two are not supported together.
     """
-    weights: torch.dtype = dtype_named(weights_dtype)
-    compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+    weights, compute = (None if each is None else dtype_named(each) for each in (weights_dtype, compute_dtype))
     for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
-        if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION):
             raise ValueError(f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
-    if weights != torch.float32 and compute != weights:
+    if weights not in (None, torch.float32, compute or weights):
         raise ValueError(
             f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
             "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
         )
-    if compute == torch.float16:
-        name = "weights_dtype" if weights == compute else "compute_dtype"
-        rank_zero_warn(
-            f"{name}=torch.float16 runs without a loss scaler: small gradients become 0; compute in bfloat16, or "
-            "scale the loss yourself"
+    if torch.float16 in (weights, compute):
+        _warn_of_float16(f"{'weights_dtype' if weights == torch.float16 else 'compute_dtype'}=torch.float16")
+    return weights, compute or weights
+
+
+def _warn_of_float16(what: str) -> None:
+    rank_zero_warn(
+        f"{what} runs without a loss scaler: small gradients become 0; compute in bfloat16, or scale the loss yourself"
+    )
+
+
+def dtypes_of(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[Dtypes, str]:
+    """The dtypes that ``model`` trains in if its weights stay as they are, and a line that says so.
+
+    BF16 and float16 weights compute in their dtype, float32 weights in ``compute_dtype``, by default BF16, under
+    ``torch.autocast``. A model that has both runs under it, too. What a model keeps in float32 itself
+    (:func:`cast_module`) does not count as weights.
+
+    Raises:
+        ValueError: If ``compute_dtype`` is neither that of the weights nor are they float32.
+    """
+    kept, sizes = _kept(model, torch.bfloat16), Counter[torch.dtype]()
+    for each in model.parameters():
+        if each.dtype in ops.HIGH_PRECISION and id(each) not in kept:
+            sizes[each.dtype] += 0 if is_lazy(each) else each.numel()
+    found = [dtype for dtype, _ in sizes.most_common()] or [torch.float32]
+    half = [dtype for dtype in found if dtype != torch.float32]
+    compute = compute_dtype or (half or [torch.bfloat16])[0]
+    if compute_dtype and any(dtype != compute for dtype in half):
+        raise ValueError(
+            f"compute_dtype={compute} with weights in {half[0]}, which weights_dtype=None leaves as they are: only "
+            "float32 weights can compute in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
         )
-    return weights, compute
-
-
-def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
-    """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
-    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
-    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
+    if torch.float16 in half and not compute_dtype:
+        _warn_of_float16("weights_dtype=None with torch.float16 weights")
+    dtypes = Dtypes(found[0], compute, len(found) > 1 or found[0] != compute)
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+    other = "'fp32', compute_dtype='bf16' makes them float32 masters" if half else "'bf16' halves their memory"
+    return dtypes, (
+        f"Weights stay {names}, and what does not run in FP8 computes in {table_name(compute)}"
+        f"{' under torch.autocast' * dtypes.autocast} ({dtypes.precision}); weights_dtype={other}\n"
+    )
 
 
 def table_name(compute_dtype: torch.dtype) -> str:
@@ -123,8 +193,8 @@ _OF_DTYPES = re.compile(r"dtype|torch\.float32")
 
 
 @contextmanager
-def naming_kept_buffers(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """In forwards with weights in ``dtype``, add to errors about dtypes which buffers have another dtype.
+def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
+    """In forwards, add to errors about dtypes which buffers have another dtype than the weights.
 
     Raises:
         RuntimeError, TypeError: The same error, with what to do about these buffers.
@@ -133,18 +203,19 @@ def naming_kept_buffers(models: Iterable[nn.Module], dtype: torch.dtype) -> Iter
         yield
     except (RuntimeError, TypeError) as error:
         kept = [
-            f"{name}.{buffer}".lstrip(".")
-            for model in models
+            (f"{name}.{buffer}".lstrip("."), dtypes.weights)
+            for model, dtypes in models.items()
             for name, module in model.named_modules()
             for buffer in sorted(module._non_persistent_buffers_set)
-            if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtype, {})
+            if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtypes.weights, {})
         ]
         if not kept or type(error) not in (RuntimeError, TypeError) or not _OF_DTYPES.search(str(error)):
             raise
         more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         raise type(error)(
-            f"{error}. Buffers that are not saved are not cast to weights_dtype={dtype}: {', '.join(kept[:3])}{more}. "
-            "Cast their values where they meet activations, buffer.to(x.dtype); or keep float32 weights, "
+            f"{error}. Buffers that are not saved are not cast to the weights' {kept[0][1]}: "
+            f"{', '.join(name for name, _ in kept[:3])}{more}. "
+            "Cast their values where they meet activations, buffer.to(x.dtype); or use float32 weights, "
             "weights_dtype='fp32', compute_dtype='bf16', with which torch.autocast does it"
         ) from error
 

@@ -24,6 +24,7 @@ from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
+from lightning_fp8.plugin.dtypes import Dtypes
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
@@ -69,6 +70,10 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         is_new = self.histories.get("model") is not history
         self.histories = {"model": history}
         return is_new
+
+    @property
+    def _dtypes_of_all(self) -> Dtypes:
+        return self._dtypes  # of the last model
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
         self.watched = self._first_step(module, plan, begins=False)
