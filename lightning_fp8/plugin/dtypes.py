@@ -45,9 +45,9 @@ class Dtypes(NamedTuple):
         """Where forwards run."""
         with ExitStack() as stack:
             stack.enter_context(default_dtype(self.weights))
-            if self.autocast:
+            if self.autocast:  # a cache would keep weights of before a step of the optimizer in a ``training_step``
                 for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-                    stack.enter_context(torch.autocast(device_type, dtype=self.compute))
+                    stack.enter_context(torch.autocast(device_type, dtype=self.compute, cache_enabled=False))
             yield
 
 

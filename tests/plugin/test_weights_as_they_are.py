@@ -128,6 +128,28 @@ def test_averages_are_lightnings_own(dtype: torch.dtype) -> None:
     assert not any(map(torch.equal, averages[1], start.parameters()))
 
 
+def test_a_step_inside_of_a_training_step_changes_what_follows() -> None:
+    """Weights that layers outside of FP8 cast are those of now, as in Lightning's ``bf16-mixed``."""
+
+    class Repeated(Trained):
+        def __init__(self) -> None:
+            super().__init__(small())
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            for _ in range(3):
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+    modules = [Repeated() for _ in range(2)]
+    trainer(precision="bf16-mixed").fit(modules[0], loader())
+    trainer(FP8Precision(skip=["*"])).fit(modules[1], loader())
+    assert len(set(modules[0].losses)) == 6
+    assert_same(*modules)
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_new_models_are_lightnings_own(precision: Any) -> None:
     """``init_module`` makes what the rest of the program does: BF16 only if that is asked for."""
@@ -277,7 +299,7 @@ def test_what_a_model_keeps_in_float32_is_its_own_affair() -> None:
 def test_buffers_in_float32_do_what_they_do_alone(name: str, sizes: dict[str, Any], whole: bool) -> None:
     """A model in BF16 computes the same, or has the same error, if only its parameters are BF16 and if all of it is."""
     torch.manual_seed(0)
-    model = zoo.timm(name, num_classes=8, **sizes)()
+    model = zoo.timm(name, **sizes)()
     for each in (*model.parameters(), *(model.buffers() if whole else ())):
         each.data = each.data.to(BF16) if each.is_floating_point() else each.data
     assert whole or any(each.dtype == F32 for each in model.buffers())
