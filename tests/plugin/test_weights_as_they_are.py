@@ -427,14 +427,23 @@ def test_a_run_that_was_cast_to_bf16_goes_on_to_the_bit(again: str, tmp_path: Pa
     assert_same(rest, straight)
 
 
-def test_a_run_that_was_cast_to_bf16_goes_on_with_masters(tmp_path: Path) -> None:
+def test_a_run_that_was_cast_to_bf16_goes_on_with_masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a model in float32: from the values of the file, with states in float32, and with its scales."""
     _, running = fitted(small(), 2, fp8=FP8Precision(weights_dtype="bf16"))
     running.save_checkpoint(tmp_path / "half.ckpt")
-    history = running.precision_plugin.histories["model"]
+    history, said = running.precision_plugin.histories["model"], list[str]()
+    monkeypatch.setattr("lightning_fp8.plugin.precision.rank_zero_info", said.append)
     rest, running = fitted(small(), 3, tmp_path / "half.ckpt", fp8=FP8Precision())
     assert {each.dtype for each in moments(running)} == {each.dtype for each in rest.parameters()} == {F32}
     assert running.precision_plugin.histories["model"].updates == history.updates + 2
+    assert said == [
+        "the file's weights are torch.bfloat16, and the model's torch.float32, in which training continues from their "
+        "values; weights_dtype=torch.bfloat16 continues as before"
+    ]
+    running.save_checkpoint(tmp_path / "float32.ckpt")
+    for file, model in (("half", small().bfloat16()), ("float32", small()), ("float32", small().bfloat16())):
+        fitted(model, 3, tmp_path / f"{file}.ckpt", fp8=FP8Precision())
+    assert len(said) == 1
     expected, _ = fitted(small(), 3, tmp_path / "half.ckpt", fp8=FP8Precision(weights_dtype="bf16"))
     assert rest.losses == pytest.approx(expected.losses, rel=0.01)
     for one, other in zip(rest.parameters(), expected.parameters(), strict=True):
