@@ -177,10 +177,10 @@ class LinearLayer(WeightCachingModule):
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
+        if torch.compiler.is_compiling():  # a look at the weights would compile the caller again for each layer
+            return fp8_region.current_context(self.own_context)
         if any(is_foreign(self._parameters.get(name)) for name in self.weight_names):
             return DISABLED
-        if torch.compiler.is_compiling():
-            return fp8_region.current_context(self.own_context)
         return fp8_region.context_of_forward(self._last_context, self.own_context)[0]
 
     def _split_parameters(self, split_rows: Mapping[str, int]) -> None:
