@@ -22,50 +22,33 @@ from lightning_fp8.formats import holds_codes
 
 
 class Dtypes(NamedTuple):
-    """How a model trains.
+    """The dtypes in which a model trains."""
 
-    Attributes:
-        weights: dtype of its weights, of most elements if they have several; of its inputs and new tensors, too.
-        compute: dtype that everything outside of FP8 computes in.
-        autocast: whether it computes under ``torch.autocast``.
-    """
-
-    weights: torch.dtype
-    compute: torch.dtype
+    weights: torch.dtype  # of most of their elements; inputs and new tensors have it, too
+    compute: torch.dtype  # of what does not run in FP8
     autocast: bool
 
     @property
     def precision(self) -> str:
         """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
-        short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
-        return f"{short[self.compute]}-{'mixed' if self.autocast else 'true'}"
+        return f"{table_name(self.compute).lower().removeprefix('fp')}-{'mixed' if self.autocast else 'true'}"
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Where forwards run."""
+        """New floating-point tensors are ``weights``, and ``torch.autocast`` is on if a model needs it."""
         with ExitStack() as stack:
-            stack.enter_context(default_dtype(self.weights))
-            if self.autocast:  # a cache would keep weights of before a step of the optimizer in a ``training_step``
-                for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-                    stack.enter_context(torch.autocast(device_type, dtype=self.compute, cache_enabled=False))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.weights)
+            for device_type in ["cpu", *["cuda"] * torch.cuda.is_available()] if self.autocast else ():
+                # a cache would keep weights of before an optimizer's step in the same training_step
+                stack.enter_context(torch.autocast(device_type, dtype=self.compute, cache_enabled=False))
             yield
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """New floating-point tensors are ``dtype``; with None they are what they are outside."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or previous)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 def requested_dtypes(
     weights_dtype: torch.dtype | str | None, compute_dtype: torch.dtype | str | None
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of weights and of activations, from dtypes or names. None is the model's.
+    """The dtypes of parameters and of activations, from dtypes or names; the latter is by default the former.
 
     Raises:
         ValueError: If a dtype is not supported, or if the two are not supported together.
@@ -76,29 +59,25 @@ def requested_dtypes(
             raise ValueError(f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
     if weights not in (None, torch.float32, compute or weights):
         raise ValueError(
-            f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
+            f"compute_dtype={compute} with weights in {weights}: only float32 weights can compute "
             "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
         )
     if torch.float16 in (weights, compute):
-        _warn_of_float16(f"{'weights_dtype' if weights == torch.float16 else 'compute_dtype'}=torch.float16")
+        name = "weights_dtype" if weights == torch.float16 else "compute_dtype"
+        rank_zero_warn(
+            f"{name}=torch.float16 runs without a loss scaler: small gradients become 0; compute in bfloat16, or "
+            "scale the loss yourself"
+        )
     return weights, compute or weights
 
 
-def _warn_of_float16(what: str) -> None:
-    rank_zero_warn(
-        f"{what} runs without a loss scaler: small gradients become 0; compute in bfloat16, or scale the loss yourself"
-    )
-
-
 def dtypes_of(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[Dtypes, str]:
-    """The dtypes that ``model`` trains in if its weights stay as they are, and a line that says so.
+    """The dtypes for the weights that ``model`` has, and a line that says so.
 
-    BF16 and float16 weights compute in their dtype, float32 weights in ``compute_dtype``, by default BF16, under
-    ``torch.autocast``. A model that has both runs under it, too. What a model keeps in float32 itself
-    (:func:`cast_module`) does not count as weights.
+    What the model itself keeps in float32, see :func:`cast_module`, does not count.
 
     Raises:
-        ValueError: If ``compute_dtype`` is neither that of the weights nor are they float32.
+        ValueError: If BF16 or float16 weights would compute in another ``compute_dtype``.
     """
     kept, sizes = _kept(model, torch.bfloat16), Counter[torch.dtype]()
     for each in model.parameters():
@@ -106,20 +85,14 @@ def dtypes_of(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[Dtyp
             sizes[each.dtype] += 0 if is_lazy(each) else each.numel()
     found = [dtype for dtype, _ in sizes.most_common()] or [torch.float32]
     half = [dtype for dtype in found if dtype != torch.float32]
+    for dtype in half:
+        requested_dtypes(dtype, compute_dtype)
     compute = compute_dtype or (half or [torch.bfloat16])[0]
-    if compute_dtype and any(dtype != compute for dtype in half):
-        raise ValueError(
-            f"compute_dtype={compute} with weights in {half[0]}, which weights_dtype=None leaves as they are: only "
-            "float32 weights can compute in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
-        )
-    if torch.float16 in half and not compute_dtype:
-        _warn_of_float16("weights_dtype=None with torch.float16 weights")
-    dtypes = Dtypes(found[0], compute, len(found) > 1 or found[0] != compute)
+    dtypes = Dtypes(found[0], compute, autocast=found != [compute])
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
-    other = "'fp32', compute_dtype='bf16' makes them float32 masters" if half else "'bf16' halves their memory"
     return dtypes, (
         f"Weights stay {names}, and what does not run in FP8 computes in {table_name(compute)}"
-        f"{' under torch.autocast' * dtypes.autocast} ({dtypes.precision}); weights_dtype={other}\n"
+        f"{' under torch.autocast' * dtypes.autocast} ({dtypes.precision}); weights_dtype= would cast them\n"
     )
 
 
@@ -203,7 +176,7 @@ def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
         yield
     except (RuntimeError, TypeError) as error:
         kept = [
-            (f"{name}.{buffer}".lstrip("."), dtypes.weights)
+            f"{name}.{buffer}".lstrip(".")
             for model, dtypes in models.items()
             for name, module in model.named_modules()
             for buffer in sorted(module._non_persistent_buffers_set)
@@ -213,8 +186,7 @@ def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
             raise
         more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         raise type(error)(
-            f"{error}. Buffers that are not saved are not cast to the weights' {kept[0][1]}: "
-            f"{', '.join(name for name, _ in kept[:3])}{more}. "
+            f"{error}. Buffers that are not saved keep their dtypes beside the weights: {', '.join(kept[:3])}{more}. "
             "Cast their values where they meet activations, buffer.to(x.dtype); or use float32 weights, "
             "weights_dtype='fp32', compute_dtype='bf16', with which torch.autocast does it"
         ) from error

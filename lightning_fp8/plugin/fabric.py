@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -63,7 +63,6 @@ from lightning_fp8.plugin.dtypes import (
     Dtypes,
     cast_floating_point,
     cast_module,
-    default_dtype,
     dtypes_of,
     naming_kept_buffers,
     requested_dtypes,
@@ -91,10 +90,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
         weights_dtype: ``None`` leaves weights as they are. Float32 weights compute in BF16 under ``torch.autocast``, as
-            in Lightning's ``bf16-mixed``; BF16 and float16 weights compute in their dtype, as in ``bf16-true``; a model
-            with both runs under ``torch.autocast``, and takes inputs in the dtype of most of its weights. A dtype or
-            its name, ``"bf16"`` or ``"fp32"``, casts parameters and persistent buffers; see :meth:`convert_module` for
-            what is not cast.
+            in ``bf16-mixed``; BF16 and float16 weights compute in their dtype, as in ``bf16-true``; a model with both
+            runs under ``torch.autocast``, and takes inputs in the dtype of most of its weights. A dtype or its name,
+            ``"bf16"`` or ``"fp32"``, casts parameters and persistent buffers, see :meth:`convert_module`.
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
@@ -135,7 +133,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     ) -> None:
         self.weights_dtype, self.compute_dtype = requested_dtypes(weights_dtype, compute_dtype)
         weights, compute = self.weights_dtype or torch.float32, self.compute_dtype or torch.bfloat16
-        self._dtypes = Dtypes(weights, compute, autocast=weights != compute)
+        self._dtypes = Dtypes(weights, compute, autocast=weights != compute)  # of the last model
         self._desired_input_dtype = compute  # read by ThroughputMonitor
         attention = plain(attention)
         require_bool("attention", attention)
@@ -201,9 +199,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         refuse_codes(module, self.policy)
         said = self._set_dtypes(module)
         attention = FP8Context(self.recipe).attention
-        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(
-            table_name(self._dtypes.compute)
-        )
+        compute = table_name(self._dtypes.compute)
+        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(compute)
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
         prepare_attention(module, self.policy)  # before modules of ours get slots in the history
@@ -262,39 +259,24 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             said = self._said_of_cast(*cast_module(module, self.weights_dtype), self.weights_dtype)
         self.precision = self._dtypes.precision  # type: ignore[assignment]
         self._models[module] = self._dtypes
-        if self._dtypes_of_all is None:  # Fabric does not tell which model's forward begins
-            for model in self._models:
-                hooks = model._forward_pre_hooks.values()
-                if not any(getattr(hook, "func", None) is _use_own_dtypes for hook in hooks):
-                    hook = partial(_use_own_dtypes, weakref.ref(self))
-                    model.register_forward_pre_hook(hook, with_kwargs=True)
+        for model in self._models if self._dtypes_of_all is None else ():  # Fabric does not tell whose forward begins
+            if not any(getattr(hook, "func", None) is _use_own_dtypes for hook in model._forward_pre_hooks.values()):
+                model.register_forward_pre_hook(partial(_use_own_dtypes, weakref.ref(self)), with_kwargs=True)
         return said
 
     @property
     def _dtypes_of_all(self) -> Dtypes | None:
-        """The dtypes of each model; None if they differ."""
+        """The dtypes of each model, in the Trainer of the last; None if they differ."""
         return self._dtypes if len({self._dtypes, *self._models.values()}) == 1 else None
-
-    def use_dtypes_of(self, model: nn.Module, inputs: Any) -> Any:
-        """For the rest of a forward, use the dtypes of ``model`` where models differ. Returns its inputs in them."""
-        dtypes = self._models.get(model)
-        if dtypes is None or not self._forwards or self._dtypes_of_all is not None:
-            return inputs
-        self._forwards[-1].enter_context(dtypes.context())
-        return cast_floating_point(inputs, dtypes.weights)
 
     def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int, to: torch.dtype) -> str:
         """The line that says that parameters were cast; an empty string if there were none."""
         if not num_cast:
             return ""
-        name = table_name(to)
         cast = " and ".join(f"{number} {str(dtype).removeprefix('torch.')}" for dtype, number in num_cast.items())
         kept = f"; other tensors that stay in float32, such as buffers that are not saved: {num_kept}" * bool(num_kept)
-        masters = ". weights_dtype=None keeps them as float32 masters"
-        return (
-            f"{cast} parameter tensors are {name} from now on, because weights_dtype={to}{kept}"
-            f"{masters if torch.float32 in num_cast else ''}\n"
-        )
+        masters = ". weights_dtype=None keeps them as float32 masters" * (torch.float32 in num_cast)
+        return f"{cast} parameter tensors are {table_name(to)} from now on, because weights_dtype={to}{kept}{masters}\n"
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
@@ -352,12 +334,12 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.histories = of_living_models(self.histories)
 
     @override
-    def tensor_init_context(self) -> AbstractContextManager[None]:
+    def tensor_init_context(self) -> Any:
         """New floating-point tensors are ``weights_dtype``, if given."""
-        return default_dtype(self.weights_dtype)
+        return nullcontext() if self.weights_dtype is None else self._dtypes._replace(autocast=False).context()
 
     @override
-    def module_init_context(self) -> AbstractContextManager[None]:
+    def module_init_context(self) -> Any:
         return self.tensor_init_context()
 
     @override
@@ -366,8 +348,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         """FP8 modules compute in FP8, the rest in the dtypes of the model."""
         with ExitStack() as stack:
             stack.enter_context(naming_kept_buffers(self._models))
-            if (dtypes := self._dtypes_of_all) is not None:
-                stack.enter_context(dtypes.context())
+            stack.enter_context(self._dtypes_of_all.context() if self._dtypes_of_all else nullcontext())
             self._forwards.append(stack)
             stack.callback(self._forwards.remove, stack)
             stack.enter_context(fp8_context(self._context()))
@@ -472,8 +453,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
 
 def _use_own_dtypes(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook of the models of a plugin whose dtypes differ."""
-    return (args, kwargs) if (living := plugin()) is None else living.use_dtypes_of(model, (args, kwargs))
+    """Forward pre-hook of models whose dtypes differ: until the forward ends, the model's own, also of its inputs."""
+    if (living := plugin()) is None or not living._forwards or living._dtypes_of_all or model not in living._models:
+        return None
+    living._forwards[-1].enter_context(living._models[model].context())
+    return cast_floating_point((args, kwargs), living._models[model].weights)
 
 
 def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8 import ops
 from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
 from lightning_fp8.convert.conversion import ConversionSummary
 from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
@@ -75,7 +73,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
 
     @property
     def _dtypes_of_all(self) -> Dtypes:
-        return self._dtypes  # of the last model
+        return self._dtypes
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
         self.watched = self._first_step(module, plan, begins=False)
@@ -96,7 +94,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
 
         If it has one, the Trainer calls :meth:`load_state_dict` next.
         """
-        self._compare_dtypes(checkpoint.get("state_dict", {}))
         states, self._te_state = self._te_state, None
         if type(self).__qualname__ in checkpoint:
             return
@@ -104,21 +101,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         own_te_state = not states and has_te_state(checkpoint.get("state_dict", ()))
         if not (own_te_state and all(history.watch.state_loaded for history in self.histories.values())):
             self.load_state_dict(states or {})
-
-    def _compare_dtypes(self, saved: Mapping[str, Any]) -> None:
-        """Report a file without float32 weights, as of a run that cast them, if the model's are float32."""
-        found = {each.dtype for each in saved.values() if isinstance(each, Tensor)} & {*ops.HIGH_PRECISION}
-        if (
-            found
-            and torch.float32 not in found
-            and self.weights_dtype is None
-            and self._dtypes.weights == torch.float32
-        ):
-            name = found.pop()
-            rank_zero_info(
-                f"the file's weights are {name}, and the model's torch.float32, in which training continues from their "
-                f"values; weights_dtype={name} continues as before"
-            )
 
     def _report_without_state(self, names: list[str]) -> None:
         return None  # the Trainer's hooks name the file
