@@ -184,9 +184,8 @@ def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
         ]
         if not kept or type(error) not in (RuntimeError, TypeError) or not _OF_DTYPES.search(str(error)):
             raise
-        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         raise type(error)(
-            f"{error}. Buffers that are not saved keep their dtypes beside the weights: {', '.join(kept[:3])}{more}. "
+            f"{error}. Buffers that are not saved keep their dtypes: {', '.join(kept[:3])}{', ...' * (len(kept) > 3)}. "
             "Cast their values where they meet activations, buffer.to(x.dtype); or use float32 weights, "
             "weights_dtype='fp32', compute_dtype='bf16', with which torch.autocast does it"
         ) from error

@@ -266,7 +266,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     @property
     def _dtypes_of_all(self) -> Dtypes | None:
-        """The dtypes of each model, in the Trainer of the last; None if they differ."""
+        """The dtypes of each model; None if they differ."""
         return self._dtypes if len({self._dtypes, *self._models.values()}) == 1 else None
 
     def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int, to: torch.dtype) -> str:

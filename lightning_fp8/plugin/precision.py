@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,7 +25,6 @@ from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
-from lightning_fp8.plugin.dtypes import Dtypes
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
@@ -56,6 +56,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
                 f"{layers}: DDP would copy the shards of rank 0 to all ranks. Use ModelParallelStrategy with "
                 "parallelize_module, or a loop of your own with a data-parallel group"
             )
+        self._models = WeakKeyDictionary({each: self._models[each] for each in self._models if each is module})
         return super().convert_module(module)
 
     @override
@@ -70,10 +71,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         is_new = self.histories.get("model") is not history
         self.histories = {"model": history}
         return is_new
-
-    @property
-    def _dtypes_of_all(self) -> Dtypes:
-        return self._dtypes
 
     def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
         self.watched = self._first_step(module, plan, begins=False)

@@ -315,7 +315,7 @@ def test_buffers_in_float32_do_what_they_do_alone(name: str, sizes: dict[str, An
             found.append(str(error))
     assert type(found[0]) is type(found[1])
     if isinstance(found[0], str):
-        assert found[1].startswith(f"{found[0]}. Buffers that are not saved keep their dtypes beside the weights")
+        assert found[1].startswith(f"{found[0]}. Buffers that are not saved keep their dtypes: ")
     else:
         assert found[0].dtype == found[1].dtype
         assert torch.equal(found[0], found[1])
