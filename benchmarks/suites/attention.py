@@ -119,7 +119,7 @@ def _kernels(problem: Problem, passing: str, given: Inputs) -> Candidate:
 
 
 def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:
-    """Casts, copies, D, dQ, and dK with dV; TFLOP/s count the products that a kernel computes."""
+    """Casts, that of dO with D, copies, dQ, and dK with dV; TFLOP/s count the products that a kernel computes."""
     try:
         calls = Launches(problem, given).by_kernel()
     except Exception:  # reported by the whole passes
