@@ -87,8 +87,8 @@ POLICY: dict[str, Accepts] = {
 PLUGIN: dict[str, Accepts] = {
     **POLICY,
     "recipe": is_recipe,
-    "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16"),
-    "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16", "bf16")),
+    "weights_dtype": or_none(one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16")),
+    "compute_dtype": or_none(one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16")),
     "attention": lambda value: means_bool(value) or one_of("always")(value),
     "cache_fp8_weights": or_none(means_bool),
     "fuse": means_bool,
