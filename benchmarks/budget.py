@@ -171,10 +171,7 @@ def launches(recipe: str | None, fuse: bool, attention: bool, dtype: torch.dtype
     model = LlamaForCausalLM(config).to(dtype)
     plugin = None
     if recipe is not None:
-        compute = {} if dtype is torch.bfloat16 else {"compute_dtype": "bf16"}
-        plugin = FP8FabricPrecision(
-            recipe=recipe, weights_dtype=dtype, fuse=fuse, attention=attention, first_last_layers_bf16=False, **compute
-        )
+        plugin = FP8FabricPrecision(recipe=recipe, fuse=fuse, attention=attention, first_last_layers_bf16=False)
         plugin.convert_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     tokens = torch.randint(0, small.vocabulary, (small.sequences, small.positions))

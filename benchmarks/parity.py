@@ -81,10 +81,7 @@ def loss_of(run: Run, steps: int = STEPS) -> float:
     model = LlamaForCausalLM(config).to(dtype)
     plugin = None
     if run.recipe is not None:
-        compute = "bf16" if dtype is torch.float32 else None
-        plugin = FP8FabricPrecision(
-            run.recipe, weights_dtype=dtype, compute_dtype=compute, fuse=run.fuse, first_last_layers_bf16=False
-        )
+        plugin = FP8FabricPrecision(run.recipe, fuse=run.fuse, first_last_layers_bf16=False)
         plugin.convert_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3 if dtype is torch.float32 else 1e-3)
     train, held_out = _bytes()
