@@ -35,11 +35,13 @@ from benchmarks.measuring.record import OURS
 from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "models", "host", "training", "emulation", "monitor")
+SUITES = ("casts", "products", "attention", "hardware", "models", "sizes", "host", "training", "emulation", "monitor")
 
 OTHER_COMMANDS = {
     "errors of FP8 attention": "benchmarks.attention_numerics",
     "first run": "benchmarks.first_run",
+    "losses of a small Llama": "benchmarks.parity",
+    "modelled time of a training step": "benchmarks.budget",
     "sensitivity of layers": "benchmarks.sensitivity",
 }
 """Modules that write other formats, by the start of the files' ``what``."""

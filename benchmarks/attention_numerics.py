@@ -12,7 +12,9 @@ exit status is 1 if FP8's error exceeds 1.35 times that (1.7 with the sink; the 
 keys`` under a causal mask, only the rows and keys before the late ones are measured.
 
 Alternatives are measured too: keys with their mean, keys without the mean of all of them (the default with a causal
-mask is the mean of the first 128), and O saved for the backward pass in E4M3, scaled by head and 128 rows like Q.
+mask is the mean of the first 128), O saved for the backward pass in E4M3, scaled by head and 128 rows like Q, and
+running scales that start without headroom. ``changes``: the part of tiles of 64 queries in which a warp with 16 keys
+changes a running scale, of Pᵀ and of dSᵀ, with and without headroom.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +38,14 @@ from benchmarks.contenders import attention_data
 from benchmarks.contenders.attention_data import DRAWN, LATE, LIMITS, Inputs
 from benchmarks.measuring import machine
 from benchmarks.measuring.files import write
-from lightning_fp8.attention.ops import Band, Codes, backward, cast, forward, rows_of_mean
+from lightning_fp8.attention.ops import Band, Codes, backward, cast, casts, forward, reference, rows_of_mean
 
 NAMES = ("O", "dQ", "dK", "dV")
 GPT = ("gpt middle", "gpt end")
 MASKS = {"causal": Band(right=0), "full": Band()}
 ALL_ROWS = slice(None)
+WARP = 16
+"""Keys of a warp."""
 INPUTS, OURS = "inputs alone", "FP8"
 
 Outcome = tuple[Tensor, ...]
@@ -103,6 +108,28 @@ def bf16(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: str) -> Outcome:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
 
+def without_headroom(*layer_and_mask: Any) -> Outcome:
+    with patch.object(casts, "HEADROOM", 1.0):
+        return fp8(*layer_and_mask)
+
+
+def changes(layers: Iterable[Inputs], mask: str, scheme: Callable[..., Outcome]) -> dict[str, float]:
+    """How often a warp of the kernel for dK and dV changes a scale: its 16 keys have one vote for each 64 queries."""
+    found: list[Tensor] = []
+
+    def counted(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
+        before = fitted.clone()
+        rounded = casts.round_rows_running(x, fitted)
+        changed = F.pad((fitted != before)[..., 0], (0, -fitted.shape[-2] % WARP))
+        found.append(changed.unflatten(-1, (-1, WARP)).any(-1).flatten())
+        return rounded
+
+    with patch.object(reference, "round_rows_running", counted):
+        for layer in layers:
+            scheme(*layer, mask)
+    return {name: round(torch.cat(found[index::2]).float().mean().item(), 3) for index, name in enumerate(("P", "dS"))}
+
+
 SCHEMES: dict[str, Callable[..., Outcome]] = {
     "BF16": bf16,
     INPUTS: rounded_inputs,
@@ -111,6 +138,7 @@ SCHEMES: dict[str, Callable[..., Outcome]] = {
     "FP8, keys not centered": partial(fp8, keys=as_they_are),
     "FP8, keys without the mean of all": partial(fp8, keys=without_mean_of_all),
     "FP8, O kept in FP8": partial(fp8, o_kept_in_fp8=True),
+    "FP8, scales without headroom": without_headroom,
 }
 
 
@@ -151,6 +179,10 @@ def measure(name: str, layers: list[Inputs], mask: str = "causal") -> dict[str, 
         "shape": shape,
         "percent": percent,
         "ratio": ratio,
+        "changes": {
+            name: changes(layers, mask, scheme)
+            for name, scheme in (("headroom 1", without_headroom), (f"headroom {casts.HEADROOM:g}", fp8))
+        },
         "limit": limit,
         "met": limit is None or max(ratios) <= limit,
     }

@@ -115,6 +115,7 @@ def fitted(
         callbacks.append(ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False))
         resumable = {"limit_train_batches": STEPS_OF_AN_EPOCH, "reload_dataloaders_every_n_epochs": 1}
     fp8: dict[str, Any] = {"recipe": recipe, "attention": attention, "first_last_layers_bf16": not all_blocks}
+    fp8["weights_dtype"] = "bf16"  # as of the run in BF16
     trainer = L.Trainer(
         max_steps=steps,
         limit_val_batches=0,

@@ -156,7 +156,7 @@ def main() -> None:
         parser.error(
             f"--tensor-parallel {options.tensor_parallel} does not divide {ranks} ranks; start as many by torchrun"
         )
-    precision: dict[str, Any] = {"precision": "bf16-true"}
+    precision: dict[str, Any] = {"precision": "bf16-mixed"}
     if options.recipe != "bf16":
         precision = {"plugins": [FP8Precision(recipe=options.recipe)]}
     trainer = L.Trainer(

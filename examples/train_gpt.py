@@ -273,7 +273,7 @@ def train(recipe: str, args: argparse.Namespace) -> tuple[GPT, dict[str, float],
         logger=False,
         enable_checkpointing=False,
         callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5)],
-        **({"precision": "bf16-true"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),
+        **({"precision": "bf16-mixed"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),
     )
     model = GPT(width=args.width, depth=args.depth, modules=args.modules)
     start = time.perf_counter()

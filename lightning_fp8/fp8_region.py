@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import any_history
 from lightning_fp8.delayed.update import region_begins, update_calibrated
 from lightning_fp8.functions.shared_input import forget_inputs
@@ -133,7 +134,7 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
     _thread.context = context
     _thread.backward = _current_backward()
     _thread.active_regions += active
-    forget_inputs()
+    forget_inputs(not torch.compiler.is_compiling() and is_capturing())
     try:
         yield
     finally:

@@ -32,6 +32,7 @@ class Result:
         flops: of one call.
         over: speedup over other contenders, by name.
         choice: for ``choose``: problem and plan, in the format of files of measured plans.
+        details: what else was measured, by name; in the file only if there is any.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Result:
     flops: int | None = None
     over: dict[str, float] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
+    details: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         times = self.times / 1e-3 if self.times else None
@@ -82,6 +84,7 @@ class Result:
             "met": {key: _meets(key, limited.get(key), limit) for key, limit in self.target.items()} or None,
             "note": self.note,
             "choice": self.choice,
+            **({"details": self.details} if self.details else {}),
         }
 
 

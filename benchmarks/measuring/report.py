@@ -22,6 +22,7 @@ def table(document: dict[str, Any]) -> str:
         "attention": _attention,
         "hardware": _hardware,
         "models": _models,
+        "sizes": _sizes,
         "host": _host,
         "training": _training,
         "emulation": _emulation,
@@ -271,16 +272,32 @@ def _training(entries: list[Entry]) -> str:
 
 
 def _models(entries: list[Entry]) -> str:
+    details = ("tokens per second", "host ms", "peak GiB") if any("details" in entry for entry in entries) else ()
     rows = (
         (
-            f"{entry['name']}, {entry['by']}",
+            f"{entry['name']}, {'×'.join(map(str, entry['shape'])) + ', ' if details else ''}{entry['by']}",
             _quartiles(entry, 2),
             *(f"{ratio:.2f}" for ratio in (entry["over"] or {"": 1.0}).values()),
+            *(str(entry.get("details", {}).get(name, "")) for name in details),
             entry["note"] or {True: "", False: "**differs**", None: ""}[entry["correct"]],
         )
         for entry in entries
     )
-    return markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", "first loss"), rows)
+    return markdown(("on the GPU", "ms (quartiles)", "times as fast as BF16", *details, "first loss"), rows)
+
+
+def _sizes(entries: list[Entry]) -> str:
+    rows = (
+        (
+            f"{entry['name']} {'×'.join(map(str, entry['shape']))}" + ", **wrong**" * (entry["correct"] is False),
+            entry["by"],
+            _quartiles(entry, 3) or entry["note"] or "",
+            "; ".join(f"{by} {ratio:.2f}" for by, ratio in (entry["over"] or {}).items()),
+        )
+        for entry in entries
+        if not _is_absent(entry)
+    )
+    return markdown(("work", "by", "ms (quartiles)", "times as fast as"), rows)
 
 
 # --- Emulation --------------------------------------------------------------------------------------------------------

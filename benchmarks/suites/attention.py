@@ -30,7 +30,7 @@ TARGETS = {FORWARD: {f"over {CUDNN}": 1.6}, BACKWARD: {f"over {CUDNN}": 1.25}}
 KERNELS_ALONE = f"{OURS}, kernels alone"
 
 
-def _problem(length: int, head_dim: int, sharing: int, causal: bool) -> Problem:
+def problem(length: int, head_dim: int, sharing: int, causal: bool) -> Problem:
     main = (length, head_dim, sharing) == (16_384, 128, 1)
     return Problem(TOKENS // length, length, WIDTH // head_dim, head_dim, sharing, causal, TARGETS if main else {})
 
@@ -38,7 +38,7 @@ def _problem(length: int, head_dim: int, sharing: int, causal: bool) -> Problem:
 LENGTHS = 16_384, 2048, 4096, 8192, 32_768
 """Those with targets come first."""
 FULL = tuple(
-    _problem(length, head_dim, sharing, causal)
+    problem(length, head_dim, sharing, causal)
     for head_dim, sharing in ((128, 1), (128, 4), (64, 1), (256, 1))
     for length in LENGTHS
     for causal in (False, True)
@@ -55,13 +55,13 @@ def unavailable(plan: Plan) -> str | None:
 
 def run(plan: Plan) -> Iterator[Result]:
     of_targets = architecture_of(plan.device) == "90a"
-    for problem in TINY if plan.dry else FULL:
-        problem = problem if of_targets else replace(problem, target={})
-        plan.say(f"attention: {problem.name(str(list(problem.shape)))}")
-        yield from _of_problem(problem, plan)
+    for each in TINY if plan.dry else FULL:
+        each = each if of_targets else replace(each, target={})
+        plan.say(f"attention: {each.name(str(list(each.shape)))}")
+        yield from of_problem(each, plan)
 
 
-def _of_problem(problem: Problem, plan: Plan) -> Iterator[Result]:
+def of_problem(problem: Problem, plan: Plan) -> Iterator[Result]:
     given = inputs(problem, plan.device)
     exam = Exam(problem, given)
     for passing in (FORWARD, BACKWARD):
@@ -119,7 +119,7 @@ def _kernels(problem: Problem, passing: str, given: Inputs) -> Candidate:
 
 
 def _each_kernel(problem: Problem, given: Inputs) -> Iterator[Candidate]:
-    """Casts, copies, D, dQ, and dK with dV; TFLOP/s count the products that a kernel computes."""
+    """Casts, that of dO with D, copies, dQ, and dK with dV; TFLOP/s count the products that a kernel computes."""
     try:
         calls = Launches(problem, given).by_kernel()
     except Exception:  # reported by the whole passes

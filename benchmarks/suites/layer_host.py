@@ -3,17 +3,22 @@
     python benchmarks/suites/layer_host.py                            # the installed package, or that of PYTHONPATH
     python benchmarks/suites/layer_host.py --beside ~/other_checkout  # and another version, with the same code
 
-Two versions run alternately, in processes, and the minimum of each version's times counts. Nothing of ``benchmarks`` is
-imported here, so that one file measures both. The package must have ``Linear``, ``fp8_autocast`` and ``make_recipe``,
-and what the two context managers replace.
+    python benchmarks/suites/layer_host.py --beside ~/a ~/b --write out.json  # several others, as a file of results
+
+The versions run alternately, in processes, and the minimum of each version's times counts. Nothing of ``benchmarks`` is
+imported for a measurement, so that one file measures all. The package must have ``Linear``, ``fp8_autocast`` and
+``make_recipe``, and what the two context managers replace.
 
 - ``Linear forward``, ``Linear backward``: the ops' CUDA implementations run on CPU tensors, with a stub driver that
   launches nothing: all of the host's work except the driver's part of launches.
   ``torch.autograd alone`` is a function with the same inputs and outputs that computes only the bias' gradient, as a
   layer does; times above it are the layer's own.
+- ``Llama block``: likewise a decoder layer of transformers, delayed, with and without fused norms and MLPs. torch's own
+  part of it runs on the CPU with its arithmetic, which is small; in ``torch`` all of it does.
 - ``Linear step``: forward and backward of a tiny layer on the CPU, where its arithmetic hardly counts, compared with
   torch's own layer and torchao's emulation of FP8.
 
+CPU time of the calling thread is measured, which also runs the backward of CPU tensors: other load hardly counts in it.
 Contexts are entered, and delayed scaling has its scales, before the measurement; updates of scales are not included.
 """
 
@@ -23,15 +28,15 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -44,11 +49,14 @@ RECIPES = "delayed", "tensorwise"
 ON_A_CARD = 64, 64
 """Rows and features of a layer on the simulated GPU: few, so that torch's own work on the CPU hardly counts."""
 ON_THE_CPU = 8, 64
+BLOCK = 64, 64
+"""Rows and width of the decoder layer."""
+FUSED = {"not fused": False, "fused": True}
 STEPS, STEPS_BEFORE = 200, 3
 """Steps per measurement, and before it, in which delayed scaling computes its scales."""
 ALONE = "torch.autograd alone"
 PASSES = 8
-"""The least median counts, because other load on the machine only adds time."""
+"""The least decile counts, because other load on the machine only adds time."""
 
 
 class LayerTime(NamedTuple):
@@ -62,8 +70,8 @@ class LayerTime(NamedTuple):
     note: str | None = None
 
 
-def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
-    """The times of all layers, measured alternately in each pass."""
+def layer_times(steps: int = STEPS, passes: int = PASSES, on_the_cpu: bool = True) -> list[LayerTime]:
+    """The times of all layers, measured alternately in each pass; without ``on_the_cpu`` no ``Linear step``."""
     rows, features = ON_THE_CPU
     makers: dict[str, Callable[[], nn.Module]] = {"torch": lambda: _linear(nn.Linear, features)}
     if find_spec("torchao"):
@@ -73,21 +81,25 @@ def layer_times(steps: int = STEPS, passes: int = PASSES) -> list[LayerTime]:
         times.setdefault(("Linear", ALONE), []).append(_of_layer(_linear(_Alone, ON_A_CARD[1]), ON_A_CARD[0], steps))
         for recipe in RECIPES:
             times.setdefault(("Linear", recipe), []).append(_of_ours(recipe, *ON_A_CARD, steps, True))
-            times.setdefault(("Linear step", recipe), []).append(_of_ours(recipe, *ON_THE_CPU, steps, False))
-        for by, make in makers.items():
+            if on_the_cpu:
+                times.setdefault(("Linear step", recipe), []).append(_of_ours(recipe, *ON_THE_CPU, steps, False))
+        if find_spec("transformers"):
+            for by, fuse in {"torch": None, **FUSED}.items():
+                times.setdefault(("Llama block", by), []).append(_of_block(fuse, steps))
+        for by, make in makers.items() if on_the_cpu else ():
             times.setdefault(("Linear step", by), []).append(_of_layer(make(), rows, steps))
     best = {key: tuple(map(min, zip(*of_passes))) for key, of_passes in times.items()}
     found = [
-        LayerTime(name, _by(by), ON_A_CARD if name == "Linear" else ON_THE_CPU, *seconds)
+        LayerTime(name, _by(by), {"Linear": ON_A_CARD, "Llama block": BLOCK}.get(name, ON_THE_CPU), *seconds)
         for (name, by), seconds in best.items()
     ]
-    if "torchao, emulated" not in makers:
+    if on_the_cpu and "torchao, emulated" not in makers:
         found.append(LayerTime("Linear step", "torchao, emulated", ON_THE_CPU, None, None, "torchao is not installed"))
     return found
 
 
 def _by(maker: str) -> str:
-    return OURS if maker == RECIPES[0] else f"{OURS}, {maker}" if maker in RECIPES else maker
+    return OURS if maker == RECIPES[0] else f"{OURS}, {maker}" if maker in (*RECIPES, *FUSED) else maker
 
 
 class _AloneFunction(torch.autograd.Function):
@@ -136,29 +148,65 @@ def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool)
         return _of_layer(layer, rows, steps)
 
 
-def _of_layer(layer: nn.Module, rows: int, steps: int) -> tuple[float, float]:
-    """Medians in microseconds, of forward and of backward."""
-    features = next(layer.parameters()).shape[-1]
-    x = torch.randn(rows, features, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(rows, features, dtype=torch.bfloat16)
+def _of_block(fuse: bool | None, steps: int) -> tuple[float, float]:
+    """Of a decoder layer in BF16, or if ``fuse`` is not None in FP8, with or without fused norms and MLPs."""
+    import lightning_fp8
+
+    transformers: Any = import_module("transformers")
+    rows, width = BLOCK
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=rows,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    block = model.model.layers[0]
+    places = model.model.rotary_emb(torch.empty(1, rows, width, dtype=torch.bfloat16), torch.arange(rows)[None])
+    run = partial(block, position_embeddings=places, attention_mask=None)
+    with ExitStack() as stack:
+        if fuse is not None:
+            plugin = lightning_fp8.FP8FabricPrecision(fuse=fuse, first_last_layers_bf16=False)
+            plugin.convert_module(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            for _ in range(3):  # see _of_ours
+                with plugin.forward_context():
+                    _of_layer(block, rows, STEPS_BEFORE, run, (1, rows, width))
+                optimizer.step()
+            for surroundings in a_card(), cuda_sides_on_cpu(), plugin.forward_context():
+                stack.enter_context(surroundings)
+        return _of_layer(block, rows, steps, run, (1, rows, width))
+
+
+def _of_layer(
+    layer: nn.Module,
+    rows: int,
+    steps: int,
+    run: Callable[[Tensor], Tensor] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> tuple[float, float]:
+    """Lower deciles in microseconds, of forward and of backward of ``run``, by default the layer."""
+    shape = shape or (rows, next(layer.parameters()).shape[-1])
+    run = run or layer
+    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(shape, dtype=torch.bfloat16)
     tensors: list[Tensor] = [x, *layer.parameters()]
     forward, backward = [], []
     gc.collect()
     gc.disable()
     try:
         for _ in range(steps):
-            start = perf_counter()
-            y = layer(x)
-            middle = perf_counter()
+            start = thread_time()
+            y = run(x)
+            middle = thread_time()
             y.backward(dy)
-            end = perf_counter()
+            end = thread_time()
             forward.append(middle - start)
             backward.append(end - middle)
             for tensor in tensors:
                 tensor.grad = None
     finally:
         gc.enable()
-    return 1e6 * statistics.median(forward), 1e6 * statistics.median(backward)
+    forward_decile, backward_decile = (sorted(each)[len(each) // 10] for each in (forward, backward))
+    return 1e6 * forward_decile, 1e6 * backward_decile
 
 
 # --- The simulated GPU ------------------------------------------------------------------------------------------------
@@ -237,25 +285,61 @@ def _in_older_states() -> tuple[Callable[[], None], list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--beside", type=Path, help="another checkout, measured alternately with this one")
+    parser.add_argument("--beside", type=Path, nargs="+", help="other checkouts, measured alternately with this one")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each version")
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
+    parser.add_argument("--write", type=Path, help="with --beside, also write a file of results")
     args = parser.parse_args()
     if args.json:
-        print(json.dumps(layer_times()))
+        print(json.dumps(layer_times(STEPS // 2, 1, on_the_cpu=False)))
         return
     if args.beside is None:
         print("the host's microseconds, forward and backward")
         for each in layer_times():
             print(f"{each.name:12} {list(each.shape)!s:10} {each.by:26} {_cells(each)}")
         return
-    states = [Path(__file__).resolve().parents[2], args.beside.resolve()]
-    turns = [[_in_a_process(state) for state in states] for _ in range(args.rounds)]
-    here, there = ([_least(times) for times in zip(*of_state)] for of_state in zip(*turns))
-    print(f"the host's microseconds, forward and backward: {states[0]}, {states[1]}, and the ratio")
-    for ours, others in zip(here, there, strict=True):
-        ratios = "" if ours.note else f"{ours.forward / others.forward:6.2f} {ours.backward / others.backward:6.2f}"  # type: ignore[operator]
-        print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26} {_cells(ours)}   {_cells(others)}  {ratios}")
+    states = [Path(__file__).resolve().parents[2], *(each.resolve() for each in args.beside)]
+    turns = []
+    for done in range(1, args.rounds + 1):
+        turns.append([_in_a_process(state) for state in states])
+        of_states = [[_least(times) for times in zip(*of_state)] for of_state in zip(*turns)]
+        if args.write:
+            _write(args.write, dict(zip(states, of_states)), done)
+    print(f"the host's microseconds, forward and backward: {', '.join(map(str, states))}, and the ratios to this one")
+    for ours, *others in zip(*of_states, strict=True):
+        ratios = [
+            f"{ours.forward / each.forward:6.2f} {ours.backward / each.backward:6.2f}"  # type: ignore[operator]
+            for each in others
+            if not ours.note
+        ]
+        print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26}", *map(_cells, (ours, *others)), *ratios)
+
+
+def _write(path: Path, of_states: dict[Path, list[LayerTime]], rounds: int) -> None:
+    """Write a file of results as ``python -m benchmarks --json`` does, whose notes name the versions."""
+    from datetime import datetime, timezone
+
+    from benchmarks.measuring import files, machine
+    from benchmarks.measuring.record import Result
+
+    rows = []
+    for state, times in of_states.items():
+        commit = subprocess.run(["git", "-C", state, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+        note = f"commit {commit[:8]}; simulated GPU, versions in turn, least of {rounds} processes; shared processors"
+        for each in times:
+            for way, microseconds in (("forward", each.forward), ("backward", each.backward)):
+                result = Result(f"{each.name} {way}", each.by, each.shape, "bfloat16", host_microseconds=microseconds)
+                rows.append({**result.as_json(), "note": f"{note}; {each.note}" if each.note else note})
+    document = {
+        "what": "lightning_fp8: host time of layers, several versions in turn; see docs/benchmarks.md",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine.describe(),
+        "commit": machine.commit(),
+        "arguments": {"only": ["host"], "dry_run": False},
+        "suites": {"host": rows},
+        "errors": {},
+    }
+    files.write(document, path)
 
 
 def _in_a_process(state: Path) -> list[LayerTime]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,13 +38,13 @@ LAYERS = (
 TINY_LAYERS = (Layer("Linear, forward and backward", ((32, 48),), 16, {f"over {BF16}": 1.4}),)
 
 
-def layers(layer: Layer, plan: Plan) -> Iterator[Candidate]:
-    """In BF16, and with every recipe that multiplies in FP8."""
+def layers(layer: Layer, plan: Plan, recipes: Sequence[str | None] = ()) -> Iterator[Candidate]:
+    """With ``recipes``, of which None is BF16; by default in BF16, and with every recipe that multiplies in FP8."""
     shape = (layer.tokens, *layer.sizes[0]) if len(layer.sizes) == 1 else (layer.tokens,)
     flops = sum(6 * layer.tokens * inputs * outputs for inputs, outputs in layer.sizes)
     gemms = gemms_of(*layer.sizes[0], layer.tokens)
     in_fp8 = [name for name in RECIPES if any(has_kernels(gemm, make_recipe(name)) for gemm in gemms)]
-    for recipe in (None, *in_fp8, *["mxfp8"] * multiplies_mx_blocks(plan.device)):
+    for recipe in recipes or (None, *in_fp8, *["mxfp8"] * multiplies_mx_blocks(plan.device)):
         by = BF16 if recipe is None else OURS if recipe == "delayed" else f"{OURS}, {recipe}"
         result = Result(layer.name, by, shape, "bfloat16", flops=flops, target=layer.target if by == OURS else {})
         try:

@@ -123,7 +123,7 @@ def run(plan: Plan) -> Iterator[Result]:
         _compile([_bound_gemm(work, plan).problem for work in works], plan)
     for work in works:
         plan.say(f"products: {work.name} {work.m}x{work.n}x{work.k}")
-        yield from timed(plan, list(_contenders(work, plan)), work.yardsticks, SECONDS)
+        yield from timed(plan, list(contenders(work, plan)), work.yardsticks, SECONDS)
     for layer in (TINY_LAYERS if plan.dry else LAYERS) if plan.kernels else ():
         plan.say(f"products: {layer.name}")
         yield from timed(plan, list(layers(layer, plan)), (BF16,), SECONDS)
@@ -178,13 +178,14 @@ class Exam(NamedTuple):
         return bool((apart <= 2.0**-8 * right.abs() + lost * right.square().mean().sqrt()).all())
 
 
-def _contenders(work: Work, plan: Plan) -> Iterator[Candidate]:
+def contenders(work: Work, plan: Plan, every: bool = True) -> Iterator[Candidate]:
+    """Libraries and our kernels: every legal tile, or only the one that is estimated to be the fastest."""
     left, right = operands(work, plan)
     out = torch.empty(work.m, work.n, dtype=work.out, device=plan.device) if work.accumulate else None
     exam = Exam(*_some_rows(left, right), work.k, out)
     yield from _libraries(work, left, right, exam, plan)
     if plan.kernels:
-        yield from _kernels(work, left, right, exam, plan)
+        yield from _kernels(work, left, right, exam, plan, every)
 
 
 def _checked(result: Result, make: Callable[[], Callable[[], Tensor]], exam: Exam) -> Candidate:
@@ -247,8 +248,10 @@ def _running(calls: Sequence[Callable[[], Tensor]]) -> dict[int, Callable[[], Te
     return running
 
 
-def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan) -> Iterator[Candidate]:
-    """Every legal tile of our kernels."""
+def _kernels(
+    work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, plan: Plan, every: bool
+) -> Iterator[Candidate]:
+    """Every legal tile of our kernels, or only the best by estimate."""
     from cuda_kernels.host.gemm_configs import Library, fastest_by_estimate, legal_choices
     from cuda_kernels.host.gemm_measurements import Measurement, to_json
     from cuda_kernels.host.launch import EXECUTORS
@@ -258,7 +261,7 @@ def _kernels(work: Work, left: ScaledTensor, right: ScaledTensor, exam: Exam, pl
         return
     best = fastest_by_estimate(bound.problem)
     operands = left.data, left.scale_inv, right.data, right.scale_inv, bound.gemm, None, None, exam.out
-    for each in sorted(legal_choices(bound.problem), key=lambda each: each != best):
+    for each in sorted(legal_choices(bound.problem), key=lambda each: each != best) if every else [best]:
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"
             choice = to_json(Measurement(str(bound.problem.spec), shape, each))

@@ -42,11 +42,9 @@ def run(plan: Plan) -> Iterator[Result]:
 def training_step(recipe: str, width: int, depth: int, batch: torch.Tensor) -> Callable[[], None]:
     """A function that runs one step."""
     torch.manual_seed(0)
-    model = GPT(width=width, depth=depth)
+    model = GPT(width=width, depth=depth).bfloat16()
     plugin = None if recipe == "bf16" else FP8FabricPrecision(recipe=recipe)  # type: ignore[arg-type]
-    if plugin is None:
-        model.bfloat16()
-    else:
+    if plugin is not None:
         plugin.convert_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 

@@ -37,21 +37,23 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
     """``max |x|`` of a tensor. A block processes every n-th tile.
 
     With ``accumulate``, ``amax_ptr [1]`` is updated with the maximum. Otherwise each block writes its maximum to
-    ``amax_ptr [blocks]``, unless ``scale_ptr [1]`` is given and not 0.
+    ``amax_ptr [tensors, blocks]``, unless ``scale_ptr [1]`` is given and not 0.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile_at = loader.load_tile_at()
     origin_of = thread_origin(loader.vector)
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    (own, own_words), tensors = loader.own, loader.tensors
 
     def amax(loader_args, scale_ptr, amax_ptr, rows, columns):
+        scale_ptr = own(scale_ptr)
         if scale_ptr != 0 and load_f32(scale_ptr) != _ZERO:
             return
         thread = cuda.threadIdx.x
         registers, running_max = cuda.local.array(num_registers, u32), cuda.local.array(n_maxima, u32)
         clear(running_max)
         across = i32(i32(columns + TILE - 1) >> 7)
-        end = i32(i32(i32(rows + TILE - 1) >> 7) * across)
+        end = i32(i32(i32(rows + TILE - 1) >> 7) * across * tensors)
         tile_idx = i32(cuda.blockIdx.x)
         origin = origin_of(thread)
         while tile_idx < end:
@@ -64,12 +66,18 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
             if accumulate:
                 atomic_max(amax_ptr, amax_bits)
             else:
-                store_f32(amax_ptr + i64(cuda.blockIdx.x) * 4, from_bits(amax_bits))
+                amax_ptr = own_words(amax_ptr, cuda.gridDim.x >> (tensors - 1))
+                store_f32(amax_ptr + i64(cuda.blockIdx.x >> (tensors - 1)) * 4, from_bits(amax_bits))
 
     return Kernel(
         f"amax({loader.name}, {accumulate=})",
         amax,
-        {"loader_args": loader.args_type, **typed(i64, "scale_ptr amax_ptr"), **typed(i32, "rows columns")},
+        {
+            "loader_args": loader.args_type,
+            "scale_ptr": loader.address_type,
+            "amax_ptr": i64,
+            **typed(i32, "rows columns"),
+        },
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=loader.min_blocks_per_sm,
@@ -78,13 +86,15 @@ def amax_kernel(loader: TileLoader, accumulate: bool) -> Kernel:
 
 @cache
 def row_amax_kernel(loader: TileLoader, by_row: bool, by_column: bool) -> Kernel:
-    """``max |x|`` of each row and each column, updating ``amaxes [rows + columns]``, rows first."""
+    """``max |x|`` of each row and each column, updating ``amaxes [tensors, rows + columns]``, rows first."""
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     largest_of_columns, largest_of = maxima.largest_of_columns, maxima.largest
+    _, own_words = loader.own
 
     def row_amax(loader_args, amaxes, rows, columns):
+        amaxes = own_words(amaxes, rows + columns)
         registers = cuda.local.array(num_registers, u32)
         quad_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
         _, tile_col, first_row, _, _ = load_tile(loader_args, cuda.blockIdx.x, rows, columns, registers)

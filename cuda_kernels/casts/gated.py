@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -71,7 +72,21 @@ def gated_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
 
 @cache
 def gated_backward_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoader:
-    """The gradient of x through :func:`gated_loader`. Arguments: dy's address and stride, x's, and the factor's."""
+    """Two tensors: the gradients of x and of the factor through :func:`gated_loader`.
+
+    Arguments: dy's address and stride, x's, and the factor's.
+    """
     grad_and_value = ACTIVATIONS[name].grad_and_value
     gradient = device(lambda dy, x, factor: grad_and_value(dy * factor, x)[0])
-    return _apart_loader(f"gradient of gated {name}", dtype, aligned, 3, gradient)
+    of_x = _apart_loader(f"gradients of gated {name}", dtype, aligned, 3, gradient)
+    load_of_x, load_of_factor = of_x.load, gated_loader(name, dtype, aligned).load
+
+    @device
+    def load(args, rows, columns, first_row, column, full_tile, registers):
+        if cuda.blockIdx.x & 1:
+            dy, dy_stride, x, x_stride, _, _ = args
+            load_of_factor((x, x_stride, dy, dy_stride), rows, columns, first_row, column, full_tile, registers)
+        else:
+            load_of_x(args, rows, columns, first_row, column, full_tile, registers)
+
+    return replace(of_x, load=load, tensors=2)

@@ -45,19 +45,22 @@ def quantize_tensor_kernel(
 ) -> Kernel:
     """One scale per tensor: ``scale_ptr [1]`` if it is given and not 0, else from ``block_amax [num_block_amax]``.
 
-    ``observe`` updates ``amax_out [1]`` with the tensor's amax. ``count`` adds the numbers of saturated values and of
-    values flushed to zero to the int64 ``counts [2]``.
+    ``observe`` updates ``amax_out [1]`` with the tensor's amax; of two tensors, one may have none. ``count`` adds the
+    numbers of saturated values and of values flushed to zero to the int64 ``counts [2]``.
     """
     decode, maxima, num_registers = loader.decode, loader.maxima, loader.num_registers
     load_tile = loader.load_tile()
     store_rows = row_storer(loader.vector)
     cast, fp8_max = counting_cast(fp8, count), FP8_MAX[fp8]
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
+    (own, own_words), tensors = loader.own, loader.tensors
 
     def quantize_tensor(
         loader_args, scale_ptr, block_amax, amax_out, counts, out, out_scale_inv, out_t,
         rows, columns, num_block_amax, power_2, epsilon, out_stride, out_t_stride,
     ):  # fmt: skip
+        scale_ptr, block_amax, amax_out = own(scale_ptr), own_words(block_amax, num_block_amax), own(amax_out)
+        out, out_scale_inv, out_t = own(out), own(out_scale_inv), own(out_t)
         thread = cuda.threadIdx.x
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
@@ -71,7 +74,7 @@ def quantize_tensor_kernel(
         if scale == _ZERO:
             amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
             scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
-        if cuda.blockIdx.x == 0 and thread == 0:
+        if cuda.blockIdx.x < tensors and thread == 0:
             store_f32(out_scale_inv, divide(_ONE, scale))
 
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
@@ -89,7 +92,7 @@ def quantize_tensor_kernel(
             add_overflow_counts(counts, overflows, thread & 31)
         if observe:
             amax_bits = block_max(amax_of(running_max), smem + TRANSPOSED_BYTES + 32, thread)
-            if thread == 0:
+            if thread == 0 and (tensors == 1 or amax_out != 0):
                 update_amax(amax_out, amax_bits)
         if columnwise:
             store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_col, columns)
@@ -97,7 +100,11 @@ def quantize_tensor_kernel(
     name = f"quantize_tensor({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {observe=}, {count=})"
     parameters = {
         "loader_args": loader.args_type,
-        **typed(i64, "scale_ptr block_amax amax_out counts out out_scale_inv out_t"),
+        "scale_ptr": loader.address_type,
+        "block_amax": i64,
+        "amax_out": loader.address_type,
+        "counts": i64,
+        **typed(loader.address_type, "out out_scale_inv out_t"),
         **typed(i32, "rows columns num_block_amax power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_t_stride"),
@@ -116,11 +123,14 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     cast_row, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
     fp8_max = FP8_MAX[fp8]
     quads_of_row = loader.vector // 4
+    own, own_words = loader.own
 
     def quantize_rows(
         loader_args, amaxes, counts, out, out_scale_inv, out_t, out_t_scale_inv,
         rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
+        amaxes, out, out_scale_inv = own_words(amaxes, rows + columns), own(out), own(out_scale_inv)
+        out_t, out_t_scale_inv = own(out_t), own(out_t_scale_inv)
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         registers = cuda.local.array(num_registers, u32)
@@ -163,7 +173,8 @@ def quantize_rows_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwise
     name = f"quantize_rows({loader.name}, {fp8}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "loader_args": loader.args_type,
-        **typed(i64, "amaxes counts out out_scale_inv out_t out_t_scale_inv"),
+        **typed(i64, "amaxes counts"),
+        **typed(loader.address_type, "out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_scale_inv_stride out_t_stride out_t_scale_inv_stride"),

@@ -156,6 +156,7 @@ def quantize_blocks_kernel(
     scale_bytes = 1 if e8m0 else 4
     reduce_scatter = _reduce_scatter_max(n_vectors, lanes_of_block)
     block_scale, store_scale = _block_scale(fp8, e8m0)
+    own, _ = loader.own
     amax_smem = TRANSPOSED_BYTES
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
@@ -163,6 +164,7 @@ def quantize_blocks_kernel(
         loader_args, counts, out, out_scale_inv, out_t, out_t_scale_inv,
         rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
+        out, out_scale_inv, out_t, out_t_scale_inv = own(out), own(out_scale_inv), own(out_t), own(out_t_scale_inv)
         thread = cuda.threadIdx.x
         lane, warp = thread & 31, thread >> 5
         smem = dynamic_shared()
@@ -290,7 +292,8 @@ def quantize_blocks_kernel(
     name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=}, {count=})"
     parameters = {
         "loader_args": loader.args_type,
-        **typed(i64, "counts out out_scale_inv out_t out_t_scale_inv"),
+        "counts": i64,
+        **typed(loader.address_type, "out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_scale_inv_stride out_t_stride out_t_scale_inv_stride"),

@@ -61,6 +61,26 @@ def position(tile_idx, rows, columns):
     return tile_row, tile_col, rows - tile_row >= TILE and columns - tile_col >= TILE
 
 
+@device
+def _only(address):
+    return address
+
+
+@device
+def _only_words(address, n):
+    return address
+
+
+@device
+def _one_of_two(addresses):
+    return addresses[1] if cuda.blockIdx.x & 1 else addresses[0]
+
+
+@device
+def _words_of_two(address, n):
+    return address + i64(n) * 4 if address != 0 and cuda.blockIdx.x & 1 else address
+
+
 @dataclass(frozen=True, eq=False)
 class TileLoader:
     """How a cast loads a tile: from a tensor, or computed from tensors (prologue fusion).
@@ -76,6 +96,8 @@ class TileLoader:
         maxima: how the largest magnitudes of quads are tracked.
         min_blocks_per_sm: blocks of a cast that must fit on a multiprocessor.
         vector: consecutive columns of a lane: 4 of each of a warp's rows, or 8 of every other row.
+        tensors: 1, or 2 if a launch casts two tensors of one shape: even blocks process the first one, odd blocks the
+            same tile of the second one, so that what both are computed from is in the cache.
     """
 
     name: str
@@ -86,18 +108,34 @@ class TileLoader:
     maxima: Maxima
     min_blocks_per_sm: int
     vector: int = 4
+    tensors: int = 1
 
     @property
     def args_type(self) -> Any:
         """The type of a kernel's first parameter."""
         return UniTuple(i64, self.num_args)
 
+    @property
+    def address_type(self) -> Any:
+        """The type of a kernel's parameter for an address, or for the two addresses that two tensors have."""
+        return i64 if self.tensors == 1 else UniTuple(i64, 2)
+
+    @property
+    def own(self) -> tuple[Any, Any]:
+        """Device functions that select what belongs to the block's tensor.
+
+        The first one maps a parameter of :attr:`address_type` to an address, the second one the address of words
+        ``[tensors, n]``, and n, to the address of its n words; 0 stays 0.
+        """
+        return (_only, _only_words) if self.tensors == 1 else (_one_of_two, _words_of_two)
+
     def load_tile(self) -> Any:
         """A device function ``(args, tile_idx, rows, columns, registers)`` that loads a thread's part of a tile.
 
         It returns ``tile_row, tile_col, first_row, column, full_tile``. ``tile_idx``: index of the tile in a tensor
-        ``[rows, columns]``, in row-major order. ``tile_row``, ``tile_col``: the tile's first element; ``first_row``,
-        ``column``: the thread's first element; ``full_tile``: whether the tile is fully inside.
+        ``[rows, columns]``, in row-major order, counted once for each of :attr:`tensors`. ``tile_row``, ``tile_col``:
+        the tile's first element; ``first_row``, ``column``: the thread's first element; ``full_tile``: whether the tile
+        is fully inside.
         """
         load_at = self.load_tile_at()
         origin_of = thread_origin(self.vector)
@@ -110,11 +148,11 @@ class TileLoader:
 
     def load_tile_at(self) -> Any:
         """:meth:`load_tile` with the :func:`thread_origin` after ``tile_idx``, for blocks of several tiles."""
-        load = self.load
+        load, tensors = self.load, self.tensors
 
         @device
         def load_tile_at(args, tile_idx, origin, rows, columns, registers):
-            tile_row, tile_col, full_tile = position(tile_idx, rows, columns)
+            tile_row, tile_col, full_tile = position(i32(tile_idx >> (tensors - 1)), rows, columns)
             first_row = i32(tile_row + origin[0])
             column = i32(tile_col + origin[1])
             load(args, rows, columns, first_row, column, full_tile, registers)

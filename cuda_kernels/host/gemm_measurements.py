@@ -2,7 +2,8 @@
 
 A file has the measurements on one GPU: each is a GEMM, its sizes, and the fastest choice. The user's file, written by
 ``lightning-fp8 bench --tune``, is in the folder of compiled kernels. Files shipped with the package, written by
-``python -m benchmarks choose``, are in the folder ``measured`` beside this module.
+``python -m benchmarks choose``, are in the folder ``measured`` beside this module. So are the rates of FP8 and of BF16,
+written by ``python -m benchmarks.rates``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def user_file(card: str) -> Path:
 def shipped_file(card: str) -> Path:
     """The file with measurements on the GPU named ``card`` that ships with the package."""
     return Path(__file__).parent / "measured" / f"{_slug(card)}.json"
+
+
+def rates_file(card: str) -> Path:
+    """The file with the rates of the GPU named ``card``, by which FP8 is compared with BF16."""
+    return shipped_file(card).with_suffix(".rates.json")
+
+
+@cache
+def rates_on(card: str) -> dict[str, Any]:
+    """The contents of :func:`rates_file`; empty for a GPU that was not measured."""
+    path = rates_file(card)
+    return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def _slug(card: str) -> str:

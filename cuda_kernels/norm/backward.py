@@ -37,10 +37,15 @@ from cuda_kernels.norm.statistics import NormSpec, rstd_address
 _ZERO = np.float32(0)
 
 
-def backward_row_layout(dtypes: tuple[DtypeName, ...], columns: int) -> RowLayout | None:
-    """The layout of rows, one per block; a thread holds 16 or 8 elements each of x, dy and the sums over rows."""
+def backward_row_layout(dtypes: tuple[DtypeName, ...], columns: int, has_mean: bool = False) -> RowLayout | None:
+    """The layout of rows, one per block; a thread holds 16 or 8 elements each of x, dy and the sums over rows.
+
+    Before a row takes 1024 threads, 512 hold half as many again; not with a mean, whose sums take more registers.
+    """
     elements = 16 if all(ITEM_BYTES[dtype] == 2 for dtype in dtypes) else 8
-    return narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512, 1024), elements, elements)
+    most = elements if has_mean else elements * 3 // 2
+    layout = narrowest_row_layout(dtypes, columns, (32, 64, 128, 256, 512), elements, most)
+    return layout or narrowest_row_layout(dtypes, columns, (1024,), elements, elements)
 
 
 _PARAMETERS = {

@@ -208,10 +208,14 @@ def judged(
         otherwise: the reason to report if attention was not called, or only outside FP8 contexts; see ``first_step``.
     """
     fp8, high_precision = counts
+    if owner is not None and owner.slower:
+        return replace(layer, ran=False, reason=owner.slower)
     if not layer.fp8:  # as decided for the module at that time
         return replace(layer, fp8=True, ran=True, reason="") if fp8 else layer
     why = owner.why if owner is not None else getattr(module, "reason", "")
     if fp8:
+        if owner is not None and owner.comparison:
+            layer = replace(layer, reason=owner.comparison)
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"
         return replace(layer, ran=True, reason=also if high_precision and why else layer.reason)
     if owner is not None and not high_precision and not calls and was_traced(owner):

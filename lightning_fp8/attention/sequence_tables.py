@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_fp8.attention.ops import Attention, attention_tables
+from lightning_fp8.capture import is_capturing
 
 Refs = tuple[TensorWeakRef, ...]
 _kept: dict[Hashable, tuple[Refs, Refs]] = {}
@@ -35,13 +36,9 @@ def shared(
     Compiled code merges equal calls itself. In a CUDA graph each call is captured, because a replay must read the
     sources' current values.
     """
-    if torch.compiler.is_compiling() or not on_card(device) or not all(map(_is_followed, sources)):
+    if torch.compiler.is_compiling() or is_capturing() or not on_card(device) or not all(map(_is_followed, sources)):
         return make()
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return make()
-        stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     of = *((id(source), source._version) for source in sources), key, device, stream
     if of in _kept:
         from_sources, found = ([ref() for ref in refs] for refs in _kept[of])

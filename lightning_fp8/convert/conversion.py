@@ -35,6 +35,7 @@ from lightning_fp8.convert.blocks import (
     is_linear,
     matrices_of,
 )
+from lightning_fp8.convert.choice import Choice
 from lightning_fp8.convert.first_step import (
     ONLY_DISABLED,
     OUTSIDE,
@@ -43,10 +44,14 @@ from lightning_fp8.convert.first_step import (
     uncompiled,
     watch_first_steps,
 )
+from lightning_fp8.convert.host_limit import watch_host
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.faster import AWAITED
 from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
+from lightning_fp8.fp8_tensor import FP8Tensor
+from lightning_fp8.hf_fusion.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.hf_fusion.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
@@ -124,6 +129,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
         {planned.decision.name: planned.decision for planned in _attentions(model, policy)} if attention else {}
     )
     output_heads = find_heads(model)
+    read_by_liger = heads_read_by_liger(model)
     places = find_positions(model)
     adapted = {
         clean_name(f"{name}.base_layer".lstrip("."))
@@ -142,6 +148,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
             has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
+                or (READS_THE_HEAD if name in read_by_liger else "")
                 or skipped_by(module, names[id(module)], policy, _gemm_names(module, names[id(module)]))
                 or reason_for_bf16(None if has_own_context else places.get(name), policy, head)
                 or ("" if isinstance(module, LinearLayer) else reason_small(name, features_of(module), adapted))
@@ -150,10 +157,10 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
                 size = math.prod(shape)
                 decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
         decisions += _other_matrices(module, name)
-    if not policy.fuse:
-        return ConversionSummary(tuple(decisions))
     by_name = {decision.name: decision for decision in decisions}
-    return ConversionSummary(tuple(decisions), plan_norms(model, by_name), plan_mlps(model, by_name))
+    norms = plan_norms(model, by_name) if policy.fuse else ()
+    mlps = plan_mlps(model, by_name) if policy.fuse else ()
+    return ConversionSummary(tuple(decisions), norms, mlps, elsewhere=computed_by_liger(model))
 
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)
@@ -230,11 +237,11 @@ def _attentions(model: nn.Module, policy: Policy) -> list[PlannedAttention]:
     return plan_attention(model, policy.replace_layers, reason)
 
 
-def prepare_attention(model: nn.Module, policy: Policy) -> None:
+def prepare_attention(model: nn.Module, policy: Policy, compares: bool = False) -> None:
     """Set which attention modules of ``model`` run in FP8 in contexts whose recipe enables FP8 attention.
 
     This takes effect at once for modules of this package, and for others after
-    :func:`lightning_fp8.attention.models.attach.attach`.
+    :func:`lightning_fp8.attention.models.attach.attach`. With ``compares``, those others compare FP8 with SDPA.
     """
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
@@ -242,7 +249,7 @@ def prepare_attention(model: nn.Module, policy: Policy) -> None:
             module.fp8 = next(each.follows for each in planned if each.decision.name == clean_name(name))
     blocks = find_blocks(model)
     kept = [name for name, place in blocks.items() if reason_for_bf16(place, policy)]
-    attach.prepare(model, reached_places(planned, kept))
+    attach.prepare(model, [place._replace(compares=compares) for place in reached_places(planned, kept)])
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
@@ -268,6 +275,7 @@ def convert_module(
     replace_layers: bool = True,
     skip: Skip = (),
     fuse: bool = True,
+    where_faster: bool = True,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
 
@@ -293,6 +301,9 @@ def convert_module(
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: run each RMSNorm in one kernel and each gated MLP (SwiGLU, GeGLU) as one autograd function, in Hugging
             Face's Llama and in all models whose norms and MLPs have a known forward.
+        where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
+            for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
+            ``lightning_fp8.Linear`` run in FP8.
 
     Returns:
         ``model``.
@@ -305,14 +316,20 @@ def convert_module(
     """
     require_module("convert_module", model)
     policy = Policy(
-        first_last_layers_bf16, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16, replace_layers, skip, fuse
+        first_last_layers_bf16,
+        num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16,
+        replace_layers,
+        skip,
+        fuse,
+        where_faster,
     )
     refuse_codes(model, policy)
     summary = plan_conversion(model, policy)
     for wrong in globs_without_layers(model, policy, summary):
         raise ValueError(wrong)
     prepare_attention(model, policy)  # before modules of this package are assigned slots
-    apply_conversion(model, summary)
+    apply_conversion(model, summary, where_faster, partial(warnings.warn, stacklevel=2))
     if not summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(summary)}:\n{summary}", stacklevel=2)
     report_first_steps(model, summary, policy)
@@ -370,10 +387,20 @@ def globs_without_layers(model: nn.Module, policy: Policy, summary: ConversionSu
     return globs_of_nothing(policy.globs, [*(layer.name for layer in summary.layers), *others], modules)
 
 
-def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistory:
+def apply_conversion(
+    model: nn.Module,
+    summary: ConversionSummary,
+    where_faster: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> AmaxHistory:
     """Swap the class of each layer that runs in FP8 according to ``summary``, and create one amax history for them.
 
     The history keeps existing scales and amaxes of the layers.
+
+    Args:
+        where_faster: let swapped layers stay in high precision where that is faster.
+        tell: called with the lines that say which layers and which attention do, and that the host limits the speed;
+            None decides nothing.
     """
     decisions = {layer.name: layer for layer in summary.layers}
     for name, module in model.named_modules():
@@ -381,10 +408,16 @@ def apply_conversion(model: nn.Module, summary: ConversionSummary) -> AmaxHistor
             decision = decisions[gemm_name(clean_name(name), next(iter(matrices_of(module))))]
             if decision.fp8 and not isinstance(module, LinearLayer):
                 swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
+                module.comparison = AWAITED
             if isinstance(module, LinearLayer):
                 module.fp8 = decision.fp8
+                if not where_faster or isinstance(module._parameters.get("weight"), FP8Tensor):
+                    module.comparison, module.slower = None, ""
     fuse_planned(model, summary)
     history = _share_history(model)
+    history.choice = None if tell is None else history.choice or Choice(model, tell)
+    if tell is not None:
+        watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]
     keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):

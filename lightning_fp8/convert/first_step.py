@@ -23,7 +23,9 @@ from lightning_fp8.attention.models.owners import Owner, owner_of, watch
 from lightning_fp8.attention.plan import judged
 from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
+from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
+from lightning_fp8.hf_fusion.liger import computed_by_liger
 from lightning_fp8.hf_fusion.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -246,8 +248,9 @@ class FirstStep:
             tuple(judged_fused(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        rows = self._judged_rows(now)
-        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, fallbacks=fallbacks())
+        model, rows = self._model(), self._judged_rows(now)
+        elsewhere = summary.elsewhere if model is None else computed_by_liger(model)
+        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
         return self._found
 
     def stop(self) -> None:
@@ -345,6 +348,8 @@ class FirstStep:
             return replace(
                 layer, ran=False, reason=f"it was changed to the class {type(module).__name__} after the conversion"
             )
+        if module.slower:
+            return replace(layer, ran=False, reason=module.slower)
         fp8, high_precision = self._since(module)
         if fp8:
             reasons = (
@@ -551,16 +556,23 @@ def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[
         told: the names of layers that a message has named. The named ones are added.
         unsaid: reasons of layers that are not named.
     """
-    planned = [layer for layer in summary.layers if layer.fp8 and layer.reason != FROZEN]
+    planned = [layer for layer in summary.layers if layer.fp8 and not _is_expected(layer.reason)]
     ran = sum(layer.parameters for layer in planned if layer.ran is not False)
     half = 2 * ran >= sum(layer.parameters for layer in planned)
     named = [
         layer
         for layer in summary.idle
-        if layer.reason not in (FROZEN, *unsaid) and layer.name not in told and not (half and layer.reason == NOT_YET)
+        if not _is_expected(layer.reason)
+        and layer.reason not in unsaid
+        and layer.name not in told
+        and not (half and layer.reason == NOT_YET)
     ]
     told |= {layer.name for layer in named}
     return "; ".join(idle_layers(named))
+
+
+def _is_expected(reason: str) -> bool:
+    return reason == FROZEN or is_slower(reason)
 
 
 def idle_layers(idle: Iterable[LayerDecision]) -> Iterator[str]:

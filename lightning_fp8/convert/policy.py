@@ -46,11 +46,12 @@ class Policy:
     replace_layers: bool = True
     skip: Skip = ()
     fuse: bool = True
+    where_faster: bool = True
 
     def __post_init__(self) -> None:
         for option in fields(self):
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))
-        for field in ("first_last_layers_bf16", "replace_layers", "fuse"):
+        for field in ("first_last_layers_bf16", "replace_layers", "fuse", "where_faster"):
             require_bool(field, getattr(self, field))
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, field)

@@ -67,6 +67,7 @@ class ConversionSummary:
         mlps: decisions of ``kind`` "mlp": with ``fuse=True``, for each gated MLP, whether it is one autograd function.
         fallbacks: after the first training step, a message with the reason for each cast or product of this process
             that ran without its kernel. Attention without its kernel is noted in its layer's row.
+        elsewhere: a message that names what Liger-Kernel computes in the model.
     """
 
     layers: tuple[LayerDecision, ...]
@@ -75,6 +76,7 @@ class ConversionSummary:
     flops: int | None = None
     flops_in_fp8: int | None = None
     fallbacks: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[LayerDecision, ...]:
@@ -133,11 +135,11 @@ class ConversionSummary:
         rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
         heading = "ran in" if self._ran else "planned"
         if verbose:
-            return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.fallbacks])
-        fallbacks = [line for text in self.fallbacks for line in wrap(text, WIDTH)]
+            return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
+        messages = [line for text in (*self.elsewhere, *self.fallbacks) for line in wrap(text, WIDTH)]
         of_layers = len(self.layers)
         together = [*grouped(rows[:of_layers]), *grouped(rows[of_layers:])]
-        return "\n".join([*rendered(together, heading), *self._verdict(WIDTH), *fallbacks])
+        return "\n".join([*rendered(together, heading), *self._verdict(WIDTH), *messages])
 
     def __str__(self) -> str:
         return self.table()

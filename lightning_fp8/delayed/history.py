@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import reprlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.watch import Watch
 from lightning_fp8.formats import Format
 from lightning_fp8.recipes import DelayedScaling, Recipe, float8_for
@@ -32,6 +34,9 @@ T = TypeVar("T")
 
 Span = tuple[Format, int]
 """The format and margin of a recipe. With an amax they determine a scale."""
+
+WARM_UP_STEPS = 3  # the first computes scales, the host learns of them in the second, the third runs their kernels
+WARM_UP = f"run at least {WARM_UP_STEPS} training steps, with torch.cuda.synchronize() after each"
 
 _not_for_inference = torch.inference_mode(False)
 """Decorator of functions that create state: tensors created in inference mode cannot be updated outside of it."""
@@ -91,6 +96,12 @@ def saved_span(span: Span | None) -> dict[str, Any]:
     return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
 
 
+def saved_choice(history: AmaxHistory | None) -> dict[str, Any]:
+    """The entry of a saved state for layers that stay in high precision, once they are chosen."""
+    slower = None if history is None or history.choice is None else history.choice.slower
+    return {} if slower is None else {"slower": dict(slower)}
+
+
 def span_in(state: dict[str, Any]) -> Span | None:
     """The span of the scales of a saved state; ``None`` for older files, which do not have it.
 
@@ -113,14 +124,14 @@ def span_in(state: dict[str, Any]) -> Span | None:
 
 
 class NonzeroScales:
-    """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step.
+    """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step or more.
 
     A scale that is nonzero stays nonzero until a state is loaded.
     """
 
     def __init__(self) -> None:
         self._nonzero: list[bool] = []
-        self._pending_copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._copy: Tensor | None = None
 
     def is_nonzero(self, index: int) -> bool:
         """Whether the scale of the slot ``index`` is known to be nonzero."""
@@ -130,28 +141,21 @@ class NonzeroScales:
         """Read ``scale > 0`` of float32 ``[n]`` synchronously. It waits for the GPU."""
         if not scale.is_meta:
             self._nonzero = (scale > 0).tolist()
-            self._pending_copy = None
 
     def poll(self, scale: Tensor) -> None:
         """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
 
-        On a GPU, one call starts an asynchronous copy to the host, and a later call reads it once it is complete.
+        On a GPU, each call reads what has arrived on the host, and starts an asynchronous copy.
         """
-        if self._nonzero and all(self._nonzero):
+        if is_capturing() or (self._nonzero and all(self._nonzero)):
             return
         if not scale.is_cuda:
             self._nonzero = (scale > 0).tolist()
-        elif torch.cuda.is_current_stream_capturing():
-            return
-        elif self._pending_copy is None:
-            copy = torch.empty(scale.shape, dtype=torch.bool, pin_memory=True)
-            copy.copy_(scale > 0, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._pending_copy = copy, event
-        elif self._pending_copy[1].query():
-            self._nonzero = self._pending_copy[0].tolist()
-            self._pending_copy = None
+        else:
+            if self._copy is None:
+                self._copy = torch.zeros(scale.shape, dtype=torch.bool, pin_memory=True)
+            self._nonzero = self._copy.tolist()  # an incomplete copy is right, too: True stays True
+            self._copy.copy_(scale > 0, non_blocking=True)
 
     def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
         return NonzeroScales, ()  # copies and pickles start with all unknown
@@ -215,7 +219,11 @@ class Slot:
         """Whether the scale is known to be nonzero, without waiting for the GPU."""
         if torch.compiler.is_dynamo_compiling():  # False for torch.export's default, which runs Python code
             return False  # a value that changes later would recompile
-        return self.history.nonzero_scales.is_nonzero(self.index)
+        known = self.history.nonzero_scales.is_nonzero(self.index)
+        if not known and is_capturing():
+            text = "a CUDA graph captures FP8 casts whose scales may be 0, which each replay checks. Before a capture"
+            warnings.warn(f"{text}, {WARM_UP}", stacklevel=2)
+        return known
 
 
 def _slot_of(history: AmaxHistory, index: int) -> Slot:
@@ -253,6 +261,9 @@ class AmaxHistory:
         fp8_max: float32 ``[n]``, the largest value of each slot's format, cached with the format and device, so that an
             update copies nothing to the GPU.
         before_update: called with the history before each update, when its amaxes and scales are those of the step.
+        eager_updates: the recipe of the last updates outside a capture, and their number.
+        is_captured: whether a CUDA graph uses the slots.
+        choice: which layers stay in high precision because it is faster; see :mod:`lightning_fp8.convert.choice`.
         creation_index: the order of the histories of a process, which is the same on all ranks.
 
     ``amax`` and ``scale`` must only be changed in place, because the tensors of each :class:`Slot` share their memory.
@@ -265,6 +276,9 @@ class AmaxHistory:
     calibrated = False
     span: Span | None = None
     before_update: Callable[[AmaxHistory], None] | None = None
+    eager_updates: tuple[DelayedScaling | None, int] = None, 0
+    is_captured = False
+    choice: Any = None
 
     @_not_for_inference
     def __init__(self, names_and_roles: Sequence[tuple[str, Role]], device: torch.device | str = "cpu") -> None:
@@ -315,7 +329,7 @@ class AmaxHistory:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:  # modules and plugins register themselves after loading
-        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "_slot_tensors")
+        without = ("modules", "slots_of", "plugin_recipe", "calibrated", "before_update", "choice", "_slot_tensors")
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     @_not_for_inference
@@ -369,6 +383,7 @@ class AmaxHistory:
     def resize(self, length: int) -> None:
         """Resize the history to ``length`` steps: drop the oldest steps, or prepend zeros."""
         if self.amax_history.shape[0] != length:
+            self._warn_of_graphs()
             amax_history = self.amax_history.new_zeros(length, len(self.names))
             num_kept = min(length, self.amax_history.shape[0])
             if num_kept:
@@ -378,13 +393,21 @@ class AmaxHistory:
     @_not_for_inference
     def reset(self, slots: Iterable[int] | None = None) -> None:
         """Empty ``slots``. Without them, the history is as a new one."""
+        self._warn_of_graphs()
         if slots is None:
             self.updates, self.steps, self.span = 0, None, None
+        self.eager_updates = None, 0
         emptied = slice(None) if slots is None else list(slots)
         for values in (self.scale, self.amax, self.num_observed, self.amax_history):
             values[..., emptied] = 0.0
         self.nonzero_scales = NonzeroScales()
         self.watch.state_changed()
+
+    def _warn_of_graphs(self) -> None:
+        if self.is_captured and self.updates:
+            self.is_captured = False
+            text = "FP8 scales are loaded, emptied or resized: do not replay CUDA graphs captured before"
+            warnings.warn(f"{text}, {WARM_UP}, and capture again", stacklevel=3)
 
     def set_slot(self, index: int, scale: float, amax_history: Tensor) -> None:
         """Set the scale and the amaxes ``amax_history [len]``, oldest first, of one slot."""
@@ -408,6 +431,7 @@ class AmaxHistory:
             "counts": self.num_observed.clone(),
             **saved_steps(self.steps),
             **saved_span(self.span),
+            **saved_choice(self),
         }
 
     @_not_for_inference
@@ -440,6 +464,8 @@ class AmaxHistory:
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.updates, self.steps, self.span = updates, steps_in(state), span_in(state)
+        if self.choice is not None:
+            self.choice.load(state.get("slower"))
         return [name for name in names if name not in saved_index]
 
 
@@ -496,6 +522,9 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     steps_in(state)
     span_in(state)
+    slower = state.get("slower", {})
+    if not isinstance(slower, dict) or not all(isinstance(text, str) for pair in slower.items() for text in pair):
+        raise ValueError("FP8 state's 'slower' must be the reasons of layers by their names, or be missing")
     for key in ("seen", "counts"):  # pending amaxes may be infinite or NaN: an update ignores them
         value = state.get(key, scale)
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):

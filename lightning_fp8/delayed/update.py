@@ -37,7 +37,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fp8 import ops
-from lightning_fp8.delayed.history import AmaxHistory, Span, all_histories, span_of, span_ratio
+from lightning_fp8.capture import is_capturing
+from lightning_fp8.delayed.history import WARM_UP, WARM_UP_STEPS, AmaxHistory, Span, all_histories, span_of, span_ratio
 from lightning_fp8.delayed.owners import (
     Slots,
     all_slots,
@@ -179,8 +180,15 @@ def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
 
 def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
     """Append the amaxes of ``history``, after the reduction over ranks, to it and compute new scales."""
-    if history.before_update is not None:
-        history.before_update(history)
+    steps = history.eager_updates[1] if history.eager_updates[0] == recipe else 0
+    if is_capturing():
+        if steps < WARM_UP_STEPS:
+            text = f"a CUDA graph captures an update of FP8 scales after {steps} steps with {recipe}: each replay would"
+            raise RuntimeError(f"{text} empty the history that it allocates. Before a capture, {WARM_UP}")
+    else:
+        history.eager_updates = recipe, steps + 1
+        if history.before_update is not None:
+            history.before_update(history)
     history.resize(recipe.amax_history_len)
     history.updates += 1
     if history.steps is not None:
@@ -356,7 +364,7 @@ def _compare_names(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
     compared = _compared.setdefault(histories[0], set())
     key = id(group), *((history.creation_index, len(history.names)) for history in histories)
     device = histories[0].amax.device
-    if key in compared or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if key in compared or is_capturing():
         return
     names = [name for history in histories for name in history.names]
     digest = hashlib.sha256("\n".join(names).encode()).digest()
@@ -398,6 +406,8 @@ _numbers = itertools.count(1)  # unique across threads
 _step_number = 0
 _STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of the wrapper around every ``step`` of torch.optim, which calls the hooks."""
+steps_are_captured = False
+"""Whether a CUDA graph has captured an optimizer step: its replays change weights, and do not count steps."""
 
 
 def optimizer_step_number() -> int:
@@ -444,8 +454,9 @@ def after_optimizer_step(optimizer: Any, *_: Any) -> None:
     Args:
         optimizer: an object with ``param_groups``.
     """
-    global _step_number
+    global _step_number, steps_are_captured
     _step_number = next(_numbers)
+    steps_are_captured |= is_capturing()
     if _overflowed(optimizer):
         return
     note_step(optimizer)
@@ -459,9 +470,13 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
     for history, _ in owned:
         history.steps = history.steps or 0
         history.watch.stepped = True
+    without_slots = [history for history in all_histories() if not history.names]
+    for history in (*(history for history, _ in owned), *without_slots):
+        if history.choice is not None:
+            history.choice.decide(_region.group if history.plugin_recipe is None else None)
     update_slots(owned)
     for history, _ in owned:
-        if history.updates % UPDATES_OF_OTHERS == 0 and not history.watch.has_warned_of_others:
+        if history.updates % UPDATES_OF_OTHERS == 0 and not (history.watch.has_warned_of_others or is_capturing()):
             waiting = [slot for slot in slots_without_optimizer(history) if bool(history.amax[slot] > 0)]
             if waiting:
                 history.watch.warn_of_others([history.names[slot] for slot in waiting])

@@ -104,11 +104,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         normed = dw = dbias = None
         if dy is not None:
             if x is not None or needs_wgrad:
-                dy8 = product.quantized_gradient(dy, rowwise=x is not None, columnwise=needs_wgrad)
-            if x is not None:
-                normed = product.input_gradient(dy8, weight, ctx.dtype)
-            if needs_wgrad:
-                dw = product.weight_gradient(dy8, product.unsaved(*x8), weight.dtype)
+                x_t = product.unsaved(*x8) if needs_wgrad else None
+                normed, dw = product.gradients(dy, None if x is None else weight, x_t, ctx.dtype, weight.dtype)
             if needs_bias_grad:
                 dbias = bias_gradient(dy, ctx.bias_dtype)
         of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)

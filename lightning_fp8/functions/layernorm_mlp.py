@@ -103,16 +103,12 @@ class LayerNormMLPFunction(torch.autograd.Function):
             statistics, h, *operands = kept
             n_t = mlp.fc1.unsaved(*operands[:2]) if needs_w1 else None
             a_t = mlp.fc2.unsaved(*operands[2:]) if needs_w2 else None
-        dnormed = dw1 = db1 = dw2 = db2 = None
+        da = dnormed = dw1 = db1 = dw2 = db2 = None
         if dy is not None and (needs_first or needs_w2):
-            dy8 = mlp.fc2.quantized_gradient(dy, rowwise=needs_first, columnwise=needs_w2)
-            if needs_first:
-                da = mlp.fc2.input_gradient(dy8, w2, mlp.dtype)
-            if a_t is not None:
-                dw2 = mlp.fc2.weight_gradient(dy8, a_t, w2.dtype)
+            da, dw2 = mlp.fc2.gradients(dy, w2 if needs_first else None, a_t, mlp.dtype, w2.dtype)
         if dy is not None and needs_b2:
             db2 = bias_gradient(dy, ctx.bias_dtypes[1])
-        if dy is not None and needs_first:
+        if da is not None:
             dh8, db1 = ops.activation_backward_quantize(
                 da,
                 h,
@@ -123,10 +119,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             )
             if mlp.fc1.is_sampled(Role.GRAD_OUTPUT):
                 mlp.fc1.sample(Role.GRAD_OUTPUT, activated_backward(da, h, mlp.activation), dh8)
-            if needs_norm:
-                dnormed = mlp.fc1.input_gradient(dh8, w1, mlp.dtype)
-            if n_t is not None:
-                dw1 = mlp.fc1.weight_gradient(dh8, n_t, w1.dtype)
+            dnormed, dw1 = mlp.fc1.gradients(dh8, w1 if needs_norm else None, n_t, mlp.dtype, w1.dtype)
         of_norm_and_x: tuple[Tensor | None, ...] = (None, None, None)
         if needs_norm:
             of_norm_and_x = norm_gradients(dnormed, of_norm, x, norm_weight, statistics, mlp.norm, needs[2])

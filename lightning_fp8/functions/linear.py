@@ -15,10 +15,10 @@ from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 from lightning_fp8.functions.shared_input import InputCast
-from lightning_fp8.ops import Quantized
+from lightning_fp8.ops import Quantized, plans
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
 from lightning_fp8.ops.gemm import Gemm
-from lightning_fp8.ops.linear import linear_backward, linear_forward
+from lightning_fp8.ops.linear import KeptPlan, backward_pass, forward_pass, linear_backward, linear_forward
 from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 
@@ -91,7 +91,7 @@ class Product:
         delayed: collects the weight's gradients until the layer's ``backward_dw``; None computes them at once.
     """
 
-    __slots__ = ("_casts", "_span", "cached_weight", "delayed", "main_grad", "observe", "recipe", "slots")
+    __slots__ = ("_casts", "_passes", "_span", "cached_weight", "delayed", "main_grad", "observe", "recipe", "slots")
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class Product:
         self.main_grad = main_grad
         self.delayed = delayed
         self._casts = {role: recipe.cast(role) for role in LINEAR_ROLES}
+        self._passes: dict[tuple[Any, ...], KeptPlan] = {}
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
     def cast(self, role: Role) -> Cast:
@@ -132,7 +133,8 @@ class Product:
             return None, None, False
         slot = self.slots[role]
         amax = slot.amax if self.observe and not again else None
-        return slot.scale_for(self._span), amax, slot.scale_is_nonzero()
+        scale = slot.scale if slot.history.span == self._span else slot.scale_for(self._span)  # a frame less
+        return scale, amax, slot.scale_is_nonzero()
 
     def quantize(
         self, x: Tensor, role: Role, *, rowwise: bool = True, columnwise: bool = False, again: bool = False
@@ -189,21 +191,32 @@ class Product:
         columnwise: bool,
     ) -> tuple[Quantized, Tensor]:
         """The operands of ``x [..., K]`` (see :meth:`quantize_input`), and ``x wᵀ + bias`` in ``dtype``."""
+        held = shared is not None and not any(shared.lacks(columnwise)) and not self.is_sampled(Role.INPUT)
+        if held:
+            copies = shared.complete(None)  # type: ignore[union-attr]
+            x8 = copies if columnwise else Quantized(copies.rowwise, None)
+            return x8, self.forward(x8, weight, bias, dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        results = None
-        casts_both = self.cached_weight is None and (shared is None or shared.is_new)
-        if casts_both and not torch.compiler.is_compiling() and not self.is_sampled(Role.INPUT):
+        if (shared is None or shared.is_new) and self._in_one_call(Role.INPUT):
             x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
-            w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
-            gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
-            results = linear_forward(rows, x_cast, x_scale, x_amax, weight, w_cast, w_scale, w_amax, gemm, bias)
-        if results is None:
-            x8 = self.quantize_input(rows, shared, columnwise=columnwise)
-            return x8, self.forward(x8, weight, bias, dtype)
-        x8 = operands_of(results[1], x_cast, True, columnwise)
-        return x8 if shared is None else shared.complete(x8), results[0]
+            key = plans.generation, dtype, x_scale_is_nonzero, w_scale_is_nonzero, columnwise, rows.is_cuda
+            kept = self._passes.get(key)
+            if kept is None:
+                x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
+                w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
+                gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
+                kept = self._passes[key] = forward_pass(x_cast, w_cast, gemm)
+            results = linear_forward(kept, rows, x_scale, x_amax, weight, w_scale, w_amax, bias)
+            if results is not None:
+                x8 = operands_of(results[1], kept.cast, True, columnwise)  # type: ignore[arg-type]
+                return x8 if shared is None else shared.complete(x8), results[0]
+        x8 = self.quantize_input(rows, shared, columnwise=columnwise)
+        return x8, self.forward(x8, weight, bias, dtype)
+
+    def _in_one_call(self, role: Role) -> bool:
+        """Whether a pass may cast ``role`` and the weight, and multiply, in one call."""
+        return self.cached_weight is None and not torch.compiler.is_compiling() and not self.is_sampled(role)
 
     def quantize_input(self, x: Tensor, shared: InputCast | None, *, columnwise: bool) -> Quantized:
         """Cast ``x [R, K]`` to the copies that a ``shared`` cast does not hold yet."""
@@ -224,6 +237,20 @@ class Product:
         self, x8: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, again: bool = False
     ) -> Tensor:
         """``x wᵀ + bias`` in ``dtype``."""
+        if self._in_one_call(Role.WEIGHT):
+            assert x8.rowwise is not None
+            w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
+            key = plans.generation, dtype, x8.rowwise.layout, w_scale_is_nonzero
+            kept = self._passes.get(key)
+            if kept is None:
+                w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
+                kept = self._passes[key] = forward_pass(
+                    None, w_cast, Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
+                )
+            operand = x8.rowwise.data, x8.rowwise.scale_inv, None
+            results = linear_forward(kept, *operand, weight, w_scale, w_amax, bias)
+            if results is not None:
+                return results[0]
         w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, again=again)
         return ops.scaled_mm(x8.rowwise, w8.rowwise, bias=bias, out_dtype=dtype, fast_accum=True)  # type: ignore[arg-type]
 
@@ -264,25 +291,45 @@ class Product:
         return None if self.main_grad is None else self.main_grad.replacement()
 
     def gradients(
-        self, dy: Tensor, weight: Tensor, x_t: ScaledTensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`input_gradient` and :meth:`weight_gradient` of ``dy [R, N]``."""
-        results: tuple[Tensor, Tensor | None] | None = None
+        self,
+        dy: Tensor | Quantized,
+        weight: Tensor | None,
+        x_t: ScaledTensor | None,
+        dx_dtype: torch.dtype,
+        dw_dtype: torch.dtype,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """:meth:`input_gradient` and :meth:`weight_gradient` of ``dy [R, N]``, or of its operands.
+
+        Without ``weight`` or ``x_t`` the gradient that needs it is None.
+        """
         redirected = self.main_grad is not None or self.delayed is not None
-        fused = self.cached_weight is None and not redirected and not self.is_sampled(Role.GRAD_OUTPUT)
-        if fused and not torch.compiler.is_compiling():
-            dy_scale, dy_amax, dy_scale_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
+        if weight is not None and x_t is not None and not redirected and self._in_one_call(Role.GRAD_OUTPUT):
+            transposed = dy_cast = amax = None
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            dy_cast = asked(dy, self._casts[Role.GRAD_OUTPUT], True, True, dy_scale_is_nonzero)
-            w_cast = asked(weight, self._casts[Role.WEIGHT], False, True, w_scale_is_nonzero)
-            results = linear_backward(
-                dy, dy_cast, dy_scale, dy_amax, weight, w_cast, w_scale, x_t.data, x_t.scale_inv,
-                Gemm(dy_cast.layout, w_cast.layout, dx_dtype), Gemm(dy_cast.layout, x_t.layout, dw_dtype),
-            )  # fmt: skip
-        if results is None:
-            dy8 = self.quantized_gradient(dy, rowwise=True, columnwise=True)
-            results = self.input_gradient(dy8, weight, dx_dtype), self.weight_gradient(dy8, x_t, dw_dtype)
-        return results
+            key: tuple[Any, ...] = plans.generation, dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero
+            if isinstance(dy, Tensor):
+                first, (scale, amax, scale_is_nonzero) = dy, self._scale_and_amax(Role.GRAD_OUTPUT)
+                key = *key, scale_is_nonzero, dy.is_cuda
+            else:
+                assert dy.rowwise is not None
+                assert dy.columnwise is not None
+                first, scale = dy.rowwise.data, dy.rowwise.scale_inv
+                transposed = dy.columnwise.data, dy.columnwise.scale_inv
+            kept = self._passes.get(key)
+            if kept is None:
+                cast, w_cast = self._casts[Role.GRAD_OUTPUT], self._casts[Role.WEIGHT]
+                if isinstance(dy, Tensor):
+                    dy_cast = asked(dy, cast, True, True, scale_is_nonzero)
+                gemms = Gemm(cast.layout, w_cast.layout, dx_dtype), Gemm(cast.layout, x_t.layout, dw_dtype)
+                w_cast = asked(weight, w_cast, False, True, w_scale_is_nonzero)
+                kept = self._passes[key] = backward_pass(dy_cast, w_cast, *gemms)
+            results = linear_backward(kept, first, scale, amax, transposed, weight, w_scale, x_t.data, x_t.scale_inv)
+            if results is not None:
+                return results
+        if isinstance(dy, Tensor):
+            dy = self.quantized_gradient(dy, rowwise=weight is not None, columnwise=x_t is not None)
+        dx = None if weight is None else self.input_gradient(dy, weight, dx_dtype)
+        return dx, None if x_t is None else self.weight_gradient(dy, x_t, dw_dtype)
 
     def saved(self, x8: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
         """The tensors of x's operand for wgrad, for ``save_for_backward``; see :meth:`unsaved`."""
@@ -336,13 +383,9 @@ class LinearFunction(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         product: Product = ctx.product
         dx = dw = dbias = None
-        if weight is not None and needs_wgrad:
-            dx, dw = product.gradients(dy, weight, product.unsaved(*x8), x_dtype, weight_dtype)
-        elif weight is not None:
-            dx = product.input_gradient(product.quantized_gradient(dy, rowwise=True, columnwise=False), weight, x_dtype)
-        elif needs_wgrad:
-            dy8 = product.quantized_gradient(dy, rowwise=False, columnwise=True)
-            dw = product.weight_gradient(dy8, product.unsaved(*x8), weight_dtype)
+        if weight is not None or needs_wgrad:
+            x_t = product.unsaved(*x8) if needs_wgrad else None
+            dx, dw = product.gradients(dy, weight, x_t, x_dtype, weight_dtype)
         if needs_bias_grad:
             dbias = bias_gradient(dy, bias_dtype)
         if dx is not None and len(ctx.x_shape) != 2:

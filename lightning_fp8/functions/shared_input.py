@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot
 from lightning_fp8.delayed.owners import have_the_same_optimizers
 from lightning_fp8.ops import Quantized
@@ -108,29 +109,32 @@ class _Thread(threading.local):
     """The last inputs of a thread, newest first, with their casts. A deallocated input clears its cast."""
 
     def __init__(self) -> None:
+        self.capturing = False  # whether the region is inside the capture of a CUDA graph
         self.casts: tuple[tuple[weakref.ref[Tensor], InputCast], ...] = ()
 
 
 _thread = _Thread()
 
 
-def forget_inputs() -> None:
-    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins or ends."""
+def forget_inputs(capturing: bool = False) -> None:
+    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins, maybe ``capturing``, or ends."""
     _thread.casts = ()
+    _thread.capturing = capturing
 
 
 def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
     """All state besides the recipe that the cast of ``x`` depends on; None if its cast cannot be shared."""
     if x.is_inference():  # these have no version
         return None
-    stream = None
-    if x.is_cuda:
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return None  # the graph of one layer may be replayed without that of another
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    backward = torch._C._current_graph_task_id()  # of a recomputation; or -1
+    if is_capturing():
+        slot.history.is_captured = True
+        if not _thread.capturing and backward < 0:
+            return None  # a region around captures: the graph of one layer may be replayed without another's
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
     # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
     enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return _version(x), dtype, slot.history.updates, stream, enclosing
+    return _version(x), dtype, slot.history.updates, stream, enclosing, backward
 
 
 def _version(x: Tensor) -> tuple[int, int]:

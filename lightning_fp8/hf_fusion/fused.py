@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType
@@ -14,6 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.hf_fusion.liger import is_patched
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 
 
@@ -80,6 +82,8 @@ def fuse(module: nn.Module, fused: type[FusedModule]) -> None:
     if not isinstance(module, fused):
         swap_class(module, fused_class(fused, unsharded_class(module)))
         module.why_not = None  # type: ignore[assignment]  # tells the module itself, if its class changes again
+    if is_patched(module):  # the forward of its class computes the same
+        del module.forward
 
 
 def original_class(module: nn.Module) -> type:
@@ -111,7 +115,11 @@ def _steps(code: CodeType) -> tuple[Any, ...]:
 def _instructions(code: CodeType) -> Iterator[tuple[str, Any]]:
     """Opcodes and arguments; constants as values, since a docstring shifts their numbers."""
     for each in dis.get_instructions(code):
-        if each.opname not in ("RESUME", "NOP", "CACHE"):
+        variables = re.findall("(?:LOAD|STORE)_FAST(?:_BORROW)?", each.opname)
+        if each.arg is not None and len(variables) == 2:  # Python 3.13 combines two in one line of the source
+            yield variables[0], each.arg >> 4
+            yield variables[1], each.arg & 15
+        elif each.opname not in ("RESUME", "NOP", "CACHE"):
             yield each.opname, each.argval if "CONST" in each.opname else each.arg
 
 

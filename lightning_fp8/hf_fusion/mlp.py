@@ -12,6 +12,7 @@ from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
 from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.shared_input import input_cast
+from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
@@ -33,8 +34,18 @@ ACTIVATIONS = {
     ("PytorchGELUTanh", "transformers.activations"): "gelu",
 }
 """By an activation's class and module, its name in the ops."""
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
+"""By the name of an activation, that of the op for one tensor of both halves."""
 
-LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+def layers_of(mlp: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers of a known MLP: gate and up, which may be one layer, and down."""
+    return ("gate_up_proj", "down_proj") if "gate_up_proj" in mlp._modules else ("gate_proj", "up_proj", "down_proj")
+
+
+def act_fn_of(mlp: nn.Module) -> Any:
+    """The activation of a known MLP; None for Liger's, which have none."""
+    return getattr(mlp, "activation_fn" if "gate_up_proj" in mlp._modules else "act_fn", None)
 
 
 # --- Templates, of which only the code is read ------------------------------------------------------------------------
@@ -49,42 +60,44 @@ def _gated_at_once(self: Any, x: Any) -> Any:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _gated_by_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
-
-
-def _gated_by_older_liger(self: Any, x: Any) -> Any:
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[name-defined]  # noqa: F821
+def _gated_in_halves(self: Any, x: Any) -> Any:
+    y = self.gate_up_proj(x)
+    gate, y = y.chunk(2, dim=-1)
+    y = y * self.activation_fn(gate)
+    return self.down_proj(y)
 
 
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, also if it is fused already."""
     forward = original_class(module).forward  # type: ignore[attr-defined]
-    known = computes(forward, _gated, _gated_at_once)
-    return known or ("act_fn" not in module._modules and computes(forward, _gated_by_liger, _gated_by_older_liger))
+    known = computes(forward, _gated, _gated_at_once, _gated_in_halves)
+    return known or ("act_fn" not in module._modules and computes(forward, *liger.MLPS))
 
 
 def activation_of(mlp: nn.Module) -> str | None:
     """The ops' name for the activation of a known MLP; None if it is not supported, or has hooks."""
-    act_fn = mlp._modules.get("act_fn")
+    act_fn = act_fn_of(mlp)
     if act_fn is None:
-        return None if "act_fn" in vars(mlp) else "silu"  # Liger's
+        names = original_class(mlp).forward.__code__.co_names  # type: ignore[attr-defined]
+        return "gelu" if "LigerGELUMulFunction" in names else "silu"
     cls = type(act_fn)
-    return None if "forward" in vars(act_fn) or has_hooks(act_fn) else ACTIVATIONS.get((cls.__name__, cls.__module__))
+    is_own = isinstance(act_fn, nn.Module) and "forward" not in vars(act_fn) and not has_hooks(act_fn)
+    return ACTIVATIONS.get((cls.__name__, cls.__module__)) if is_own else None
 
 
 # --- The module -------------------------------------------------------------------------------------------------------
 
 
 class FusedMLP(FusedModule):
-    """A gated MLP whose three FP8 layers are one autograd function in an FP8 context."""
+    """A gated MLP whose FP8 layers are one autograd function in an FP8 context."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape."""
         if torch.compiler.is_exporting() or not self._fuses(lambda context: self._why_not_now(x, context)):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        gate, up, down = (self._modules[name] for name in LAYERS)
-        return _forward(x, gate, up, down, activation_of(self))  # type: ignore[arg-type]
+        modules = self._modules
+        gate, down = modules.get("gate_up_proj") or modules["gate_proj"], modules["down_proj"]
+        return _forward(x, gate, modules.get("up_proj"), down, activation_of(self))  # type: ignore[arg-type]
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -94,7 +107,7 @@ class FusedMLP(FusedModule):
 
     def _why_not_now(self, x: Any, context: FP8Context) -> str:
         """The reason why a call of a layer, or a tensor between layers, is needed; an empty string if none is."""
-        for name in LAYERS:
+        for name in layers_of(self):
             if reason := _why_not(name, self._modules.get(name)):
                 return reason
         if activation_of(self) is None:
@@ -110,7 +123,7 @@ def _why_not(name: str, layer: Any) -> str:
     """The reason why ``layer`` has to be called; an empty string if its products are enough."""
     if type(layer) is not Linear:
         return f"its {name} is a {name_of(layer)}"
-    if not layer.fp8:
+    if not layer.fp8 or layer.slower:
         return f"{name} runs in BF16"
     if has_hooks(layer):
         return f"{name} has hooks"
@@ -133,20 +146,25 @@ def why_not_bias(name: str, bias: Any) -> str:
     return f"{name} has a bias, whose gradient needs a tensor that would not be written"
 
 
-def _forward(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str) -> Tensor:
-    (wg, _), (wu, _), (wd, bd) = gate._weight_and_bias(), up._weight_and_bias(), down._weight_and_bias()
+def _forward(x: Tensor, gate: Linear, up: Linear | None, down: Linear, activation: str) -> Tensor:
+    (wg, _), (wd, bd) = gate._weight_and_bias(), down._weight_and_bias()
+    wu = of_up = None
     context = gate._begin(x, wg, None)
-    up._begin(x, wu, None)
-    down._begin_region()
+    if up is not None:
+        wu, _ = up._weight_and_bias()
+        up._begin(x, wu, None)
+    down._begin_region(x)
     (of_gate, *_), dtype = gate._products(x, (wg,), (), context, None)
-    (of_up, *_), _ = up._products(x, (wu,), (), context, None)
+    if up is not None and wu is not None:
+        (of_up, *_), _ = up._products(x, (wu,), (), context, None)
     (of_down, *_), _ = down._products(x, (wd,), (bd,), context, None)
     shared = None
     if not torch.compiler.is_compiling():
         shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
     if not torch.is_grad_enabled():
-        wg, wu, wd = without_gradient(wg), without_gradient(wu), without_gradient(wd)
-    mlp = GatedMLP(activation, of_gate, of_up, of_down, dtype, shared)
+        wg, wd = without_gradient(wg), without_gradient(wd)
+        wu = None if wu is None else without_gradient(wu)
+    mlp = GatedMLP(activation if up is not None else _GATED[activation], of_gate, of_up, of_down, dtype, shared)
     y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
 

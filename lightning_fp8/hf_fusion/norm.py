@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
 
@@ -73,6 +74,9 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
+    by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
+        return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
         return Formula("eps")
     return None

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks, name_of
-from lightning_fp8.hf_fusion.mlp import LAYERS, activation_of, fuse_mlp, is_known_mlp, why_not_bias
+from lightning_fp8.hf_fusion.liger import is_patched
+from lightning_fp8.hf_fusion.mlp import act_fn_of, activation_of, fuse_mlp, is_known_mlp, layers_of, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import was_traced
@@ -26,7 +27,7 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
         for name, module in model.named_modules()
         if (weight := getattr(module, "weight", None)) is not None
         and not isinstance(module, FP8Module)
-        and ((formula := formula_of(module)) or type(module).__name__.endswith("RMSNorm"))
+        and ((formula := formula_of(module)) or "RMSNorm" in type(module).__name__)
         for why_not in (_why_not(module, formula) if any_fp8 else "no layer runs in FP8",)
     )
 
@@ -52,12 +53,12 @@ def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
 def _why_not(module: nn.Module, known: Any) -> str:
     if not known:
         return f"fuse=True does not support {name_of(module)}"
-    replaced = "forward" in vars(module) and not calls_own_forward(module)
+    replaced = "forward" in vars(module) and not (is_patched(module) or calls_own_forward(module))
     return "its forward was replaced on the instance" if replaced else ""
 
 
 def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDecision]) -> str:
-    for layer_name in LAYERS:
+    for layer_name in layers_of(mlp):
         layer: Any = getattr(mlp, layer_name)
         decision = decisions.get(f"{name}.{layer_name}".lstrip("."))
         if decision is None:
@@ -67,7 +68,7 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         if reason := why_not_bias(layer_name, layer.bias):
             return reason
     if activation_of(mlp) is None:
-        act_fn: Any = mlp.act_fn
+        act_fn = act_fn_of(mlp)
         hooked = isinstance(act_fn, nn.Module) and has_hooks(act_fn)
         return "its act_fn has hooks" if hooked else f"fuse=True does not support {name_of(act_fn)}"
     return ""
@@ -116,7 +117,7 @@ def judged_fused(
     elif not (fused := _fused_in(current)):
         why_not = CLASS_REPLACED if "why_not" in vars(current) else MODULE_REPLACED
     elif all("forward" in vars(each) and not calls_own_forward(each) for each in fused):
-        why_not = FORWARD_REPLACED
+        why_not = FORWARD_REPLACED + "; convert it again to fuse it" * all(map(is_patched, fused))
     elif any(each.called_otherwise or was_traced(*each.features) for each in fused):
         return planned
     else:

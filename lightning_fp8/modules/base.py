@@ -31,11 +31,15 @@ class FP8Module(nn.Module):
         gemms: the names of the module's linear layers, each of which has those roles. A module that is itself one
             linear layer has the single name ``""``.
         fp8: False keeps the module in high precision.
+        comparison: what :mod:`lightning_fp8.faster` says of its first training forward; None compares nothing.
+        slower: why FP8 is slower for its sizes, so that it stays in high precision; empty if it is not.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ()
     gemms: ClassVar[tuple[str, ...]] = ("",)
     fp8: bool = True
+    comparison: str | None = None
+    slower: str = ""
     _slots: tuple[Slots, ...] | None = None
     _record: LayerRecord | None = None
 

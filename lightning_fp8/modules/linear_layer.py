@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.faster import AWAITED, least_rows
 from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import DISABLED, FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
@@ -149,7 +150,8 @@ class LinearLayer(WeightCachingModule):
     ) -> FP8Context:
         """Check the arguments of a forward, count it in the record, and return the context that it runs under.
 
-        With a ``weight``, or ``second`` weight, of another package's class, this is :data:`DISABLED`.
+        With a ``weight``, or ``second`` weight, of another package's class, this is :data:`DISABLED`, and for sizes
+        for which FP8 is slower.
         """
         if is_first_microbatch is not None:
             require_bool("is_first_microbatch", is_first_microbatch)
@@ -163,27 +165,40 @@ class LinearLayer(WeightCachingModule):
             or not input.is_floating_point()
         ):
             self._check(input, weight)
-        return self._begin_region(foreign)
+        return self._begin_region(input, foreign)
 
-    def _begin_region(self, foreign: bool = False) -> FP8Context:
-        """:meth:`_begin` without checks, of a forward whose input another module has computed and cast."""
+    def _begin_region(self, input: Tensor, foreign: bool = False) -> FP8Context:
+        """:meth:`_begin` without checks, of a forward of as many rows as ``input [..., features]`` has."""
         if torch.compiler.is_compiling():
             context = fp8_region.current_context(self.own_context)
-            if self.fp8 and not foreign:
-                (note_traced if context.enabled else note_traced_outside_fp8)(*self.features)
-            return DISABLED if foreign else context
+            if self.fp8 and not foreign and not self.slower:
+                if context.enabled:
+                    note_traced(*self.features, comparison=self._compared(input, context))
+                else:
+                    note_traced_outside_fp8(*self.features)
+            return DISABLED if foreign or self.slower else context
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
-        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not foreign
+        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or self.slower)
         record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
-            return DISABLED if foreign else context
+            return DISABLED if foreign or self.slower else context
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        return DISABLED if foreign else context
+        if self.comparison is AWAITED and in_fp8 and self.training and context.observe:
+            self.comparison = self._compared(input, context)
+        return DISABLED if foreign or self.slower else context
+
+    def _compared(self, input: Tensor, context: FP8Context) -> str:
+        if is_sharded(self._parameters.get("weight")):
+            return self.comparison or ""
+        least, why = least_rows(input.device, context.recipe.name, *self.matrices[""])
+        return why if least and input.numel() // input.shape[-1] < least else ""  # compiled code has a guard on it
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
+        if self.slower:
+            return DISABLED
         if torch.compiler.is_compiling():  # a look at the weights would compile the caller again for each layer
             return fp8_region.current_context(self.own_context)
         if any(is_foreign(self._parameters.get(name)) for name in self.weight_names):

@@ -12,6 +12,7 @@ from lightning_fp8.delayed.history import (
     STATE_VERSION,
     AmaxHistory,
     Span,
+    saved_choice,
     saved_span,
     saved_steps,
     span_in,
@@ -46,8 +47,9 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         ``version`` (1), ``names`` (n strings ``<module>.<role>``), ``scale`` (float32 ``[n]``), ``amax_history``
         (float32 ``[len, n]``, oldest first), ``seen`` (float32 ``[n]``, the amaxes since the last update), ``counts``
         (float32 ``[n]``, the number of updates in which a tensor had a valid amax), ``updates`` and ``steps``. If
-        they are known, also ``fp8_format`` and ``margin``, which the scales were computed for. The dictionary loads
-        with ``torch.load(weights_only=True)``.
+        they are known, also ``fp8_format`` and ``margin``, which the scales were computed for, and ``slower``, the
+        reasons of layers that stay in high precision because it is faster. The dictionary loads with
+        ``torch.load(weights_only=True)``.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -61,9 +63,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     updates = 0
     steps: int | None = None
     span: Span | None = None
+    history: AmaxHistory | None = None
     for name, module in fp8_modules(model):
         for slot_name, slot in module.named_slots(name):
             names.append(slot_name)
+            history = history or slot.history
             span = span or slot.history.span
             scales.append(slot.scale_for(span) if span else slot.scale)
             windows.append(slot.history.amax_history[:, slot.index])
@@ -84,6 +88,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
         **saved_steps(steps),
         **saved_span(span),
+        **saved_choice(history),
     }
 
 

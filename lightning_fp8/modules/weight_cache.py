@@ -6,6 +6,7 @@ A plugin enables it for layers that are called without ``is_first_microbatch`` b
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops
-from lightning_fp8.delayed.update import optimizer_step_number
+from lightning_fp8.capture import is_capturing
+from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 from lightning_fp8.functions.linear import Product
@@ -62,8 +64,8 @@ class WeightCachingModule(FP8Module):
     Copies are stale after an optimizer's step, after a parameter was replaced or changed in place, and with another
     recipe or CUDA stream. Automatic copies are also stale with another ``weight_period``, after an update of the
     scales, and after training mode, gradients or inference mode were switched. Copies that were cached automatically
-    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached automatically while a CUDA graph is
-    captured.
+    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached while a CUDA graph is captured, or
+    after the capture of an optimizer step.
 
     Recomputation in a backward pass uses the context of the layer's last forward. This is the wrong context if the
     layer has run in another one since. Copies are not pickled, and compiled code does not cache.
@@ -142,6 +144,11 @@ class WeightCachingModule(FP8Module):
             return None  # first: compiled code would have guards on all that is read below
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
             return None  # already in FP8
+        if is_capturing() or update.steps_are_captured:
+            self._weight_cache = None
+            text = "FP8 weights are not cached in a CUDA graph, nor after it captured an optimizer step, whose replays"
+            warnings.warn(f"{text} change them without a trace", stacklevel=2)
+            return None
         automatic = is_first_microbatch is None
         cache = self._weight_cache or {}
         kept = cache.get(parameter_names)
@@ -155,14 +162,10 @@ class WeightCachingModule(FP8Module):
         parameters = [getattr(self, name) for name in parameter_names]
         if any(parameter.is_inference() for parameter in parameters):
             return None  # inference tensors have no version counter
-        stream = None
-        if weight.is_cuda:
-            if automatic and torch._C._cuda_isCurrentStreamCapturing():
-                return None  # a replay would read copies of another step
-            stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
-        made_from: tuple[Any, ...] = (product.recipe, optimizer_step_number(), stream, *versions)
+        made_from: tuple[Any, ...] = (product.recipe, update.optimizer_step_number(), stream, *versions)
         # Without gradients the copy of the transpose is not needed.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:

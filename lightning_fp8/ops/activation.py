@@ -40,6 +40,19 @@ class GradientOutputs(NamedTuple):
     dbias: Tensor
 
 
+class GatedGradients(NamedTuple):
+    """The results of the casts of a gate's and of its factor's gradient."""
+
+    data: Tensor
+    scale_inv: Tensor
+    data_t: Tensor
+    scale_inv_t: Tensor
+    factor_data: Tensor
+    factor_scale_inv: Tensor
+    factor_data_t: Tensor
+    factor_scale_inv_t: Tensor
+
+
 def is_gated(activation: str) -> bool:
     """Whether the activation is gated: the activation of the first half of x is multiplied by the second half."""
     return activation.endswith("glu")
@@ -104,8 +117,6 @@ def activation_backward_quantize(
 def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
     """``activation(x) * factor``, cast to FP8: a gated :func:`activation_quantize` of two separate tensors.
 
-    With the gradient of the result as ``factor``, it computes the gradient of the original factor.
-
     Args:
         x: ``[R, F]``, a bfloat16, float16 or float32 tensor.
         factor: a tensor with x's shape and dtype.
@@ -121,20 +132,30 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
 
 
 def gated_backward_quantize(
-    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]
-) -> Quantized:
-    """The gradient of x in :func:`gated_quantize`, cast to FP8.
+    dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, of_x: CastArgs, of_factor: CastArgs
+) -> tuple[Quantized, Quantized]:
+    """The gradients of x and of factor in :func:`gated_quantize`, each cast to FP8, from one pass over the tensors.
 
     Args:
         dy: ``[R, F]``, the gradient of the result, in x's dtype.
         x, factor, activation: see :func:`gated_quantize`.
-        cast, cast_args: the arguments of the gradient's cast.
+        cast: the format and layout of both.
+        of_x, of_factor: the other arguments of each cast, but ``overflow_counts``. Both have a scale, or none has. A
+            copy that one of them asks for is made of both.
 
     Raises:
-        TypeError, ValueError: See :func:`gated_quantize`. Also if the shape or dtype of ``dy`` is not x's.
+        TypeError, ValueError: See :func:`gated_quantize`. Also if the shape or dtype of ``dy`` is not x's, or if only
+            one scale is given.
     """
-    usage, observed, operands = _asked(x, cast, cast_args)
-    return operands(_gated_backward_quantize(dy, x, factor, activation, usage, *observed))
+    args: CastArgs = {
+        "rowwise": of_x.get("rowwise", True) or of_factor.get("rowwise", True),
+        "columnwise": of_x.get("columnwise", False) or of_factor.get("columnwise", False),
+        "scale_is_nonzero": of_x.get("scale_is_nonzero", False) and of_factor.get("scale_is_nonzero", False),
+    }
+    usage, _, operands = _asked(x, cast, args)
+    observed = (each.get(name) for name in ("scale", "amax") for each in (of_x, of_factor))
+    results = _gated_backward_quantize(dy, x, factor, activation, usage, *observed)
+    return operands(results[:4]), operands(results[4:])
 
 
 def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
@@ -191,7 +212,11 @@ def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observ
 def _check_gated_backward(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> None:
-    _check_gated(x, factor, activation, cast, *observed)
+    scale, factor_scale, amax, factor_amax = observed
+    _check_gated(x, factor, activation, cast, scale, amax, None)
+    check_cast(x, cast, factor_scale, factor_amax, None)
+    if (scale is None) != (factor_scale is None):
+        raise ValueError("scale and factor_scale must both be given, or neither; a value of 0 computes it")
     require("dy", dy, x.dtype, x.shape, x.device)
 
 
@@ -238,7 +263,7 @@ def gated_quantize_op(
     return fake_outputs(x, cast, x.shape[0], x.shape[1])
 
 
-@op("gated_backward_quantize", check=_check_gated_backward, writes=_WRITES, twin=True)
+@op("gated_backward_quantize", check=_check_gated_backward, writes=("amax", "factor_amax"), twin=True)
 def gated_backward_quantize_op(
     dy: Tensor,
     x: Tensor,
@@ -246,10 +271,12 @@ def gated_backward_quantize_op(
     activation: str,
     cast: Cast,
     scale: Tensor | None = None,
+    factor_scale: Tensor | None = None,
     amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
-    return fake_outputs(x, cast, x.shape[0], x.shape[1])
+    factor_amax: Tensor | None = None,
+) -> GatedGradients:
+    first, second = (fake_outputs(x, cast, x.shape[0], x.shape[1]) for _ in range(2))
+    return GatedGradients(*first, *second)
 
 
 _activation_quantize = activation_quantize_op.call
@@ -398,9 +425,12 @@ def reference_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *obs
 
 def reference_gated_backward(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
-) -> Outputs:
+) -> GatedGradients:
     """See :func:`gated_backward_quantize`."""
-    return reference_quantize(gated_backward(dy, x, factor, activation), cast, *observed)
+    scale, factor_scale, amax, factor_amax = observed
+    of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
+    of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
+    return GatedGradients(*of_x, *of_factor)
 
 
 activation_quantize_op.implement("cpu", reference_activation)

@@ -14,6 +14,7 @@ from cuda_kernels.casts.gated import gated_backward_loader, gated_loader
 from cuda_kernels.device.tile import TileLoader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.activation import (
+    GatedGradients,
     GradientOutputs,
     activated_shape,
     activation_backward_quantize_op,
@@ -128,7 +129,9 @@ def _backward_plan(
 def _planned_gated(
     name: str, reference: Run, loader_of: Callable[[str, str, bool], TileLoader], num_tensors: int
 ) -> Run:
-    """The op ``(*tensors, activation, cast, scale, amax, overflow_counts)`` that casts the values of a tile loader.
+    """The op ``(*tensors, activation, cast, *observed)`` that casts the values of a tile loader.
+
+    ``observed`` is ``scale, amax, overflow_counts``, or of a loader of two tensors ``scale, scale, amax, amax``.
 
     Args:
         name: the name of its plans.
@@ -138,7 +141,7 @@ def _planned_gated(
         num_tensors: the number of tensors, which all have the same shape and dtype.
     """
 
-    @planned(fallback=with_kernel_strides(reference, -4), name=name)
+    @planned(fallback=with_kernel_strides(reference, num_tensors + 1), name=name)
     def plan(device: torch.device, plain_keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Run:
         keys = [TensorKey(*key, device) for key in plain_keys]
         rows, columns = keys[0].shape
@@ -147,23 +150,29 @@ def _planned_gated(
             return lambda *args: run(*(x.contiguous() for x in args[:num_tensors]), *args[num_tensors:])
         variant = variant_of(variant_key)
         loader = loader_of(activation, DTYPE_NAMES[keys[0].dtype], all(key.is_vectorizable(4) for key in keys))
-        cast = cast_launches(variant.cast.layout)(device, loader, rows, columns, variant).cast
-        pointer = launch.address_on(device)
+        launches = cast_launches(variant.cast.layout)(device, loader, rows, columns, variant)
+        cast, cast_two, pointer = launches.cast, launches.cast_two, launch.address_on(device)
         strides = [key.stride for key in keys]
 
-        def launch_cast(*args: Any) -> Outputs:
-            pairs = zip(args, strides)
-            return cast([number for tensor, stride in pairs for number in (pointer(tensor), stride)], *args[-3:])
+        def launch_cast(*args: Any) -> Outputs | GatedGradients:
+            loader_args = [n for x, stride in zip(args, strides) for n in (pointer(x), stride)]
+            if loader.tensors == 1:
+                return cast(loader_args, *args[-3:])
+            first, second = cast_two(loader_args, args[-4:-2], args[-2:])
+            return GatedGradients(*first, *second)
 
         return launch_cast
 
-    def run(*args: Any) -> Outputs:
+    def run(*args: Any) -> Any:
         tensors = args[:num_tensors]
         activation, cast, *observed = args[num_tensors:]
+        if len(observed) == 4:  # of two tensors; both have scales, or none
+            scale, _, amax, factor_amax = observed
+            observed = [scale, factor_amax if amax is None else amax, None]
         x = tensors[0]
         key = variant_key(cast, *observed)
         planned_run = plan(x.device, x.is_cuda and current_device(), tuple(map(tensor_key, tensors)), activation, key)
-        return planned_run(*args)  # type: ignore[no-any-return]
+        return planned_run(*args)
 
     return run
 

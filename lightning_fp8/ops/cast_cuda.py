@@ -128,7 +128,7 @@ class CastOutputs:
 
 
 def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """Wrap a reference that casts, so that its results have the kernels' memory layout.
+    """Wrap a reference that casts one tensor or two, so that its results have the kernels' memory layout.
 
     Args:
         cast_position: the position of the cast among the arguments of ``reference``.
@@ -140,7 +140,8 @@ def with_kernel_strides(reference: Run, cast_position: int) -> Run:
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
         allocations = kernel_allocations(cast, rows, columns)
-        return *(_as_allocated(*each) for each in zip(results, allocations)), *results[4:]
+        made = len(results) // 4 * 4
+        return *map(_as_allocated, results[:made], allocations * (made // 4)), *results[made:]
 
     return op
 
@@ -156,9 +157,20 @@ def _as_allocated(result: Tensor, allocation: Allocation) -> Tensor:
 # --- Launches ---------------------------------------------------------------------------------------------------------
 
 
-def num_blocks(device: torch.device, rows: int, columns: int) -> int:
-    """The number of thread blocks that run concurrently. Each of these n blocks processes every n-th tile."""
-    return min(num_tiles(rows, columns), 4 * launch.multiprocessors(device))
+def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) -> int:
+    """The number of a tensor's blocks that run concurrently. Each of these n blocks processes every n-th tile."""
+    return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
+
+
+class Addresses(NamedTuple):
+    """Arguments of a cast's kernels, 0 for what is not given; those of two tensors alternate."""
+
+    loader: LoaderArgs
+    store: LoaderArgs
+    scales: Sequence[Argument]
+    amaxes: Sequence[Argument]
+    counts: Argument
+    results: Sequence[Argument]
 
 
 class CastLaunches:
@@ -187,6 +199,7 @@ class CastLaunches:
         self.columns = columns
         self.outputs = CastOutputs(device, variant.cast, rows, columns)
         self._allocate = allocator(device)
+        self._tensors = loader.tensors
         self._bind_kernels(loader, store_loader or loader, variant)
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
@@ -197,10 +210,12 @@ class CastLaunches:
         """:func:`~cuda_kernels.host.launch.bind` a kernel that begins with the parameters of a loader and the shape.
 
         Args:
+            blocks: blocks for each tensor.
             addresses: the parameters that vary between launches, after the loader's arguments.
             scalars: the parameters that are bound after the shape.
         """
         shape = {"rows": self.rows, "columns": self.columns}
+        blocks *= self._tensors
         return launch.bind(kernel, blocks, self.device, ("loader_args", *addresses), **shape, **scalars)
 
     def cast(
@@ -212,6 +227,30 @@ class CastLaunches:
         store_args: LoaderArgs | None = None,
     ) -> Outputs:
         """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
+        pointer = self.pointer
+        data, scale_inv, data_t, scale_inv_t = outputs = self.outputs.allocate()
+        self._launch(Addresses(
+            loader_args, store_args or loader_args,
+            (0 if scale is None else pointer(scale),),
+            (0 if amax is None else pointer(amax),),
+            0 if overflow_counts is None else pointer(overflow_counts),
+            (pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t)),
+        ))  # fmt: skip
+        return outputs
+
+    def cast_two(
+        self, loader_args: LoaderArgs, scales: Sequence[Tensor | None], amaxes: Sequence[Tensor | None]
+    ) -> tuple[Outputs, Outputs]:
+        """:meth:`cast` for a loader of two tensors, with a scale and an amax for each."""
+        pointer = self.pointer
+        made = self.outputs.allocate(), self.outputs.allocate()
+        scale_ptrs, amax_ptrs = ([0 if x is None else pointer(x) for x in pair] for pair in (scales, amaxes))
+        results = [pointer(result) for pair in zip(*made) for result in pair]
+        self._launch(Addresses(loader_args, loader_args, scale_ptrs, amax_ptrs, 0, results))
+        return made
+
+    def _launch(self, given: Addresses) -> None:
+        """Launch the kernels."""
         raise NotImplementedError
 
 
@@ -220,8 +259,8 @@ class TensorCast(CastLaunches):
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
-        blocks = num_blocks(self.device, self.rows, self.columns)
-        self._block_amaxes = (blocks,), (1,), torch.float32
+        blocks = num_blocks(self.device, self.rows, self.columns, self._tensors)
+        self._block_amaxes = (self._tensors * blocks,), (1,), torch.float32
         self._find_amax = None
         if not variant.scale_is_known:
             self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
@@ -240,29 +279,14 @@ class TensorCast(CastLaunches):
             out_t_stride=strides.out_t_stride,
         )
 
-    def cast(
-        self,
-        loader_args: LoaderArgs,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        overflow_counts: Tensor | None,
-        store_args: LoaderArgs | None = None,
-    ) -> Outputs:
-        pointer = self.pointer
-        scale_ptr = 0 if scale is None else pointer(scale)
-        data, scale_inv, data_t, _ = outputs = self.outputs.allocate()
+    def _launch(self, given: Addresses) -> None:
         block_amax_ptr: Argument = 0
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
-            block_amax_ptr = pointer(block_amaxes)
-            self._find_amax(*loader_args, scale_ptr, block_amax_ptr)  # returns at once if the given scale is nonzero
-        self._store(
-            *(store_args or loader_args), scale_ptr, block_amax_ptr,
-            0 if amax is None else pointer(amax),
-            0 if overflow_counts is None else pointer(overflow_counts),
-            pointer(data), pointer(scale_inv), pointer(data_t),
-        )  # fmt: skip
-        return outputs
+            block_amax_ptr = self.pointer(block_amaxes)
+            self._find_amax(*given.loader, *given.scales, block_amax_ptr)  # at once if the scale is not 0
+        results = given.results[: 3 * self._tensors]
+        self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
 
 
 class RowCast(CastLaunches):
@@ -271,7 +295,7 @@ class RowCast(CastLaunches):
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
         usage = cast.rowwise, cast.columnwise
-        num_amaxes = self.rows + self.columns
+        num_amaxes = self._tensors * (self.rows + self.columns)
         tiles = num_tiles(self.rows, self.columns)
         self._find_amaxes = self._bind(row_amax_kernel(loader, *usage), tiles, ("amaxes",))
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
@@ -284,26 +308,12 @@ class RowCast(CastLaunches):
             **self.outputs.strides._asdict(),
         )
 
-    def cast(
-        self,
-        loader_args: LoaderArgs,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        overflow_counts: Tensor | None,
-        store_args: LoaderArgs | None = None,
-    ) -> Outputs:
-        pointer = self.pointer
-        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
-        amaxes = self._new_amaxes()
-        amaxes_ptr = pointer(amaxes)
-        self._zero(amaxes_ptr)
-        self._find_amaxes(*loader_args, amaxes_ptr)
-        self._store(
-            *(store_args or loader_args), amaxes_ptr,
-            0 if overflow_counts is None else pointer(overflow_counts),
-            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
-        )  # fmt: skip
-        return outputs
+    def _launch(self, given: Addresses) -> None:
+        row_amaxes = self._new_amaxes()
+        row_amaxes_ptr = self.pointer(row_amaxes)
+        self._zero(row_amaxes_ptr)
+        self._find_amaxes(*given.loader, row_amaxes_ptr)
+        self._store(*given.store, row_amaxes_ptr, given.counts, *given.results)
 
 
 class BlockCast(CastLaunches):
@@ -323,21 +333,8 @@ class BlockCast(CastLaunches):
             **self.outputs.strides._asdict(),
         )
 
-    def cast(
-        self,
-        loader_args: LoaderArgs,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        overflow_counts: Tensor | None,
-        store_args: LoaderArgs | None = None,
-    ) -> Outputs:
-        pointer = self.pointer
-        outputs = data, scale_inv, data_t, scale_inv_t = self.outputs.allocate()
-        self._store(
-            *(store_args or loader_args), 0 if overflow_counts is None else pointer(overflow_counts),
-            pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t),
-        )  # fmt: skip
-        return outputs
+    def _launch(self, given: Addresses) -> None:
+        self._store(*given.store, given.counts, *given.results)
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
 from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8.scaled import Layout
@@ -161,7 +162,10 @@ def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
     if shape == ABSENT:
         return repeat(empty_tensor(device, dtype)).__next__  # like a lambda, but without a Python frame
     new = partial(allocator(device), shape, strides, dtype)
-    return new if columns is None else lambda: new()[:, :columns]
+    if columns is None:
+        return new
+    unpadded = (shape[0], columns)
+    return lambda: _reinterpret_tensor(new(), unpadded, strides, 0)
 
 
 @lru_cache(None)

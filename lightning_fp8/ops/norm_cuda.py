@@ -252,7 +252,7 @@ class NormBackwardLaunches:
         device, inputs, dy_dtype = x_key.device, (x_key, dy_key, weight_key), DTYPE_NAMES[dy_key.dtype]
         row_layout = None
         if all(key.is_vectorizable(8, 16) for key in inputs):
-            row_layout = backward_row_layout((spec.dtype, dy_dtype), x_key.columns)
+            row_layout = backward_row_layout((spec.dtype, dy_dtype), x_key.columns, spec.has_mean)
         if row_layout:
             kernel = norm_backward_kernel(spec, dy_dtype, row_layout)
         else:

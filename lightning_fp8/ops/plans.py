@@ -24,6 +24,7 @@ import torch
 from cuda_kernels.host.launch import NoKernels
 from cuda_kernels.host.proofs import Unproven
 from cuda_kernels.kernel import KernelError
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.ops.proving import prove
 
 Run = Callable[..., Any]
@@ -35,6 +36,8 @@ MAX_PLANS = 4096
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """Returns the index of the current CUDA device, without a Python frame if torch has CUDA. CUDA must be initialized."""
 
+generation = 0
+"""The number of times that plans were cleared. Layers keep a plan for one generation."""
 _without_kernels: dict[torch.device, KernelError] = {}
 _warned: dict[tuple[torch.device, str], None] = {}
 _plan_caches: list[Any] = []
@@ -89,6 +92,8 @@ def planned(
         def op_for(device: torch.device, current: int | bool, *plan_key: Hashable) -> Run:
             if current is not False and current != device.index:
                 return _on_device(op_for, device, plan_key)
+            if is_capturing():
+                raise RuntimeError(f"a CUDA graph captures {name or plan.__name__} of a new shape: run the step before")
             refused = _without_kernels.get(device)
             planners = (planner_without_kernels,) if refused else (plan, planner_without_kernels)
             run = fallback
@@ -152,8 +157,15 @@ def clear_plan_cache() -> None:
     replan()
 
 
+def outdate() -> None:
+    """Start a new generation: layers look their plans up again."""
+    global generation
+    generation += 1
+
+
 def replan() -> None:
     """Clear all plans, but keep the devices that do not run kernels."""
+    outdate()
     for cache in _plan_caches:
         cache.cache_clear()
 

@@ -23,7 +23,7 @@ def require_same(what: str, here: str, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: If values differ, on all ranks. The message contains ``what``, and each value with its ranks.
     """
-    found = _of_all(here, group)
+    found = of_all_ranks(here, group)
     if len(set(found)) > 1:
         raise RuntimeError(f"{what}, but have {_said(found, group)}")
 
@@ -62,9 +62,9 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
             for group in _groups(parameter):
                 groups.setdefault(group.group_name, (group, []))[1].append(said)
     for group, lines in groups.values():
-        digests = _of_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+        digests = of_all_ranks(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
         if len(set(digests)) > 1:
-            _raise_difference(_of_all(lines, group), group)
+            _raise_difference(of_all_ranks(lines, group), group)
 
 
 def _policies(module: Any) -> str:
@@ -96,7 +96,7 @@ def _raise_difference(of_ranks: Sequence[Sequence[str]], group: dist.ProcessGrou
     )
 
 
-def _of_all(here: Any, group: dist.ProcessGroup) -> list[Any]:
+def of_all_ranks(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The value of each rank; with torch's ``"fake"`` backend only this rank's."""
     if dist.get_backend(group) == "fake":
         return [here]

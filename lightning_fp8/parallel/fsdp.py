@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fp8 import fp8_region, ops, scaling
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.formats import E8M0_DTYPE
@@ -514,6 +515,8 @@ class GatheredParam(FSDPParam):
 
     def _cast(self, recipe: Recipe, rowwise: bool, columnwise: bool) -> list[Tensor]:
         """This rank's part of the operands, as byte tensors ``[n]``."""
+        if is_capturing():
+            raise NotImplementedError("FSDP2's gathers of FP8 weights cannot be captured in a CUDA graph; use DDP")
         cast, shard = recipe.cast(Role.WEIGHT), self.shard()
         layout = cast.layout
         if layout.has_one_scale:

@@ -1,18 +1,19 @@
-"""The dtypes of parameters and activations: supported pairs, Lightning's names, casts of a model and of a batch."""
+"""The dtypes of parameters and activations: of a model, supported pairs, casts of a model and of a batch."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named
@@ -20,37 +21,79 @@ from lightning_fp8.convert.conversion import codes_of
 from lightning_fp8.formats import holds_codes
 
 
-def weights_and_compute_dtypes(
-    weights_dtype: torch.dtype | str, compute_dtype: torch.dtype | str | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of parameters and of activations, from dtypes or names; equal without ``compute_dtype``.
+class Dtypes(NamedTuple):
+    """The dtypes in which a model trains."""
+
+    weights: torch.dtype  # of most of their elements; inputs and new tensors have it, too
+    compute: torch.dtype  # of what does not run in FP8
+    autocast: bool
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
+        return f"{table_name(self.compute).lower().removeprefix('fp')}-{'mixed' if self.autocast else 'true'}"
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """New floating-point tensors are ``weights``, and ``torch.autocast`` is on if a model needs it."""
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.weights)
+            for device_type in ["cpu", *["cuda"] * torch.cuda.is_available()] if self.autocast else ():
+                # a cache would keep weights of before an optimizer's step in the same training_step
+                stack.enter_context(torch.autocast(device_type, dtype=self.compute, cache_enabled=False))
+            yield
+
+
+def requested_dtypes(
+    weights_dtype: torch.dtype | str | None, compute_dtype: torch.dtype | str | None
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of parameters and of activations, from dtypes or names; the latter is by default the former.
 
     Raises:
         ValueError: If a dtype is not supported, or if the two are not supported together.
     """
-    weights: torch.dtype = dtype_named(weights_dtype)
-    compute: torch.dtype = weights if compute_dtype is None else dtype_named(compute_dtype)
+    weights, compute = (None if each is None else dtype_named(each) for each in (weights_dtype, compute_dtype))
     for name, dtype in (("weights_dtype", weights), ("compute_dtype", compute)):
-        if not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION:
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in ops.HIGH_PRECISION):
             raise ValueError(f"{name}={dtype!r} is not supported; use one of {', '.join(map(str, ops.HIGH_PRECISION))}")
-    if weights != torch.float32 and compute != weights:
+    if weights not in (None, torch.float32, compute or weights):
         raise ValueError(
-            f"compute_dtype={compute} with weights_dtype={weights}: only float32 weights can compute "
+            f"compute_dtype={compute} with weights in {weights}: only float32 weights can compute "
             "in another dtype; pass weights_dtype=torch.float32 or leave compute_dtype out"
         )
-    if compute == torch.float16:
-        name = "weights_dtype" if weights == compute else "compute_dtype"
+    if torch.float16 in (weights, compute):
+        name = "weights_dtype" if weights == torch.float16 else "compute_dtype"
         rank_zero_warn(
             f"{name}=torch.float16 runs without a loss scaler: small gradients become 0; compute in bfloat16, or "
             "scale the loss yourself"
         )
-    return weights, compute
+    return weights, compute or weights
 
 
-def precision_name(weights_dtype: torch.dtype, compute_dtype: torch.dtype) -> str:
-    """Lightning's name for the precision of the rest of the model, which its summaries and monitors accept."""
-    short = {torch.bfloat16: "bf16", torch.float16: "16", torch.float32: "32"}
-    return f"{short[compute_dtype]}-{'true' if weights_dtype == compute_dtype else 'mixed'}"
+def dtypes_of(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[Dtypes, str]:
+    """The dtypes for the weights that ``model`` has, and a line that says so.
+
+    What the model itself keeps in float32, see :func:`cast_module`, does not count.
+
+    Raises:
+        ValueError: If BF16 or float16 weights would compute in another ``compute_dtype``.
+    """
+    kept, sizes = _kept(model, torch.bfloat16), Counter[torch.dtype]()
+    for each in model.parameters():
+        if each.dtype in ops.HIGH_PRECISION and id(each) not in kept:
+            sizes[each.dtype] += 0 if is_lazy(each) else each.numel()
+    found = [dtype for dtype, _ in sizes.most_common()] or [torch.float32]
+    half = [dtype for dtype in found if dtype != torch.float32]
+    for dtype in half:
+        requested_dtypes(dtype, compute_dtype)
+    compute = compute_dtype or (half or [torch.bfloat16])[0]
+    dtypes = Dtypes(found[0], compute, autocast=found != [compute])
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+    return dtypes, (
+        f"Weights stay {names}, and what does not run in FP8 computes in {table_name(compute)}"
+        f"{' under torch.autocast' * dtypes.autocast} ({dtypes.precision}); weights_dtype= would cast them\n"
+    )
 
 
 def table_name(compute_dtype: torch.dtype) -> str:
@@ -123,8 +166,8 @@ _OF_DTYPES = re.compile(r"dtype|torch\.float32")
 
 
 @contextmanager
-def naming_kept_buffers(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """In forwards with weights in ``dtype``, add to errors about dtypes which buffers have another dtype.
+def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
+    """In forwards, add to errors about dtypes which buffers have another dtype than the weights.
 
     Raises:
         RuntimeError, TypeError: The same error, with what to do about these buffers.
@@ -134,17 +177,16 @@ def naming_kept_buffers(models: Iterable[nn.Module], dtype: torch.dtype) -> Iter
     except (RuntimeError, TypeError) as error:
         kept = [
             f"{name}.{buffer}".lstrip(".")
-            for model in models
+            for model, dtypes in models.items()
             for name, module in model.named_modules()
             for buffer in sorted(module._non_persistent_buffers_set)
-            if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtype, {})
+            if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtypes.weights, {})
         ]
         if not kept or type(error) not in (RuntimeError, TypeError) or not _OF_DTYPES.search(str(error)):
             raise
-        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         raise type(error)(
-            f"{error}. Buffers that are not saved are not cast to weights_dtype={dtype}: {', '.join(kept[:3])}{more}. "
-            "Cast their values where they meet activations, buffer.to(x.dtype); or keep float32 weights, "
+            f"{error}. Buffers that are not saved keep their dtypes: {', '.join(kept[:3])}{', ...' * (len(kept) > 3)}. "
+            "Cast their values where they meet activations, buffer.to(x.dtype); or use float32 weights, "
             "weights_dtype='fp32', compute_dtype='bf16', with which torch.autocast does it"
         ) from error
 

@@ -7,11 +7,11 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.arguments import plain, require_module
 from lightning_fp8.attention.models.attach import attach, detach
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
@@ -59,12 +59,13 @@ from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.plugin.dtypes import (
+    Dtypes,
     cast_floating_point,
     cast_module,
+    dtypes_of,
     naming_kept_buffers,
-    precision_name,
+    requested_dtypes,
     table_name,
-    weights_and_compute_dtypes,
 )
 from lightning_fp8.plugin.kept_weights import KeptWeights
 from lightning_fp8.plugin.states import (
@@ -82,29 +83,33 @@ from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
     """FP8 training as a precision plugin of Fabric; the Trainer takes :class:`FP8Precision`.
 
-    Linear layers run in FP8 inside forwards, everything else in ``compute_dtype``. Conversion is in place and keeps
+    Linear layers run in FP8 inside forwards, everything else in BF16 by default. Conversion is in place and keeps
     parameters and ``state_dict`` keys. The delayed scales of a model are the plugin's state.
 
     Args:
         recipe: name, recipe object, or mapping; see :func:`lightning_fp8.make_recipe`.
-        weights_dtype: dtype that parameters and persistent buffers are cast to, or its name, ``"bfloat16"`` or
-            ``"bf16"``. See :meth:`convert_module` for what is not cast. With float32 weights, ``"fp32"`` and
-            ``compute_dtype="bf16"`` keep them as masters.
+        weights_dtype: ``None`` leaves weights as they are. Float32 weights compute in BF16 under ``torch.autocast``, as
+            in ``bf16-mixed``; BF16 and float16 weights compute in their dtype, as in ``bf16-true``; a model with both
+            runs under ``torch.autocast``, and takes inputs in the dtype of most of its weights. A dtype or its name,
+            ``"bf16"`` or ``"fp32"``, casts parameters and persistent buffers, see :meth:`convert_module`.
         first_last_layers_bf16: keep the first and last blocks in BF16.
         num_layers_at_start_in_bf16: the number of first blocks.
         num_layers_at_end_in_bf16: the number of last blocks.
         replace_layers: turn ``torch.nn.Linear`` into FP8 layers; False runs only modules of ``lightning_fp8`` in FP8.
         skip: globs of the names of modules that stay in BF16, or a function ``(module, name) -> bool``; see
             :func:`convert_module`. In YAML a list of globs, or a function's dotted path.
-        compute_dtype: dtype of activations; ``None`` is ``weights_dtype``. With float32 weights and bfloat16 here,
-            everything else runs under ``torch.autocast``.
-        attention: also run attention in FP8, as a recipe with ``fp8_dpa=True`` does.
+        compute_dtype: dtype that everything else computes in, for float32 weights. If it differs from
+            ``weights_dtype``, that is under ``torch.autocast``. ``None`` is ``weights_dtype``, or BF16 without one.
+        attention: also run attention in FP8. True lets attention of unchanged models stay with SDPA from the first
+            optimizer step on, on a GPU that was timed, if FP8 is slower for the lengths of its first training call.
+            ``"always"`` runs all of it in FP8, as a recipe with ``fp8_dpa=True`` does.
         cache_fp8_weights: cast weights once per optimizer step and keep both FP8 copies, 2 bytes for each parameter.
             ``None`` does so if the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
             In-place changes of a weight under ``torch.no_grad()`` are detected. In-place changes of its ``data``, such
             as ``weight.data.mul_(...)``, are not: stale copies are used until an optimizer steps, and in the Trainer
             until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
         fuse: run RMSNorms and gated MLPs of known forwards in fewer passes; see :func:`convert_module`.
+        where_faster: let linear layers stay in BF16 where that is faster; see :func:`convert_module`.
 
     Raises:
         ValueError, TypeError: If an argument is invalid. The message lists valid values.
@@ -116,22 +121,27 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def __init__(
         self,
         recipe: str | Recipe | Mapping[str, Any] = "delayed",
-        weights_dtype: torch.dtype | str = torch.bfloat16,
+        weights_dtype: torch.dtype | str | None = None,
         first_last_layers_bf16: bool = True,
         num_layers_at_start_in_bf16: int = 1,
         num_layers_at_end_in_bf16: int = 1,
         replace_layers: bool = True,
         skip: Skip = (),
         compute_dtype: torch.dtype | str | None = None,
-        attention: bool = False,
+        attention: bool | Literal["always"] = False,
         cache_fp8_weights: bool | None = None,
         fuse: bool = True,
+        where_faster: bool = True,
     ) -> None:
-        self.weights_dtype, self.compute_dtype = weights_and_compute_dtypes(weights_dtype, compute_dtype)
-        self._desired_input_dtype = self.compute_dtype  # read by ThroughputMonitor
+        self.weights_dtype, self.compute_dtype = requested_dtypes(weights_dtype, compute_dtype)
+        weights, compute = self.weights_dtype or torch.float32, self.compute_dtype or torch.bfloat16
+        self._dtypes = Dtypes(weights, compute, autocast=weights != compute)  # of the last model
+        self._desired_input_dtype = compute  # read by ThroughputMonitor
         attention = plain(attention)
-        require_bool("attention", attention)
+        if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
+            raise TypeError(f"attention={attention!r} must be True, False or 'always'")
         self.recipe = make_recipe(recipe)
+        self._compares_attention = attention is True and not FP8Context(self.recipe).attention
         if attention:
             self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
         self.policy = Policy(
@@ -141,27 +151,31 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             replace_layers,
             skip,
             fuse,
+            where_faster,
         )
         self.kept_weights = KeptWeights(cache_fp8_weights)
-        self.precision = precision_name(self.weights_dtype, self.compute_dtype)  # type: ignore[assignment]
+        self.precision = self._dtypes.precision  # type: ignore[assignment]
         self.histories: dict[str, AmaxHistory] = {}
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
         self.plan: ConversionSummary | None = None
         self._reported: set[str] = set()
-        self._models: WeakSet[nn.Module] = WeakSet()
+        self._models: WeakKeyDictionary[nn.Module, Dtypes] = WeakKeyDictionary()
+        self._forwards: list[ExitStack] = []
 
     def __repr__(self) -> str:
-        """The recipe, and the arguments that are not their defaults; ``attention`` is the recipe's ``fp8_dpa``."""
+        """The recipe, and the arguments that are not their defaults; ``attention="always"`` is its ``fp8_dpa``."""
         arguments = {
             "weights_dtype": self.weights_dtype,
             "compute_dtype": None if self.compute_dtype == self.weights_dtype else self.compute_dtype,
+            "attention": self._compares_attention,
             "cache_fp8_weights": self.kept_weights.chosen,
             **dataclasses.asdict(self.policy),
         }
         defaults = {name: parameter.default for name, parameter in signature(FP8FabricPrecision).parameters.items()}
-        recipe = _changed(dataclasses.asdict(self.recipe), dataclasses.asdict(type(self.recipe)()))
+        fields = dataclasses.asdict(self.recipe) | ({"fp8_dpa": False} if self._compares_attention else {})
+        recipe = _changed(fields, dataclasses.asdict(type(self.recipe)()))
         return _call(self, {"recipe": _call(self.recipe, recipe), **_changed(arguments, defaults)})
 
     def __str__(self) -> str:
@@ -170,31 +184,33 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that strategies send to the processes they start, without weak references."""
-        return {**self.__dict__, "_models": list(self._models)}
+        return {**self.__dict__, "_models": dict(self._models)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _models=WeakSet(state["_models"]))
+        self.__dict__.update(state, _models=WeakKeyDictionary(state["_models"]))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and persistent buffers to ``weights_dtype`` and convert linear layers, in place.
+        """Convert linear layers in place, and cast parameters and persistent buffers to ``weights_dtype``, if given.
 
-        A second call changes nothing. These keep their dtypes, although Lightning's own true precision casts most of
+        A second call changes nothing. These are not cast, although Lightning's own true precision casts most of
         them: non-persistent buffers, such as rotary frequencies; complex and float8 tensors; modules with float8
         weights, whose scales are beside them; and, unless ``weights_dtype`` is float32, what a model of transformers
         lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
 
         Raises:
             TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.
+            ValueError: If ``compute_dtype`` is given without ``weights_dtype``, and weights compute in another dtype.
         """
         require_module("convert_module", module)
         refuse_codes(module, self.policy)
-        cast = self._said_of_cast(*cast_module(module, self.weights_dtype))
+        said = self._set_dtypes(module)
         attention = FP8Context(self.recipe).attention
-        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(table_name(self.compute_dtype))
+        compute = table_name(self._dtypes.compute)
+        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(compute)
         for wrong in globs_without_layers(module, self.policy, self.plan):
             self._report_glob(wrong)
-        prepare_attention(module, self.policy)  # before modules of ours get slots in the history
+        prepare_attention(module, self.policy, self._compares_attention)  # before modules of ours get slots
         if layers := pieces_of(module):
             rank_zero_warn(
                 f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
@@ -202,8 +218,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or shard the model with "
                 "parallelize_module under ModelParallelStrategy"
             )
-        history = apply_conversion(module, self.plan)
-        self._models.add(module)
+        history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_warn)
         if attention:
             attach(module)
         history.plugin_recipe = self.recipe
@@ -216,7 +231,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._watch(module, self.plan, is_new)
         if is_new:
             self._reported = set()
-            rank_zero_info(f"{cast}{self.recipe}\n{self.summary}")
+            rank_zero_info(f"{said}{self.recipe}\n{self.summary}")
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -225,8 +240,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                     "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
                     "FP8; attention by other functions does not"
                 )
-        elif cast:
-            rank_zero_info(cast.rstrip())
+        elif said:
+            rank_zero_info(said.rstrip())
         if self._pending_state is not None:
             self._load_states(validated_states(self._pending_state), self._pending_state.get("recipe"))
         return module
@@ -240,18 +255,33 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
         return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
 
-    def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int) -> str:
+    def _set_dtypes(self, module: nn.Module) -> str:
+        """Determine the dtypes of ``module``, cast it if that is asked for, and return the line about it, or ""."""
+        if self.weights_dtype is None:
+            self._dtypes, said = dtypes_of(module, self.compute_dtype)
+            said *= self._models.get(module) != self._dtypes
+        else:
+            said = self._said_of_cast(*cast_module(module, self.weights_dtype), self.weights_dtype)
+        self.precision = self._dtypes.precision  # type: ignore[assignment]
+        self._models[module] = self._dtypes
+        for model in self._models if self._dtypes_of_all is None else ():  # Fabric does not tell whose forward begins
+            if not any(getattr(hook, "func", None) is _use_own_dtypes for hook in model._forward_pre_hooks.values()):
+                model.register_forward_pre_hook(partial(_use_own_dtypes, weakref.ref(self)), with_kwargs=True)
+        return said
+
+    @property
+    def _dtypes_of_all(self) -> Dtypes | None:
+        """The dtypes of each model; None if they differ."""
+        return self._dtypes if len({self._dtypes, *self._models.values()}) == 1 else None
+
+    def _said_of_cast(self, num_cast: Counter[torch.dtype], num_kept: int, to: torch.dtype) -> str:
         """The line that says that parameters were cast; an empty string if there were none."""
         if not num_cast:
             return ""
-        name = table_name(self.weights_dtype)
         cast = " and ".join(f"{number} {str(dtype).removeprefix('torch.')}" for dtype, number in num_cast.items())
         kept = f"; other tensors that stay in float32, such as buffers that are not saved: {num_kept}" * bool(num_kept)
-        masters = f". To keep float32 master weights, pass weights_dtype='fp32', compute_dtype='{name.lower()}'"
-        return (
-            f"{cast} parameter tensors are {name} from now on, because weights_dtype={self.weights_dtype}{kept}"
-            f"{masters if torch.float32 in num_cast else ''}\n"
-        )
+        masters = ". weights_dtype=None keeps them as float32 masters" * (torch.float32 in num_cast)
+        return f"{cast} parameter tensors are {table_name(to)} from now on, because weights_dtype={to}{kept}{masters}\n"
 
     def report_first_step(self, summary: ConversionSummary) -> None:
         """Store the summary of the first training step, and warn of layers that should have run in FP8 and did not."""
@@ -309,15 +339,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.histories = of_living_models(self.histories)
 
     @override
-    @contextmanager
-    def tensor_init_context(self) -> Iterator[None]:
-        """New floating-point tensors are ``weights_dtype``."""
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(self.weights_dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(previous)
+    def tensor_init_context(self) -> Any:
+        """New floating-point tensors are ``weights_dtype``, if given."""
+        return nullcontext() if self.weights_dtype is None else self._dtypes._replace(autocast=False).context()
 
     @override
     def module_init_context(self) -> Any:
@@ -326,13 +350,12 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """FP8 modules compute in FP8, the rest in ``compute_dtype``."""
+        """FP8 modules compute in FP8, the rest in the dtypes of the model."""
         with ExitStack() as stack:
-            stack.enter_context(naming_kept_buffers(self._models, self.weights_dtype))
-            stack.enter_context(self.tensor_init_context())
-            if self.compute_dtype != self.weights_dtype:
-                for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-                    stack.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
+            stack.enter_context(naming_kept_buffers(self._models))
+            stack.enter_context(self._dtypes_of_all.context() if self._dtypes_of_all else nullcontext())
+            self._forwards.append(stack)
+            stack.callback(self._forwards.remove, stack)
             stack.enter_context(fp8_context(self._context()))
             histories = list(self.histories.values())
             if isinstance(self.recipe, DelayedScaling):
@@ -354,7 +377,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return cast_floating_point(data, self.weights_dtype)
+        return data if (dtypes := self._dtypes_of_all) is None else cast_floating_point(data, dtypes.weights)
 
     @override
     def convert_output(self, data: Any) -> Any:
@@ -432,6 +455,14 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         for name, history in self.histories.items():
             if name in states:
                 load_state(history, states[name], self.recipe, saved)
+
+
+def _use_own_dtypes(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Forward pre-hook of models whose dtypes differ: until the forward ends, the model's own, also of its inputs."""
+    if (living := plugin()) is None or not living._forwards or living._dtypes_of_all or model not in living._models:
+        return None
+    living._forwards[-1].enter_context(living._models[model].context())
+    return cast_floating_point((args, kwargs), living._models[model].weights)
 
 
 def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:

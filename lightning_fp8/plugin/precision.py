@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -55,6 +56,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
                 f"{layers}: DDP would copy the shards of rank 0 to all ranks. Use ModelParallelStrategy with "
                 "parallelize_module, or a loop of your own with a data-parallel group"
             )
+        self._models = WeakKeyDictionary({each: self._models[each] for each in self._models if each is module})
         return super().convert_module(module)
 
     @override

@@ -14,7 +14,7 @@ from lightning_fp8.recipes import DelayedScaling, Recipe
 
 
 def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The models' states in the state of a plugin, by name, without those of no tensors.
+    """The models' states in the state of a plugin, by name, without those of no tensors and no decision.
 
     Raises:
         TypeError: If ``state_dict`` is not a mapping of names.
@@ -22,7 +22,7 @@ def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     require_mapping("load_state_dict", state_dict)
     states = {name: state for name, state in state_dict.items() if name != "recipe"}
-    return {name: state for name, state in states.items() if validated_state(state)[0]}
+    return {name: state for name, state in states.items() if validated_state(state)[0] or "slower" in state}
 
 
 def without_state(histories: dict[str, AmaxHistory], states: dict[str, Any]) -> list[str]:

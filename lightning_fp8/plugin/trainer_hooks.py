@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.host_limit import backward_ended
 from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.modules.state import fp8_modules
@@ -60,6 +61,7 @@ class TrainerHooks(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Called after the closure of the step, before the parameters change."""
+        backward_ended()
         first_steps.read([pl_module])
 
     def on_train_batch_end(

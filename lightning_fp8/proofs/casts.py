@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.ops.activation import gated_backward_quantize_op
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op
 from lightning_fp8.ops.norm import Norm, norm_backward_op, rms_norm_op
 from lightning_fp8.ops.op import Op
@@ -39,6 +40,8 @@ def check_cast(
 ) -> None:  # fmt: skip
     """Check an op that casts: both operands, its other results, the amax and the overflow counts.
 
+    An op that casts two tensors is given half the scale, and four times the amax, for the second one.
+
     Args:
         op: the op.
         inputs: the op's arguments before the cast, on the CPU.
@@ -46,26 +49,31 @@ def check_cast(
         device: the device on which kernels run.
         scale: the given scale; 0 is not set yet, None computes the tensor's own.
         amax: the amax before the call; None collects none.
-        count: whether to count saturated and flushed values.
+        count: whether to count saturated and flushed values; not of ops that cast two tensors.
         exact: whether results must be bitwise equal.
     """
     results, collected = [], []
+    tensors = 2 if op is gated_backward_quantize_op else 1
     for side, on in ((kernels_of(op), device), (reference_of(op), "cpu")):
-        given = None if scale is None else torch.tensor(scale, device=on)
-        largest = None if amax is None else torch.tensor(amax, device=on)
+        scales = [None if scale is None else torch.tensor(scale / 2**n, device=on) for n in range(tensors)]
+        amaxes = [None if amax is None else torch.tensor(amax * 4**n, device=on) for n in range(tensors)]
         overflow_counts = torch.zeros(2, dtype=torch.int64, device=on) if count else None
-        results.append(side(*(moved(x, on) for x in inputs), cast, given, largest, overflow_counts))
-        collected.append((largest, overflow_counts))
+        counts = [overflow_counts] if tensors == 1 else []
+        results.append(side(*(moved(x, on) for x in inputs), cast, *scales, *amaxes, *counts))
+        collected.append((amaxes, overflow_counts))
     actual, expected = results
-    assert_operands(actual[:4], expected[:4], exact)
-    for index in range(4, len(expected)):
+    for first in range(0, 4 * tensors, 4):
+        assert_operands(actual[first : first + 4], expected[first : first + 4], exact)
+    for index in range(4 * tensors, len(expected)):
         assert_close(actual[index], expected[index], f"result {index}")
-    (largest, overflow_counts), (expected_largest, expected_counts) = collected
-    if largest is not None and expected_largest is not None:
+    (amaxes, overflow_counts), (expected_amaxes, expected_counts) = collected
+    for largest, right in zip(amaxes, expected_amaxes):
+        if largest is None or right is None:
+            continue
         if exact:
-            assert_same(largest, expected_largest, "amax")
+            assert_same(largest, right, "amax")
         else:
-            assert_within(largest, expected_largest, 1e-6, 0.0, "amax")
+            assert_within(largest, right, 1e-6, 0.0, "amax")
     if overflow_counts is not None and expected_counts is not None:
         # The last bit of the amax decides whether it saturates with its own scale.
         apart = int((overflow_counts.cpu() - expected_counts).abs().max())

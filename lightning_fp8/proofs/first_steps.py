@@ -26,6 +26,7 @@ from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch, proofs
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
 from lightning_fp8 import scaling
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.formats import FORMATS, float8_of
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize, tensor_amax
@@ -114,9 +115,8 @@ class FirstSteps:
             warnings.warn(f"the first {op} of its kind was not checked: {error}", RuntimeWarning, stacklevel=2)
 
     def _looks_away(self, args: Sequence[Any]) -> bool:
-        capturing = self._device_type == "cuda" and torch.cuda.is_current_stream_capturing()
         empty = any(isinstance(arg, Tensor) and not arg.numel() for arg in args)
-        return self.paused or capturing or empty or torch.is_inference_mode_enabled()
+        return self.paused or is_capturing() or empty or torch.is_inference_mode_enabled()
 
     def read(self, models: Iterable[nn.Module]) -> None:
         """Synchronize, and read the results of checks since the last call.

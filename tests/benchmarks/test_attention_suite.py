@@ -219,12 +219,12 @@ def test_what_the_ops_start_is_started_again_on_memory_that_is_kept() -> None:
             assert all(any(first <= at < end for first, end in held) for at in addresses), each.kernel
         names = [[each.kernel for each in launches.started[passing]] for passing in (FORWARD, BACKWARD)]
         assert names[0][-1] == "attention_forward"
-        assert names[1][-3:] == ["attention_delta", "attention_dq", "attention_dkv"]
+        assert names[1][-3:] == ["quantize_gradients", "attention_dq", "attention_dkv"]
         assert {"quantize_heads", "sum_heads", "mean_heads"} <= {*names[0]}
         again: list[str] = []
         with patch.object(Launch, "run", lambda launch, *addresses: again.append(launch.kernel.function.__name__)):
             launches.products(BACKWARD)()
-            assert again == ["attention_delta", "attention_dq", "attention_dkv"]
+            assert again == ["attention_dq", "attention_dkv"]
             again.clear()
             launches.by_kernel()["quantize_heads"]()
         assert again == [name for passing in names for name in passing if name == "quantize_heads"]
@@ -249,7 +249,7 @@ def test_kernels_of_the_suite_are_carried() -> None:
     assert {f"attention_forward(d={head_dim} bfloat16" for head_dim in (64, 128, 256)} <= names
     for head_dim in (64, 128):
         assert {f"attention_{kernel}(d={head_dim} bfloat16" for kernel in ("dq", "dkv")} <= names
-        assert f"attention_delta(d={head_dim})" in names
+        assert f"quantize_gradients(d={head_dim}" in names
     of_hardware = [kernel.name for kernel in carried._hardware()]
     for word in ("flush=128)", "flush=1048576)", "product_rate(n=64, A in registers)", "copy_rate(add=True)"):
         assert any(word in name for name in of_hardware), word

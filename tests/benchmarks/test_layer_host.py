@@ -55,5 +55,7 @@ def test_delayed_scaling_has_its_scales(started: list[str], monkeypatch: pytest.
     monkeypatch.setattr(layer_host, "RECIPES", ("delayed",))
     times = layer_host.layer_times(steps=1, passes=1)
     casts = 2 * ["quantize_tensor"]
-    assert started == [*casts, "gemm", *casts, "gemm", "gemm"]
+    expected = [*casts, "gemm", *casts, "gemm", "gemm"]
+    assert started[: len(expected)] == expected  # before a decoder layer's
+    assert {each.by for each in times if each.name == "Llama block"} >= {"lightning_fp8, fused"}
     assert all(each.note or (each.forward or 0) > 0 < (each.backward or 0) for each in times)

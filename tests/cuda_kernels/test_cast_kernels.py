@@ -11,6 +11,7 @@ import torch
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.formats import E4M3, E5M2, Float8
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.ops.norm import Norm, rms_norm_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
@@ -42,6 +43,17 @@ def every_bf16() -> torch.Tensor:
 
 
 SCALES = [1.0, 448.0, 57344.0, 0.1, 1.0 / 3.0, 2.0**-20, 3.0e38, 1.0e-38, 1.7, 5.0e-42]
+
+
+@pytest.mark.parametrize("columns", [16392, 100])
+def test_rows_that_the_norm_kernel_does_not_hold_are_told(columns: int, emulator: Emulator) -> None:
+    """They are too long, or not a multiple of 8. The specification computes them."""
+    arguments = torch.randn(3, columns).to(BF16), torch.ones(columns, dtype=BF16), Norm(1e-5, rms=True), BF16, True
+    with pytest.warns(RuntimeWarning, match=f"rms_norm has no kernel for {columns} columns of torch.bfloat16"):
+        found = kernels_of(rms_norm_op)(*arguments)
+    for a, b in zip(found, reference_of(rms_norm_op)(*arguments)):
+        assert_same(a, b, "norm")
+    assert not emulator.launched
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_every_synchronisation_is_needed(kernel: Kernel) -> None:
     assert not unnoticed, f"removing the synchronisation of PTX line {unnoticed} changes nothing"
 
 
-ALONE = {"attention_delta", "quantize_columns"}
+ALONE = {"quantize_columns"}
 """In all variants each warp works alone, and shuffles are all that its lanes do together."""
 
 

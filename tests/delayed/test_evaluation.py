@@ -185,7 +185,7 @@ def test_a_crash_leaves_the_model_to_who_trains_it_next() -> None:
     model.train()
     for _ in range(2):
         with fp8_autocast(fp8_recipe=DelayedScaling(margin=3)):
-            y = model.net(torch.randn(4, 16).bfloat16())
+            y = model.net(torch.randn(4, 16))
         y.sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
     assert history.updates == 1 + 2  # the Trainer's, and the two steps'

@@ -35,6 +35,20 @@ def test_trains_and_resumes_bit_for_bit(file: str, sharded: str, tmp_path: Path)
         assert report["classes"] == (["FSDPLinear"] if sharded == "linears" else ["Linear"])
 
 
+@thorough
+def test_weights_as_they_are(tmp_path: Path) -> None:
+    """Without FP8 layers equal to Lightning's own plugin; with them it differs a little, in the same dtypes."""
+    for report in run("dtypes", tmp_path):
+        assert len(report) == 4
+        for case, found in report.items():
+            dtype = case.split()[0]
+            assert found["same"], case
+            assert found["moments"] == [dtype]
+            assert found["precision"] == {"torch.float32": "bf16-mixed", "torch.bfloat16": "bf16-true"}[dtype]
+            assert found["num_fp8"] == 4
+            assert found["losses"][0] != found["losses"][1] == pytest.approx(found["losses"][0], rel=0.1)
+
+
 def test_a_model_made_on_meta_is_filled_and_trains(tmp_path: Path) -> None:
     first, second = run("meta", tmp_path)
     for name, deviation in first["deviations"].items():

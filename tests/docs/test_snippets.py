@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_fp8.cli.main import main
+from tests.convert.fuse.liger import liger_on_the_cpu
 from tests.convert.zoo import stand_in_for_torchvision
 from tests.docs.given import ON_ONE_RANK, Data, Model, given
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.tiers import thorough
 
-RUN_ELSEWHERE = {"onnx.md"}
+RUN_ELSEWHERE = {"cuda_graphs.md", "onnx.md"}
 """Pages whose blocks another test runs, and looks at what they leave."""
 
 
-NOT_EVERYWHERE = {"litgpt", "peft", "timm"}
+NOT_EVERYWHERE = {"liger_kernel", "litgpt", "peft", "timm"}
 """Packages that the extra ``test`` does not install."""
 
 
@@ -52,7 +54,7 @@ def test_python_runs(page: Path, few_steps: None, capsys: pytest.CaptureFixture[
         for block in blocks(page, "python"):
             if not missing_packages(block):
                 names.update(given(page))
-                with stand_in_for_torchvision() if "import timm" in block.text else nullcontext():
+                with surroundings(block):
                     exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
     finally:
         if dist.is_initialized():
@@ -60,6 +62,13 @@ def test_python_runs(page: Path, few_steps: None, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     for block in blocks(page, "text"):
         assert block.text in printed
+
+
+def surroundings(block: Block) -> AbstractContextManager[Any]:
+    """What ``block`` needs to run here, and to leave other packages as they are."""
+    if "liger_kernel" in block.text:
+        return liger_on_the_cpu(importlib.import_module("transformers.models.llama.modeling_llama"))
+    return stand_in_for_torchvision() if "import timm" in block.text else nullcontext()
 
 
 def missing_packages(block: Block) -> list[str]:

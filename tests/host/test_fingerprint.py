@@ -75,7 +75,7 @@ kernels = {
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
     "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
     "attention_forward_128": forward.attention_forward_kernel(AttentionSpec(128, "bfloat16")),
-    "attention_delta": delta.attention_delta_kernel(64),
+    "quantize_gradients": delta.quantize_gradients_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
     "attention_dq": dq.attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_dkv": dkv.attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "attention_dq_256": dq.attention_dq_kernel(AttentionSpec(256, "bfloat16")),
@@ -131,9 +131,9 @@ CASTS = {"quantize", "quantize_rows", "quantize_blocks", "quantize_gelu", "quant
 CASTS |= {"normalize"}
 PRODUCTS = {"hopper tensor", "hopper row", "hopper 1x128 128x128", "hopper 1x128 1x128", "hopper sums"}
 GEMMS = {"mma", *PRODUCTS}
-ATTENTION = {f"attention_{name}" for name in ("forward", "forward_128", "delta", "dq", "dkv", "dq_256", "dkv_256")}
+ATTENTION = {f"attention_{name}" for name in ("forward", "forward_128", "dq", "dkv", "dq_256", "dkv_256")}
 ATTENTION |= {f"attention_mma_{name}" for name in ("forward", "forward_256", "dq", "dkv", "dq_256", "dkv_256")}
-ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")}
+ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose")} | {"quantize_gradients"}
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize"}),

@@ -142,9 +142,7 @@ def check_instructions(kernel: Kernel, found: Counter[str]) -> None:
     assert kernel.name in SPILLED_BYTES or not starting_with(found, "LDL", "STL"), "local memory"
     assert not starting_with(found, "DADD", "DMUL", "DFMA", "DSETP", "F2F.F64"), "float64 arithmetic"
     name = kernel.function.__name__
-    casts = (
-        name.startswith(("quantize", "normalize", "cast", "attention", "mma_attention")) and name != "attention_delta"
-    )
+    casts = name.startswith(("quantize", "normalize", "cast", "attention", "mma_attention"))
     assert bool(starting_with(found, "F2FP.SATFINITE.E4M3", "F2FP.SATFINITE.E5M2")) == casts
     if re.search("aligned=True|vector=[48]", kernel.name) and name != "transpose":  # a warp's 4 bytes each are a line
         assert starting_with(found, "LDG.E.NA.64", "LDG.E.NA.128"), f"no wide loads: {starting_with(found, 'LDG')}"

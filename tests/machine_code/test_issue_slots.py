@@ -225,6 +225,14 @@ WORK = {
         {"LDG.E.NA.128*": 4, "STG.E.64": 4, "SHFL.BFLY": 5, "BAR*": 1},
         again=True,
     ),
+    # 512 threads of three vectors each: three of x and three of dy.
+    "RMSNorm backward of 12,288 columns": Work(
+        norm_backward_kernel(RMS, "bfloat16", backward_row_layout(("bfloat16", "bfloat16"), 12288)),
+        0.39,
+        12288 * 6,
+        {"LDG.E.NA.128*": 6, "STG.E.64": 6, "SHFL.BFLY": 5, "BAR*": 1},
+        again=True,
+    ),
 }
 
 

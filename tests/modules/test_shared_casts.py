@@ -336,7 +336,7 @@ def test_a_converted_llama_keeps_and_casts_what_it_needs(recipe: str) -> None:
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": 64}
     model = hf("LlamaForCausalLM", "LlamaConfig", **DECODER | sizes)()
-    plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False, cache_fp8_weights=True)
+    plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False, cache_fp8_weights=True, fuse=False)
     plugin.convert_module(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     tokens = torch.randint(0, VOCABULARY, (2, 64))

@@ -173,8 +173,10 @@ def test_gated(name: str, layout: Layout) -> None:
     y.backward(dy.double())
     for (row, column), exact in (
         (ops.gated_quantize(x, factor, name, target, columnwise=True), y.detach()),
-        (ops.gated_backward_quantize(dy, x, factor, name, target, columnwise=True), leaves[0].grad),
-        (ops.gated_quantize(x, dy, name, target, columnwise=True), leaves[1].grad),
+        *zip(
+            ops.gated_backward_quantize(dy, x, factor, name, target, {"columnwise": True}, {"columnwise": True}),
+            (leaf.grad for leaf in leaves),
+        ),
     ):
         assert exact is not None
         check_operand(row, exact, layout)

@@ -6,15 +6,16 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cuda_kernels.host.launch import executing
-from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8 import LayerNormLinear, Linear, fp8_autocast
 from lightning_fp8.functions import linear
+from lightning_fp8.ops import linear as linear_ops
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_op
@@ -108,6 +109,78 @@ def test_the_specification(recipe: str, rows: int, dtype: torch.dtype, bias: boo
 def test_kernels(recipe: str, strided: bool) -> None:
     with on_kernels():
         assert_equal_both_ways(recipe, case(40, torch.bfloat16, True, strided))
+
+
+class Readers(nn.Module):
+    """Two layers of one input, the second of which gets the first one's copies, and a norm that casts for its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = Linear(48, 32), Linear(48, 32), LayerNormLinear(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x) * self.k(x))
+        return y
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operands_that_exist(recipe: str) -> None:
+    """A pass takes the copies of another layer or op; amaxes, too, are those of the ops called one by one."""
+
+    def results() -> Results:
+        torch.manual_seed(0)
+        model, x = Readers(), torch.randn(40, 48, requires_grad=True)
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.01), []
+        for _ in range(3):
+            with fp8_autocast(fp8_recipe=recipe):
+                y = model(x)
+            (y * torch.linspace(-1, 1, 48)).sum().backward()
+            found += [y.detach(), *(each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        for layer in (model.q, model.k, model.out):
+            assert layer.history is not None
+            found += [layer.history.scale, layer.history.amax_history]
+        return found
+
+    made: list[Any] = []
+    with ExitStack() as stack:
+        for name in ("linear_forward", "linear_backward"):
+            stack.enter_context(patch.object(linear, name, _noting(getattr(linear, name), made)))
+        at_once = results()
+    assert sum(each is not None for each in made) == 3 * (3 + 3)
+    with one_by_one():
+        expected = results()
+    assert len(at_once) == len(expected)
+    assert all(map(torch.equal, at_once, expected))
+
+
+def test_a_layer_keeps_its_plan_until_a_key_changes() -> None:
+    layer, plan = Linear(48, 32), Mock(wraps=linear_ops._forward_plan)
+
+    def forwards(x: Tensor, times: int = 2) -> int:
+        before = plan.call_count
+        for _ in range(times):
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias), atol=0.3)
+        return plan.call_count - before
+
+    with patch.object(linear_ops, "_forward_plan", plan):
+        x = torch.randn(8, 48)
+        assert forwards(x) == 1
+        assert forwards(x.clone()) == 0
+        assert forwards(torch.randn(9, 48)) == 1
+        assert forwards(x) == 1
+        layer.weight.data = 0.1 * torch.randn(33, 48)[1:]
+        assert forwards(x) == 0
+        layer.weight.data = 0.1 * torch.randn(48, 32).t()  # both passes leave it to the ops
+        assert forwards(x) == 2
+        layer.weight.data = layer.weight.data.contiguous()
+        assert forwards(x) == 1
+        plans.clear_plan_cache()
+        assert forwards(x) == 1
+        linear_ops.forget_plans()
+        assert forwards(x) == 1
 
 
 @pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")

@@ -185,7 +185,12 @@ OPS: dict[str, Case] = {
     ),
     "gated": (gated_quantize_op, (X, X, "silu", CAST, *BESIDE), {1: OF_FACTOR, **beside_a_cast(4)}),
     "gated backward": (
-        gated_backward_quantize_op, (X, X, X, "silu", CAST, *BESIDE), {2: OF_FACTOR, **beside_a_cast(5)}
+        gated_backward_quantize_op,
+        (X, X, X, "silu", CAST, ONE, ONE.clone(), ONE.clone(), ONE.clone()),
+        {
+            2: OF_FACTOR, 5: named("scale", SCALAR), 6: named("scale", SCALAR),
+            7: named("amax", SCALAR), 8: named("amax", SCALAR),
+        },
     ),
     "product": (scaled_mm_op, (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
     "product, observed": (scaled_mm_observed_op, (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),

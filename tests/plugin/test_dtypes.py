@@ -26,7 +26,8 @@ transformers = pytest.importorskip("transformers")
 
 PLUGINS = [FP8FabricPrecision, FP8Precision]
 DTYPES: dict[str, dict[str, str]] = {
-    "bf16": {},
+    "none": {},
+    "bf16": {"weights_dtype": "bf16"},
     "fp16": {"weights_dtype": "fp16"},
     "fp32": {"weights_dtype": "fp32"},
     "mixed": {"weights_dtype": "fp32", "compute_dtype": "bf16"},
@@ -121,7 +122,7 @@ def test_buffers_that_are_not_saved_stay_what_the_constructor_made(
     model, plugin = made(name), cls("tensorwise", **DTYPES[dtypes])
     plugin.convert_module(model)
     assert_same_buffers(model, made(name))
-    assert {each.dtype for each in model.parameters()} == {plugin.weights_dtype}
+    assert {each.dtype for each in model.parameters()} == {plugin.weights_dtype or torch.float32}
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
@@ -133,7 +134,8 @@ def test_buffers_that_are_not_saved_stay_in_training(dtypes: str) -> None:
 
 def test_a_live_llama_computes_what_its_saved_copy_does(tmp_path: Path) -> None:
     """At positions where an angle of a rounded frequency is off by radians, and in what it generates."""
-    plugins, models = [FP8FabricPrecision("tensorwise") for _ in range(2)], [made("llama").eval()]
+    dtypes: list[dict[str, str]] = [{"weights_dtype": "bf16"}, {}]
+    plugins, models = [FP8FabricPrecision("tensorwise", **each) for each in dtypes], [made("llama").eval()]
     plugins[0].convert_module(models[0])
     models[0].save_pretrained(tmp_path)
     models.append(transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval())
@@ -222,7 +224,7 @@ def test_the_lists_are_searched_for_in_the_keys_of_their_model(
     model = outer = Listing(loose, strict)
     for _ in range(depth):
         outer = nn.Sequential(outer)  # type: ignore[assignment]
-    FP8FabricPrecision().convert_module(outer)
+    FP8FabricPrecision(weights_dtype="bf16").convert_module(outer)
     found = {name for name, each in model.state_dict().items() if each.dtype == torch.float32}
     assert found == kept
 
@@ -232,7 +234,7 @@ def test_a_shared_parameter_is_kept_under_all_its_names() -> None:
     model.layers[1]["gate"].weight = model.layers[0]["gate"].weight
     parameter = model.layers[0]["gate"].weight
     parameter.grad = torch.ones(8, 8)
-    FP8FabricPrecision().convert_module(model)
+    FP8FabricPrecision(weights_dtype="bf16").convert_module(model)
     assert model.layers[1]["gate"].weight is model.layers[0]["gate"].weight is parameter
     assert parameter.dtype == parameter.grad.dtype == torch.float32
 
@@ -282,9 +284,9 @@ def test_buffers_of_codes_stay(dtypes: str, cls: type[FP8FabricPrecision]) -> No
             assert module._buffers[name].dtype == each.dtype
             assert torch.equal(bits(module._buffers[name]), bits(each))
         assert torch.equal(module.table, torch.linspace(0, 1, 7))
-        assert module.mean.dtype == plugin.weights_dtype
-    assert model.called[-1] == ((), {"dtype": plugin.weights_dtype})
-    assert model.dtype == plugin.weights_dtype
+        assert module.mean.dtype == (plugin.weights_dtype or torch.float32)
+    assert model.called[-1:] == ([] if dtypes == "none" else [((), {"dtype": plugin.weights_dtype})])
+    assert model.layers[2].weight.dtype == (plugin.weights_dtype or torch.float64)
     assert all("_apply" not in vars(module) for module in model.modules())
 
 
@@ -303,7 +305,7 @@ def test_fp8_weights_stay_in_fp8() -> None:
         convert_module(model)
     assert sum(isinstance(each, FP8Tensor) for each in model.parameters()) == 2
     before = {name: each.dequantize() for name, each in model.named_parameters() if isinstance(each, FP8Tensor)}
-    FP8FabricPrecision().convert_module(model)
+    FP8FabricPrecision(weights_dtype="bf16").convert_module(model)
     for name, value in before.items():
         parameter = model.get_parameter(name)
         assert isinstance(parameter, FP8Tensor)
@@ -388,7 +390,7 @@ def test_a_layer_that_skip_matches_is_left_as_it_is(cls: type[FP8FabricPrecision
         model, expected = CODED_MODELS[make](), CODED_MODELS[make]()
         torch.manual_seed(0)
         expected[2].load_state_dict(model[2].state_dict())
-        plugin = cls(skip=skip)  # type: ignore[arg-type]
+        plugin = cls(weights_dtype="bf16", skip=skip)  # type: ignore[arg-type]
         plugin.convert_module(model)
         assert type(model[2]) is type(expected[2])
         for name, each in model[2].state_dict().items():
@@ -402,7 +404,7 @@ def test_a_layer_that_skip_matches_is_left_as_it_is(cls: type[FP8FabricPrecision
 
 def test_a_skipped_layer_computes_as_before() -> None:
     """Its weight and its scales keep their bits, so what dequantizes them sees the same."""
-    model, plugin = with_codes(), FP8FabricPrecision("tensorwise", skip=["2"])
+    model, plugin = with_codes(), FP8FabricPrecision("tensorwise", weights_dtype="bf16", skip=["2"])
     scales = model[2].weight_scale_inv.detach().repeat_interleave(16, 0).repeat_interleave(16, 1)
     expected = model[2].weight.double() * scales.double()
     plugin.convert_module(model)
@@ -514,14 +516,14 @@ def test_the_first_line_says_that_float32_weights_are_cast(
     cls(**DTYPES[dtypes]).convert_module(mlp())
     if dtypes in HALF:
         assert f"8 float32 parameter tensors are {dtypes.upper()} from now on" in said[0]
-        assert f"weights_dtype='fp32', compute_dtype='{dtypes}'" in said[0]
+        assert "weights_dtype=None keeps them as float32 masters" in said[0]
     cls(weights_dtype="fp32").convert_module(mlp().bfloat16())
     assert said[-1].startswith(
         "8 bfloat16 parameter tensors are FP32 from now on, because weights_dtype=torch.float32\n"
     )
-    cls().convert_module(mlp().bfloat16())
-    assert "tensors are" not in said[-1]
-    cls().convert_module(mlp().half())
+    cls(weights_dtype="bf16").convert_module(mlp().bfloat16())
+    assert said[-1].startswith("DelayedScaling(")
+    cls(weights_dtype="bf16").convert_module(mlp().half())
     assert "8 float16 parameter tensors are BF16 from now on" in said[-1]
     assert sum("float32 parameter tensors" in each for each in said) == (dtypes in HALF)
 
@@ -529,7 +531,7 @@ def test_the_first_line_says_that_float32_weights_are_cast(
 def test_it_counts_adapters_in_float32_and_speaks_again_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lightning_fp8.plugin.fabric.rank_zero_info", said.append)
-    model, plugin = mlp().bfloat16(), FP8Precision()
+    model, plugin = mlp().bfloat16(), FP8Precision(weights_dtype="bf16")
     model[2].float()
     plugin.convert_module(model)
     assert "2 float32 parameter tensors are BF16" in said[0]
@@ -551,6 +553,8 @@ def test_an_error_about_a_kept_buffer_names_it_and_the_way_out(cls: type[FP8Fabr
 
     plugin = cls()
     model = plugin.convert_module(Positions())
+    model.layers.bfloat16()
+    plugin.convert_module(model)
     with plugin.forward_context(), pytest.raises(RuntimeError, match="dtype") as plain:
         model(torch.randn(4, 16).bfloat16())
     assert "Buffers" not in str(plain.value)
@@ -559,7 +563,7 @@ def test_an_error_about_a_kept_buffer_names_it_and_the_way_out(cls: type[FP8Fabr
         plugin.forward_context(),
     ):
         model(torch.randn(4, 16).bfloat16())
-    mixed = cls(weights_dtype="fp32", compute_dtype="bf16")
-    model = mixed.convert_module(Positions())
-    with mixed.forward_context():
-        assert model(torch.randn(4, 16)).dtype == torch.bfloat16
+    for mixed in (cls(), cls(weights_dtype="fp32", compute_dtype="bf16")):
+        model = mixed.convert_module(Positions())
+        with mixed.forward_context():
+            assert model(torch.randn(4, 16)).dtype == torch.bfloat16

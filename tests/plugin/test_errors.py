@@ -53,7 +53,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "autocast recipe": (lambda: fp8_autocast(fp8_recipe="fp8"), ValueError, "'fp8'.*'delayed'"),
     "weights_dtype": (lambda: FP8Precision(weights_dtype=torch.float64), ValueError, "weights_dtype=torch.float64"),
     "compute_dtype": (lambda: FP8Precision(compute_dtype=torch.int8), ValueError, "compute_dtype=torch.int8"),
-    "two dtypes": (lambda: FP8Precision(compute_dtype=torch.float16), ValueError, "weights_dtype=torch.float32"),
+    "two dtypes": (
+        lambda: FP8Precision("delayed", torch.bfloat16, compute_dtype=torch.float16),
+        ValueError,
+        "weights_dtype=torch.float32",
+    ),
     "layers": (lambda: FP8Precision(num_layers_at_start_in_bf16=-1), ValueError, "num_layers_at_start_in_bf16=-1"),
     "skip": (lambda: FP8Precision(skip="*.head"), TypeError, "'.\\.head'.*sequence"),
     "convert": (lambda: convert_module(nn.Linear(2, 2), num_layers_at_end_in_bf16=-2), ValueError, "-2.*at least 0"),

@@ -87,11 +87,12 @@ POLICY: dict[str, Accepts] = {
 PLUGIN: dict[str, Accepts] = {
     **POLICY,
     "recipe": is_recipe,
-    "weights_dtype": one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16"),
-    "compute_dtype": or_none(one_of(torch.bfloat16, "bfloat16", "bf16")),
-    "attention": means_bool,
+    "weights_dtype": or_none(one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16")),
+    "compute_dtype": or_none(one_of(torch.bfloat16, torch.float32, "bfloat16", "bf16")),
+    "attention": lambda value: means_bool(value) or one_of("always")(value),
     "cache_fp8_weights": or_none(means_bool),
     "fuse": means_bool,
+    "where_faster": means_bool,
     # Matched where a model is converted.
     "skip": lambda value: (
         value is print or (type(value) in (tuple, list, set) and all(isinstance(each, str) for each in value))

@@ -68,7 +68,7 @@ def test_trainers_plugin_in_fabric() -> None:
     with pytest.raises(MisconfigurationException, match=message):
         wrapped(torch.randn(8, 16))
     with pytest.raises(MisconfigurationException, match=message):
-        fabric.backward(model(torch.randn(8, 16).bfloat16()).sum())
+        fabric.backward(model(torch.randn(8, 16)).sum())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -81,7 +81,14 @@ def test_fabrics_plugin_in_the_trainer_is_lightnings_own_error() -> None:
 WRITTEN: dict[str, dict[str, Any]] = {
     "recipe=DelayedScaling()": {},
     "recipe=Float8CurrentScaling()": {"recipe": "tensorwise"},
-    "recipe=DelayedScaling(fp8_dpa=True, margin=2)": {"recipe": {"name": "delayed", "margin": 2}, "attention": True},
+    "recipe=DelayedScaling(fp8_dpa=True, margin=2)": {
+        "recipe": {"name": "delayed", "margin": 2},
+        "attention": "always",
+    },
+    "recipe=DelayedScaling(margin=2), attention=True": {
+        "recipe": {"name": "delayed", "margin": 2},
+        "attention": True,
+    },
     "recipe=DelayedScaling(fp8_format=Format.E4M3), weights_dtype=torch.float32, num_layers_at_end_in_bf16=3": {
         "recipe": {"fp8": "e4m3"},
         "weights_dtype": torch.float32,
@@ -185,6 +192,8 @@ def test_policy_and_recipe_errors_come_from_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("weights_dtype", "compute_dtype", "precision"),
     [
+        (None, None, "bf16-mixed"),
+        (None, torch.float32, "32-true"),
         (torch.bfloat16, None, "bf16-true"),
         (torch.bfloat16, torch.bfloat16, "bf16-true"),
         (torch.float16, None, "16-true"),
@@ -196,7 +205,7 @@ def test_policy_and_recipe_errors_come_from_the_constructor() -> None:
 )
 @pytest.mark.parametrize("cls", [FP8Precision, FP8FabricPrecision])
 def test_precision_strings_are_lightnings(
-    cls: type[FP8FabricPrecision], weights_dtype: torch.dtype, compute_dtype: torch.dtype | None, precision: str
+    cls: type[FP8FabricPrecision], weights_dtype: torch.dtype | None, compute_dtype: torch.dtype | None, precision: str
 ) -> None:
     plugin = cls(weights_dtype=weights_dtype, compute_dtype=compute_dtype)
     assert plugin.precision == precision
@@ -241,7 +250,7 @@ def test_complex_tensors_stay_complex(cls: type[FP8FabricPrecision]) -> None:
     model, x = Rotary(), torch.randn(2, 8, 16)
     names, before, parameter = [*model.state_dict()], model.freqs_cis, model.rotation
     expected = model(x)
-    plugin = cls("tensorwise")
+    plugin = cls("tensorwise", "bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plugin.convert_module(model)
@@ -277,7 +286,7 @@ def test_convert_input_casts_floats_only(weights_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("cls", [FP8Precision, FP8FabricPrecision])
 def test_contexts_set_the_default_dtype_and_give_it_back(cls: type[FP8FabricPrecision]) -> None:
-    plugin = cls()
+    plugin = cls(weights_dtype="bf16")
     for context in (plugin.tensor_init_context, plugin.module_init_context, plugin.forward_context):
         with context():
             assert torch.zeros(1).dtype == torch.bfloat16
@@ -290,7 +299,7 @@ def test_contexts_set_the_default_dtype_and_give_it_back(cls: type[FP8FabricPrec
 def test_parameters_and_floating_point_buffers_are_cast_in_place() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     parameters = list(model.parameters())
-    FP8FabricPrecision().convert_module(model)
+    FP8FabricPrecision(weights_dtype="bf16").convert_module(model)
     assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
     assert model[1].running_mean.dtype == torch.bfloat16
@@ -299,7 +308,7 @@ def test_parameters_and_floating_point_buffers_are_cast_in_place() -> None:
 
 def test_inputs_reach_the_module_in_the_weights_dtype() -> None:
     module = Mlp()
-    trainer(FP8Precision()).fit(module, loader())
+    trainer(FP8Precision(weights_dtype="bf16")).fit(module, loader())
     assert module.dtypes == {torch.bfloat16}
 
 

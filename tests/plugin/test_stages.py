@@ -32,6 +32,7 @@ def test_stages_without_training(stage: str) -> None:
     assert not history.scale.any()
     if stage == "predict":
         assert [batch.dtype for batch in result] == [torch.bfloat16] * 2
+        module.bfloat16()
         x = loader().dataset.tensors[0]
         with torch.no_grad():
             exact = module.layers(x.bfloat16())  # outside a region the layers run in high precision

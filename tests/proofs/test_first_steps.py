@@ -225,7 +225,7 @@ def test_wrong_numbers_stop_a_trainer_before_a_parameter_changes(
     monkeypatch.setitem(quantize_op.implementations, "cpu", wrong_gradients)
     looking()
     model = Model()
-    before = [parameter.detach().clone().bfloat16() for parameter in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     message = (
         r"training is stopped before the optimizer's step: quantize of \[8, 32\] by compiled plain torch.* on cpu"
         r".*TORCH_COMPILE_DISABLE=1"

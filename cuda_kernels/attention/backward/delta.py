@@ -1,7 +1,6 @@
-"""D = rowsum(dO ∘ O) and the other statistics of queries for the backward pass: see :mod:`.statistics`.
+"""The cast of dO, with D = rowsum(dO ∘ O) and the other statistics of queries for the backward (:mod:`.statistics`).
 
-A block processes 128 rows of one head. dO is decoded from its codes, because dP is computed from them: only with the
-same codes do the rows of dS sum to 0.
+D is of the same codes of dO that dP is computed from: only so do the rows of dS sum to 0.
 """
 
 from __future__ import annotations
@@ -11,100 +10,86 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels.attention.backward.statistics import DELTA, GRADIENT_SCALE_INV, QUERY_SCALE_INV, STATISTICS, TOTAL
-from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, TILE_OUT_ROW, TILE_ROW, TILE_SEQUENCE, TILE_VALID
-from cuda_kernels.attention.tiles import tile_of
-from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.attention.casts.cast import AMAX_BYTES, make_heads_cast
+from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
+from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.device.language import cuda, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
+    dynamic_shared,
     e4m3_pair,
     from_bits,
     high_half,
-    load_16_if,
     load_f32,
     log2_approx,
     low_half,
-    quotient,
-    remainder,
-    shuffle_xor,
+    shared_load_4,
+    shared_store_4,
     store_f32,
 )
 from cuda_kernels.kernel import Kernel, typed
 
-_THREADS = 256
 _ZERO, _INFINITY = np.float32(0), np.float32(np.inf)
 _low, _high = low_half["bfloat16"], high_half["bfloat16"]
-
-
-@device
-def _products(total, codes, first, second):
-    """``total`` plus four codes times four bfloat16 numbers in two registers."""
-    a, b = e4m3_pair(codes)
-    c, d = e4m3_pair(codes >> np.uint32(16))
-    return total + a * _low(first) + b * _high(first) + c * _low(second) + d * _high(second)
+_LINE = 4 * (ROWS + 1)
+"""Bytes of a quad of channels' sums in shared memory; odd in words, so that a warp stores without bank conflicts."""
 
 
 @cache
-def attention_delta_kernel(head_dim: int) -> Kernel:
-    """Statistics of queries of ``head_dim`` channels, except ``CORRECTED``.
+def quantize_gradients_kernel(spec: HeadsSpec) -> Kernel:
+    """dO's codes, both copies, and the statistics of queries, except ``CORRECTED``.
 
-    Parameters are the addresses of the table of tiles, of dO's codes, dO's and Q's ``scale_inv``, o in bfloat16, m, l
-    and the statistics (:mod:`.statistics`); the number of heads at once and the packed rows of queries; and the strides
-    of o in elements, between sequences, rows and heads, which are multiples of 8. The grid is that of
-    :func:`cuda_kernels.attention.tiles.tile_of`.
+    Parameters are the addresses of dO, of the table of its rows, of the row copy, the transposed copy and its
+    ``scale_inv``, of o in bfloat16, m, l, Q's ``scale_inv`` and the statistics (:mod:`.statistics`); the number of
+    heads and of packed rows; and the strides in elements, between sequences, rows and heads, of dO and of o, whose
+    rows start at multiples of 8 elements.
     """
-    assert head_dim in HEAD_DIMS
-    threads_per_row = 4 if head_dim == 64 else 8 if head_dim <= 128 else 16  # 16 channels each
-    rows_at_once = _THREADS // threads_per_row
-    passes = ROWS // rows_at_once
+    head_dim, quads = spec.head_dim, spec.quads
+    cast = make_heads_cast(spec, True, True, False)
+    read_o = make_heads_reader(HeadsSpec(head_dim, "bfloat16", 4))
+    num_values = 2 * GROUP
+    partial_sums = AMAX_BYTES + ROWS * head_dim
 
-    @device
-    def dot(codes_row, values_row, inside, thread_in_row):
-        """The sum of a row's products, in all of its threads; 0 unless ``inside``. Arguments: addresses of the row."""
-        inside = inside and 16 * thread_in_row < head_dim
-        codes = load_16_if(codes_row + 16 * thread_in_row, inside)
-        first_half = load_16_if(values_row + 32 * thread_in_row, inside)
-        second_half = load_16_if(values_row + (32 * thread_in_row + 16), inside)
-        total = _products(_ZERO, codes[0], first_half[0], first_half[1])
-        total = _products(total, codes[1], first_half[2], first_half[3])
-        total = _products(total, codes[2], second_half[0], second_half[1])
-        total = _products(total, codes[3], second_half[2], second_half[3])
-        total = total + from_bits(shuffle_xor(bits(total), 1))
-        total = total + from_bits(shuffle_xor(bits(total), 2))
-        if threads_per_row > 4:
-            total = total + from_bits(shuffle_xor(bits(total), 4))
-        if threads_per_row > 8:
-            total = total + from_bits(shuffle_xor(bits(total), 8))
-        return total
-
-    def attention_delta(
-        table, do, scale_inv_do, scale_inv_q, o, m, l, statistics,  # noqa: E741
-        heads_at_once, rows_q, stride_b, stride_l, stride_h,
+    def quantize_gradients(
+        x, table, out, out_t, scale_inv, o, m, l, scale_inv_q, statistics,  # noqa: E741
+        heads, packed_rows, stride_b, stride_l, stride_h, o_stride_b, o_stride_l, o_stride_h,
     ):  # fmt: skip
-        tile, head = tile_of(table, heads_at_once)
-        first_row, valid, sequence, out_row = tile[TILE_ROW], tile[TILE_VALID], tile[TILE_SEQUENCE], tile[TILE_OUT_ROW]
-        block = (i64(head) * (rows_q >> 7) + (first_row >> 7)) * 4
-        gradient_scale_inv = load_f32(scale_inv_do + block)
-        packed = i64(head) * rows_q + first_row
-        mine = statistics + (i64(head) * STATISTICS * rows_q + first_row) * 4
-        thread_in_row = remainder(cuda.threadIdx.x, i32(threads_per_row))
-        for step in range(passes):
-            row_in_tile = i32(step * rows_at_once + quotient(cuda.threadIdx.x, i32(threads_per_row)))
-            place = i64(sequence) * stride_b + i64(out_row + row_in_tile) * stride_l + i64(head) * stride_h
-            total = dot(do + (packed + row_in_tile) * head_dim, o + place * 2, row_in_tile < valid, thread_in_row)
-            if thread_in_row == 0:
-                store_f32(mine + (i64(DELTA) * rows_q + row_in_tile) * 4, total * gradient_scale_inv)
-        row_in_tile = cuda.threadIdx.x
-        if row_in_tile < ROWS:
-            sum_of_row, total = load_f32(l + (packed + row_in_tile) * 4), _INFINITY
-            if row_in_tile < valid and sum_of_row != _ZERO:
-                total = load_f32(m + (packed + row_in_tile) * 4) + log2_approx(sum_of_row)
-            store_f32(mine + (i64(TOTAL) * rows_q + row_in_tile) * 4, total)
-            store_f32(mine + (i64(GRADIENT_SCALE_INV) * rows_q + row_in_tile) * 4, gradient_scale_inv)
-            store_f32(mine + (i64(QUERY_SCALE_INV) * rows_q + row_in_tile) * 4, load_f32(scale_inv_q + block))
+        block, thread = i32(cuda.blockIdx.x), i32(cuda.threadIdx.x)
+        values, packed = cuda.local.array(num_values, u32), cuda.local.array(GROUP, u32)
+        read_o(block, o, table, heads, o_stride_b, o_stride_l, o_stride_h, values)
+        head, packed_row, rows_left, group, quad, gradient_scale_inv = cast(
+            block, packed, x, table, 0, out, out_t, scale_inv, heads, packed_rows, 0, stride_b, stride_l, stride_h
+        )
+        shared = dynamic_shared() + partial_sums
+        for step in range(GROUP):
+            (a, b), (c, d) = e4m3_pair(packed[step]), e4m3_pair(packed[step] >> np.uint32(16))
+            first, second = values[2 * step], values[2 * step + 1]
+            total = a * _low(first) + b * _high(first) + c * _low(second) + d * _high(second)
+            shared_store_4(shared + quad * _LINE + (group * GROUP + step) * 4, bits(total))
+        cuda.syncthreads()
+        if thread < ROWS:
+            delta, total, its_row = _ZERO, _INFINITY, i64(head) * packed_rows + packed_row + thread
+            for each in range(quads):
+                delta += from_bits(shared_load_4(shared + each * _LINE + thread * 4))
+            sum_of_row = load_f32(l + its_row * 4)
+            if thread < rows_left + group * GROUP and sum_of_row != _ZERO:
+                total = load_f32(m + its_row * 4) + log2_approx(sum_of_row)
+            mine = statistics + (i64(head) * STATISTICS * packed_rows + packed_row + thread) * 4
+            store_f32(mine + i64(DELTA) * packed_rows * 4, delta * gradient_scale_inv)
+            store_f32(mine + i64(TOTAL) * packed_rows * 4, total)
+            store_f32(mine + i64(GRADIENT_SCALE_INV) * packed_rows * 4, gradient_scale_inv)
+            query_scale_inv = load_f32(scale_inv_q + (i64(head) * (packed_rows >> 7) + (packed_row >> 7)) * 4)
+            store_f32(mine + i64(QUERY_SCALE_INV) * packed_rows * 4, query_scale_inv)
 
-    parameters = {
-        **typed(i64, "table do scale_inv_do scale_inv_q o m l statistics"),
-        **typed(i32, "heads_at_once rows_q"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
-    return Kernel(f"attention_delta(d={head_dim})", attention_delta, parameters, _THREADS)
+    return Kernel(
+        f"quantize_gradients({spec})",
+        quantize_gradients,
+        {
+            **typed(i64, "x table out out_t scale_inv o m l scale_inv_q statistics"),
+            **typed(i32, "heads packed_rows"),
+            **typed(i64, "stride_b stride_l stride_h o_stride_b o_stride_l o_stride_h"),
+        },
+        spec.threads,
+        shared_bytes=partial_sums + quads * _LINE,
+        min_blocks_per_sm=max(1, 512 // spec.threads),
+    )

@@ -1,8 +1,8 @@
 """A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
 
-The limit starts as the largest magnitude of the first tile in which the row exceeds :data:`START`. Sums in units of the
-scale are rescaled when it changes, by powers of two and so exactly, except when the limit starts. As the reference's
-``round_rows_running``.
+The limit starts as :data:`HEADROOM` times the largest magnitude of the first tile in which the row exceeds
+:data:`START`. Sums in units of the scale are rescaled when it changes, by powers of two and so exactly, except when the
+limit starts. As the reference's ``round_rows_running``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from cuda_kernels.device.ptx import bits, float_min, from_bits, reciprocal_appro
 
 START = NO_AMAX
 """The limit of a row that has been at most this so far."""
+
+HEADROOM = np.float32(8)
+"""Of a limit that starts: with 1, a warp changes limits in half of its tiles of the first 2,048 queries."""
 
 _ONE, _INFINITY, _LARGEST = np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
@@ -44,7 +47,7 @@ def refitted(amax, limit):
     grown = limit * from_bits(power)
     # Restart if doubling is impossible: the limit is not set, or a value is NaN, inf or out of float32's range.
     if limit == START or not ratio < _INFINITY or not grown < _INFINITY:
-        return amax, reciprocal_approx(ratio)
+        return amax * HEADROOM, reciprocal_approx(ratio * HEADROOM)
     return grown, from_bits(_TWO_TO_127 - power)
 
 

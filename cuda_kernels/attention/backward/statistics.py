@@ -1,6 +1,6 @@
 """Statistics of queries in the backward pass, besides their codes: float32 ``[H, 5, R]``.
 
-``attention_delta`` writes all except :data:`CORRECTED`, which ``attention_dq`` writes. ``attention_dkv`` copies the
+``quantize_gradients`` writes all except :data:`CORRECTED`, which ``attention_dq`` writes. ``attention_dkv`` copies the
 last four, which are adjacent, with a tile of queries. This includes the scales, although 128 rows have equal ones:
 copying them is cheaper than a load that every tile would wait for.
 """

@@ -45,6 +45,8 @@ from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
 _LARGEST = np.uint32(0x7F7FFFFF)
+AMAX_BYTES = 128
+"""Shared memory of two maxima over a block; that of transposed codes lies behind."""
 
 
 def _block_max(warps: int) -> Any:
@@ -113,12 +115,13 @@ def _decoder(spec: HeadsSpec, centered: bool) -> Any:
 
 
 @cache
-def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, centered: bool) -> Kernel:
-    """Codes of a tensor of heads in packed rows, with one scale per head and 128 rows; see :mod:`.spec`.
+def make_heads_cast(spec: HeadsSpec, rowwise: bool, columnwise: bool, centered: bool) -> Any:
+    """A device function that casts 128 rows of a tensor of heads.
 
-    Parameters are the addresses of x, of the table of its rows, of the means (float32 ``[H, sequences, D]``), of the
-    row copy, the transposed copy and ``scale_inv``; the number of heads, of packed rows and of sequences; and x's
-    strides in elements, between sequences, rows and heads.
+    Arguments are the index of the rows in all heads, 16 registers for codes; the addresses of x, of the table of its
+    rows, of the means (float32 ``[H, sequences, D]``), of the row copy, the transposed copy and ``scale_inv``; the
+    number of heads, of packed rows and of sequences; and x's strides in elements, between sequences, rows and heads.
+    The results are those of :func:`make_heads_reader`, without the sequence, and the rows' ``scale_inv``.
     """
     head_dim, warps = spec.head_dim, spec.threads // 32
     read, decode, decode_raw = make_heads_reader(spec), _decoder(spec, centered), _decoder(spec, False)
@@ -128,17 +131,18 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
     block_max = _block_max(warps)
     pack = float8x4["e4m3"]
     fp8_max = FP8_MAX["e4m3"]
-    amax_smem = ROWS * head_dim if columnwise else 0
     store_columns = make_column_store(spec.threads)
 
-    def quantize_heads(
-        x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences, stride_b, stride_l, stride_h
-    ):
+    @device
+    def cast(
+        block, packed, x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences,
+        stride_b, stride_l, stride_h,
+    ):  # fmt: skip
         thread = i32(cuda.threadIdx.x)
         smem = dynamic_shared()
         registers = cuda.local.array(num_registers, u32)
         head, sequence, packed_row, rows_left, group, quad = read(
-            x, table, heads, stride_b, stride_l, stride_h, registers
+            block, x, table, heads, stride_b, stride_l, stride_h, registers
         )
         mean = (_ZERO, _ZERO, _ZERO, _ZERO)
         if centered:
@@ -149,7 +153,7 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
         clear(kept)
         for step in range(GROUP):
             fold(registers, step, decode(registers, step, mean, rows_left), kept)
-        amax_bits = block_max(largest(kept), smem + amax_smem, thread)
+        amax_bits = block_max(largest(kept), smem, thread)
         if centered:
             mean = _same_again(mean, thread & 31)
         finite = amax_bits < INFINITY_BITS
@@ -162,12 +166,12 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
                 )
                 for index in range(4):
                     of_finite = unsigned_max(of_finite, _finite_magnitude(quad_values[index], raw[index]))
-            amax_bits = block_max(of_finite, smem + amax_smem + 64, thread)
+            amax_bits = block_max(of_finite, smem + 64, thread)
         scale = amax_to_scale(from_bits(amax_bits), fp8_max, False, _ZERO)
+        inverse = divide(_ONE, scale)
         if thread == 0:
-            store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (packed_row >> 7)) * 4, divide(_ONE, scale))
+            store_f32(scale_inv + (i64(head) * (packed_rows >> 7) + (packed_row >> 7)) * 4, inverse)
 
-        packed = cuda.local.array(GROUP, u32)
         for step in range(GROUP):
             a, b, c, d = decode(registers, step, mean, rows_left)
             if not finite:
@@ -182,7 +186,27 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
                 address += head_dim
         if columnwise:
             out_address = out_t + i64(head) * head_dim * packed_rows + packed_row
-            store_columns(packed, smem, group, quad, thread, out_address, i64(packed_rows))
+            store_columns(packed, smem + AMAX_BYTES, group, quad, thread, out_address, i64(packed_rows))
+        return head, packed_row, rows_left, group, quad, inverse
+
+    return cast
+
+
+@cache
+def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, centered: bool) -> Kernel:
+    """Codes of a tensor of heads in packed rows, with one scale per head and 128 rows; see :mod:`.spec`.
+
+    Parameters are those of :func:`make_heads_cast` from x on.
+    """
+    cast = make_heads_cast(spec, rowwise, columnwise, centered)
+
+    def quantize_heads(
+        x, table, means, out, out_t, scale_inv, heads, packed_rows, sequences, stride_b, stride_l, stride_h
+    ):
+        cast(
+            i32(cuda.blockIdx.x), cuda.local.array(GROUP, u32), x, table, means, out, out_t, scale_inv,
+            heads, packed_rows, sequences, stride_b, stride_l, stride_h,
+        )  # fmt: skip
 
     return Kernel(
         f"quantize_heads({spec}, {rowwise=}, {columnwise=}, {centered=})",
@@ -193,6 +217,6 @@ def quantize_heads_kernel(spec: HeadsSpec, rowwise: bool, columnwise: bool, cent
             **typed(i64, "stride_b stride_l stride_h"),
         },
         spec.threads,
-        shared_bytes=amax_smem + 128,
+        shared_bytes=AMAX_BYTES + columnwise * ROWS * spec.head_dim,
         min_blocks_per_sm=max(1, 512 // spec.threads),
     )

@@ -27,6 +27,11 @@ class HeadsSpec(HeadSize):
     dtype: DtypeName
     vector: int
 
+    @classmethod
+    def of(cls, head_dim: int, dtype: DtypeName, strides: tuple[int, ...], aligned: bool) -> HeadsSpec:
+        """``aligned``: whether the address is a multiple of four elements."""
+        return cls(head_dim, dtype, 4 if aligned and not any(stride % 4 for stride in strides) else 1)
+
     @property
     def quads(self) -> int:
         """Number of threads that share a row."""
@@ -64,21 +69,22 @@ def make_heads_loader(spec: HeadsSpec) -> Any:
 
 @cache
 def make_heads_reader(spec: HeadsSpec) -> Any:
-    """A device function ``(x, table, heads, stride_b, stride_l, stride_h, registers)`` that loads a block's 128 rows.
+    """A device function ``(block, x, table, heads, stride_b, stride_l, stride_h, registers)`` that loads 128 rows.
 
-    It returns the head, the sequence, the first packed row, how many of the thread's 16 rows exist, its group of rows
-    and its quad of channels. Strides are in elements, between sequences, rows and heads.
+    ``block``: which ones, of all heads. It returns the head, the sequence, the first packed row, how many of the
+    thread's 16 rows exist, its group of rows and its quad of channels. Strides are in elements, between sequences, rows
+    and heads.
     """
     item = ITEM_BYTES[spec.dtype]
     quads = spec.quads
     load = make_heads_loader(spec)
 
     @device
-    def read(x, table, heads, stride_b, stride_l, stride_h, registers):
+    def read(block, x, table, heads, stride_b, stride_l, stride_h, registers):
         thread = i32(cuda.threadIdx.x)
-        block = quotient(cuda.blockIdx.x, heads)
-        head = i32(cuda.blockIdx.x - block * heads)
-        entry = load_16_if(table + i64(block) * 16, True)
+        rows = quotient(block, heads)
+        head = i32(block - rows * heads)
+        entry = load_16_if(table + i64(rows) * 16, True)
         sequence, source_row, valid, packed_row = i32(entry[0]), i32(entry[1]), i32(entry[2]), i32(entry[3])
         group = quotient(thread, quads)
         quad = i32(thread - group * quads)

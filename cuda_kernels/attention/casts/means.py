@@ -82,7 +82,8 @@ def sum_heads_kernel(spec: HeadsSpec) -> Kernel:
 
     def sum_heads(x, table, sums, heads, packed_rows, stride_b, stride_l, stride_h):
         registers = cuda.local.array(num_registers, u32)
-        head, _, packed_row, _, group, quad = read(x, table, heads, stride_b, stride_l, stride_h, registers)
+        block = i32(cuda.blockIdx.x)
+        head, _, packed_row, _, group, quad = read(block, x, table, heads, stride_b, stride_l, stride_h, registers)
         a, b, c, d = add_up(registers, False)
         # A non-finite value makes the sum non-finite; only then is each value checked.
         if magnitude((a - a) + (b - b) + (c - c) + (d - d)) != u32(0):

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward.delta import attention_delta_kernel
+from cuda_kernels.attention.backward.delta import quantize_gradients_kernel
 from cuda_kernels.attention.backward.memory import FLUSH, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
+from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.forward import AttentionProblem, PackedCodes, Strides, stride_parameters
 from cuda_kernels.attention.host.kernels import (
     blocks_of_tile,
@@ -18,7 +19,7 @@ from cuda_kernels.attention.host.kernels import (
     operand_on,
     uses_scratch,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, most_seen
+from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, most_seen
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.host.launch import Argument, address_on, named_launch
 from cuda_kernels.host.tensor_maps import Box
@@ -45,12 +46,72 @@ class Operands(NamedTuple):
     v: PackedCodes
 
 
+class GradientCodes(NamedTuple):
+    """What :class:`GradientLaunch` makes of dO.
+
+    Attributes:
+        codes: with both copies.
+        statistics: of queries, for the other kernels: float32 ``[H, 5, R]``; see ``backward/statistics.py``.
+    """
+
+    codes: PackedCodes
+    statistics: Tensor
+
+
+class GradientLaunch:
+    """The cast of dO, and the statistics of queries.
+
+    Args:
+        spec: of dO.
+        heads: number of heads.
+        space: the rows of queries.
+        strides: strides of dO.
+        o_strides: strides of o, multiples of 8; its address is a multiple of 16 bytes.
+        device: the device to launch on.
+
+    Raises:
+        ValueError: If ``o_strides`` are not supported.
+        KernelError: If the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self, spec: HeadsSpec, heads: int, space: RowSpace, strides: Strides, o_strides: Strides, device: torch.device
+    ) -> None:
+        _check_strides(o_strides)
+        self._shape, self._pointer, self._device = (heads, space.total, spec.head_dim), address_on(device), device
+        sizes = {"heads": heads, "packed_rows": space.total, **stride_parameters(strides)}
+        of_o = {f"o_{name}": stride for name, stride in stride_parameters(o_strides).items()}
+        kernel = quantize_gradients_kernel(spec)
+        self._launch = named_launch(kernel, space.blocks * heads, device, **sizes, **of_o)
+
+    def run(self, do: Tensor, blocks: Tensor, o: Tensor, m: Tensor, l: Tensor, q: PackedCodes) -> GradientCodes:  # noqa: E741
+        """Both copies of dO's codes, and statistics.
+
+        ``blocks``: of :class:`~cuda_kernels.attention.host.forward.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
+        come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
+        """
+        assert o.dtype == torch.bfloat16
+        heads, rows, channels = self._shape
+        data, data_t = (
+            torch.empty(heads, *shape, dtype=torch.uint8, device=self._device)
+            for shape in ((rows, channels), (channels, rows))
+        )
+        scale_inv, statistics = (
+            torch.empty(heads, *shape, dtype=torch.float32, device=self._device)
+            for shape in ((rows // ROWS,), (STATISTICS, rows))
+        )
+        if self._launch.blocks:
+            inputs = do, blocks, data, data_t, scale_inv, o, m, l, q.scale_inv, statistics
+            self._launch.run(*map(self._pointer, inputs))
+        return GradientCodes(PackedCodes(data, data_t, scale_inv), statistics)
+
+
 class BackwardLaunch:
     """The backward pass for a batch's layout.
 
     Args:
         problem: the parameters that both passes share.
-        query_strides: strides of o and dq; multiples of 8, with addresses that are multiples of 16 bytes.
+        query_strides: strides of dq; multiples of 8, with addresses that are multiples of 16 bytes.
         key_strides: strides of dk and dv, with the same requirements.
         device: the device to launch on.
         flush: see :data:`cuda_kernels.attention.backward.memory.FLUSH`.
@@ -70,8 +131,7 @@ class BackwardLaunch:
     ) -> None:
         spec, heads, group = problem.spec, problem.heads, problem.group
         for strides in (query_strides, key_strides):
-            if any(stride % 8 for stride in strides):
-                raise ValueError(f"strides={strides}: rows of o and of gradients must start at multiples of 8 elements")
+            _check_strides(strides)
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
         seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
@@ -79,11 +139,8 @@ class BackwardLaunch:
         self._scratch_floats = problem.keys.blocks * heads[1] * scratch_floats(spec) if needs_scratch else 0
         scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
         of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
-        delta = attention_delta_kernel(spec.head_dim)
         # Blocks of queries read K, V and transposed K; blocks of keys read Q and dO, both also transposed.
         query_order, key_order = problem.order_of_queries(3, device), problem.order_of_keys(4, device)
-        of_delta = {"heads_at_once": query_order.heads_at_once, "rows_q": problem.queries.total}
-        self._delta = named_launch(delta, query_order.grid(), device, **of_delta, **of_queries)
         scalars = {**problem.sizes(query_order), **seen.limits(), **scales, **of_queries}
         of_tile = blocks_of_tile(spec, device)
         self._dq = named_launch(dq_kernel(spec, device), query_order.grid(of_tile), device, **scalars)
@@ -105,30 +162,13 @@ class BackwardLaunch:
         self,
         tables: BackwardTables,
         operands: Operands,
-        o: Tensor,
-        m: Tensor,
-        l: Tensor,  # noqa: E741
+        statistics: Tensor,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write the gradients dq, dk and dv.
-
-        ``o`` is in bfloat16; ``m`` and ``l`` come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
-        """
+        """Write the gradients dq, dk and dv; ``statistics``: of :class:`GradientLaunch`."""
         dq, dk, dv = gradients
-        statistics = self.run_delta(tables, operands, o, m, l)
         self.run_dq(tables, operands, statistics, dq)
         self.run_dkv(tables, operands, statistics, dk, dv)
-
-    def run_delta(self, tables: BackwardTables, operands: Operands, o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-        """The statistics of queries for the other kernels: float32 ``[H, 5, R]``; see ``backward/statistics.py``."""
-        assert o.dtype == torch.bfloat16
-        do, q, _, _ = operands
-        heads, rows = self._problem.heads[0], self._problem.queries.total
-        statistics = torch.empty(heads, STATISTICS, rows, dtype=torch.float32, device=self._device)
-        if self._delta.blocks:
-            inputs = tables.queries, _rows_of(do), do.scale_inv, q.scale_inv, o, m, l, statistics
-            self._delta.run(*map(self._pointer, inputs))
-        return statistics
 
     def run_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
         """Write ``dq`` and the statistic ``CORRECTED``."""
@@ -158,6 +198,11 @@ class BackwardLaunch:
             left = absent if scratch is None else self._pointer(scratch)
             for launch in self._dkv:
                 launch.run(*maps, *map(self._pointer, inputs), left)
+
+
+def _check_strides(strides: Strides) -> None:
+    if any(stride % 8 for stride in strides):
+        raise ValueError(f"strides={strides}: rows of o and of gradients must start at multiples of 8 elements")
 
 
 def _rows_of(x: PackedCodes) -> Tensor:

@@ -211,8 +211,7 @@ class CastLaunch:
         aligned: bool,
         device: torch.device,
     ) -> None:
-        vector = 4 if aligned and not any(stride % 4 for stride in strides) else 1
-        spec = HeadsSpec(head_dim, dtype, vector)
+        spec = HeadsSpec.of(head_dim, dtype, strides, aligned)
         self._heads, self._space, self._head_dim, self._copies = heads, space, head_dim, copies
         self._pointer, self._device = address_on(device), device
         kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)

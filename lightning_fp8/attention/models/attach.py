@@ -13,6 +13,7 @@ from lightning_fp8 import fp8_region
 from lightning_fp8.attention.models import owners, sdpa
 from lightning_fp8.attention.models.owners import Owner
 from lightning_fp8.attention.modules.arguments import forget_what_was_told
+from lightning_fp8.faster import AWAITED
 
 
 class AttentionPlace(NamedTuple):
@@ -22,11 +23,13 @@ class AttentionPlace(NamedTuple):
         name: the module's name in its model.
         fp8: whether its attention runs in FP8.
         hf_config: the transformers configuration that selects its attention function; None if it calls torch's.
+        compares: whether its first training call is compared with SDPA.
     """
 
     name: str
     fp8: bool
     hf_config: Any = None
+    compares: bool = False
 
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
@@ -48,8 +51,8 @@ def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
             attach(model)
 
 
-def _key(place: AttentionPlace) -> tuple[str, bool, int]:
-    return place.name, place.fp8, id(place.hf_config)
+def _key(place: AttentionPlace) -> tuple[str, bool, int, bool]:
+    return place.name, place.fp8, id(place.hf_config), place.compares
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -67,7 +70,9 @@ def attach(model: nn.Module) -> None:
         undo: list[Callable[[], None]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
-            owner = Owner(place.name, type(module).__qualname__, place.fp8)
+            slower = getattr(module, owners.SLOWER, None) if place.compares else ""
+            comparison = AWAITED if place.compares and slower is None else None
+            owner = Owner(place.name, type(module).__qualname__, place.fp8, comparison, slower or "")
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(_disowning(module, owner))

@@ -17,10 +17,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.models.bands import Padded, band_of, carried, dense, ends_padded, from_carried, is_carried
-from lightning_fp8.attention.models.owners import asked, current_owner, in_high_precision, note, owner_of
+from lightning_fp8.attention.models.owners import asked, compare, current_owner, in_high_precision, note, owner_of
 from lightning_fp8.attention.models.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.attention.sequence_tables import shared
+from lightning_fp8.capture import is_capturing
 
 NAME = "lightning_fp8"
 
@@ -68,6 +69,7 @@ def attention(
         lengths = shared(
             query.device, (attention_mask,), ("lengths", queries), lambda: _lengths(padded.key_mask, queries)
         )
+    compare(owner, query, key, band.right == 0, plain=lengths[0] is None and band.left is None)
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
     return o, None
@@ -121,10 +123,10 @@ def mask(
 ) -> Tensor | None:
     """A mask function for transformers. Returns None without a mask, a :func:`carried` band, or a dense mask.
 
-    Compiled code cannot check values, so it asserts them: packed sequences and padding at the start raise an error.
+    Compiled code and captures cannot check values, and assert them: packed sequences and padding at the start fail.
     """
     band = None
-    tracing = torch.compiler.is_compiling()
+    tracing = torch.compiler.is_compiling() or is_capturing()
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     own = use_vmap or getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     from_the_beginning = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
@@ -159,11 +161,11 @@ def mask(
 
 
 _WRONG_PADDING = (
-    "a compiled model supports FP8 attention only with padding at the end of sequences; pad on the right, compile the "
-    "model's layers instead of the whole, or pass attention=False"
+    "a compiled or captured model supports FP8 attention only with padding at the end of sequences; pad on the right, "
+    "compile the model's layers instead of the whole, or pass attention=False"
 )
 _PACKED = (
-    "a compiled model does not support FP8 attention of packed sequences; compile its layers instead of the whole, "
+    "a compiled or captured model does not support FP8 attention of packed sequences; compile its layers instead, "
     "pass an attention_mask, or attention=False"
 )
 

@@ -14,14 +14,18 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fp8.attention.models import torch_mha
+from lightning_fp8.faster import AWAITED, NOT_TIMED, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 
 _ATTRIBUTE = "_fp8_attention"
+SLOWER = "_fp8_attention_is_slower"
+"""The attribute of a module that keeps what was decided for it while FP8 attention is detached."""
 _FORMER = "_class_without_fp8_attention"
 
 
@@ -36,10 +40,12 @@ class Owner:
         calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
         why: why the last call that should have run in FP8 did not.
         watched: whether ``why`` will be reported; otherwise a warning is issued at once.
+        comparison, slower: see :class:`~lightning_fp8.modules.base.FP8Module`.
     """
 
-    def __init__(self, name: str, cls: str, fp8: bool) -> None:
+    def __init__(self, name: str, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
         self.name, self.cls, self.fp8 = name, cls, fp8
+        self.comparison, self.slower = comparison, slower
         self.record = LayerRecord()
         self.calls = 0
         self.why = ""
@@ -49,7 +55,7 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
-        return Owner, (self.name, self.cls, self.fp8)
+        return Owner, (self.name, self.cls, self.fp8, None, self.slower)
 
 
 class _Thread(threading.local):
@@ -63,7 +69,8 @@ _thread = _Thread()
 _nobody = Owner("", "", True)
 """Owner of calls outside all modules that are known to compute attention."""
 _kept = Owner("", "", False)
-_traced: set[str] = set()
+_traced: dict[str, str] = {}
+"""By the classes of modules whose attention was compiled, their comparisons; see :func:`compare`."""
 _said: set[str] = set()
 _compiled_whole = False
 
@@ -169,7 +176,27 @@ def asked(owner: Owner) -> bool:
                 owner.last_context = context
         elif owner is not _nobody or context is DISABLED:
             context = owner.last_context or context
-    return owner.fp8 and context.attention
+    return owner.fp8 and context.attention and not owner.slower
+
+
+def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
+    """Compare FP8 with SDPA for the sizes of ``[..., H, L, D]`` tensors, at the first training call of ``owner``.
+
+    ``plain``: whether there are no windows and no padding, for which nothing was timed.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (owner.comparison is not AWAITED or not owner.training):
+        return
+    least, said = 0.0, NOT_TIMED
+    if plain:
+        dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
+        least, said = least_keys(q.device, dtype, q.shape[-1], causal, shared)
+    if least and k.shape[-2] >= least:
+        said = ""
+    if compiling:
+        _note_traced(owner.cls, said)
+    else:
+        owner.comparison = said
 
 
 def note(owner: Owner, wanted: bool, reason: str) -> None:
@@ -179,8 +206,6 @@ def note(owner: Owner, wanted: bool, reason: str) -> None:
     if torch.compiler.is_compiling():
         if wanted and reason:
             _say(reason)
-        elif wanted:
-            _note_traced(owner.cls)
         return
     if in_backward():
         return
@@ -201,10 +226,15 @@ def _say(reason: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _note_traced(cls: str) -> bool:
+def _note_traced(cls: str, comparison: str) -> bool:
     """Record the class, not the module: equal blocks share compiled code, and only the first is traced."""
-    _traced.add(cls)
+    _traced[cls] = comparison and _traced.get(cls, comparison)
     return True
+
+
+def traced_comparison(owner: Owner) -> str | None:
+    """The comparison of compiled attention of this class; None if there is none."""
+    return _traced.get(owner.cls)
 
 
 def was_traced(owner: Owner) -> bool:

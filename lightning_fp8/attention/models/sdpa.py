@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
-from lightning_fp8.attention.models.owners import COMPILED_WHOLE, asked, current_owner, note
+from lightning_fp8.attention.models.owners import COMPILED_WHOLE, asked, compare, current_owner, note
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.modules.linear_layer import autocast_dtype
 
@@ -48,6 +48,7 @@ def scaled_dot_product_attention(
     note(owner, wanted, reason)
     if not wanted or reason:
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    compare(owner, query, key, is_causal)
     # [..., heads, rows, channels] to [batch, rows, heads, channels]
     q, k, v = (in_autocast_dtype(_with_batch(x)).transpose(1, 2) for x in (query, key, value))
     o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale)

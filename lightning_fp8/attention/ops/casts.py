@@ -105,6 +105,10 @@ def _rows(x: Tensor, lengths: Tensor | None) -> Tensor | int:
 START = 2.0**-119
 """Lower bound of a row's amax: 448 divided by it is finite in float32."""
 
+HEADROOM = 8.0
+"""How many times the largest value of its first tile a running scale starts with, so that later tiles rarely exceed it.
+A power of two, so that this value is represented exactly."""
+
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row to E4M3 with its own scale, ``448 / amax``. Overwrites ``x``.
@@ -123,8 +127,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`round_rows` with a scale that is kept from tile to tile, and halved only when values exceed its range.
 
-    A row starts with ``448 / amax`` of the first tile in which it exceeds :data:`START`. A kernel that accumulates in
-    units of the scale rescales when it changes, exactly, since by a power of two, except when a row starts.
+    A row starts with ``448 / (HEADROOM * amax)`` of the first tile in which it exceeds :data:`START`. A kernel that
+    accumulates in units of the scale rescales when it changes, exactly, since by a power of two, except when a row
+    starts.
 
     Args:
         x: float32 ``[..., N]``; overwritten.
@@ -135,7 +140,7 @@ def round_rows_running(x: Tensor, fitted: Tensor) -> tuple[Tensor, Tensor]:
     power = scaling.floor_power_of_2(ratio)
     grown = fitted * torch.where(power < ratio, 2 * power, power)
     # Start anew if it was not set, or cannot be doubled: a value is NaN, or the ratio overflows float32.
-    grown = torch.where(torch.isfinite(grown) & (fitted > START), grown, amax)
+    grown = torch.where(torch.isfinite(grown) & (fitted > START), grown, HEADROOM * amax)
     fitted.copy_(torch.where(amax <= fitted, fitted, grown))
     return _round(x, scaling.current_scale(fitted, E4M3.max), fitted)
 

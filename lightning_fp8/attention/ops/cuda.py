@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.casts.heads import HeadsSpec
+from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
 from cuda_kernels.attention.host.batch import BatchTables
 from cuda_kernels.attention.host.forward import (
     AttentionProblem,
@@ -274,7 +275,7 @@ class ForwardOfCodesPlan:
 
 
 class BackwardPlan:
-    """The backward pass: a cast of dO, transposed copies of Q's and K's codes, then D, dQ, and dK with dV.
+    """The backward pass: transposed copies of Q's and K's codes, a cast of dO with D, then dQ, and dK with dV.
 
     Raises:
         KernelError: If a kernel cannot be compiled or loaded.
@@ -282,10 +283,11 @@ class BackwardPlan:
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
         self._device, self._key_shape = device, _shape(k, problem.qkv_format)
-        self._cast = do.cast(device, (True, True))
         self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)
         self._transpose_k = TransposeLaunch(k.head_dim, k.heads, k.space, device)
         dq = do.contiguous(problem.qkv_format, do.heads, do.space.length_or_total)
+        of_do = HeadsSpec.of(do.head_dim, do.dtype, do.strides, do.aligned)
+        self._gradient = GradientLaunch(of_do, do.heads, do.space, do.strides, dq.strides, device)
         self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
         self._tables = problem.tables(
             device,
@@ -297,11 +299,12 @@ class BackwardPlan:
         queries, tables = self._tables(call)
         q8 = self._transpose_q.run(_packed(kept.q8, kept.q_scale_inv))
         k8 = self._transpose_k.run(_packed(kept.k8, kept.k_scale_inv))
-        operands = Operands(self._cast.run(do, queries), q8, k8, _packed(kept.v8, kept.v_scale_inv))
+        o = o.to(torch.bfloat16).contiguous()
+        do8, statistics = self._gradient.run(do, queries.blocks, o, kept.m, kept.l, q8)
+        operands = Operands(do8, q8, k8, _packed(kept.v8, kept.v_scale_inv))
         dq = torch.empty(do.shape, dtype=do.dtype, device=self._device)
         dk, dv = (torch.empty(self._key_shape, dtype=do.dtype, device=self._device) for _ in range(2))
-        o = o.to(torch.bfloat16).contiguous()
-        self._backward.run(tables, operands, o, kept.m, kept.l, (dq, dk, dv))
+        self._backward.run(tables, operands, statistics, (dq, dk, dv))
         return dq, dk, dv
 
 

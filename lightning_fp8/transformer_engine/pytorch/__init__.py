@@ -9,6 +9,7 @@ from lightning_fp8.transformer_engine.pytorch import (
     distributed,
     export,
     fp8,
+    graph,
     module,
     quantization,
     transformer,
@@ -21,6 +22,7 @@ from lightning_fp8.transformer_engine.pytorch.attention import (
 )
 from lightning_fp8.transformer_engine.pytorch.distributed import checkpoint
 from lightning_fp8.transformer_engine.pytorch.export import onnx_export
+from lightning_fp8.transformer_engine.pytorch.graph import make_graphed_callables
 from lightning_fp8.transformer_engine.pytorch.module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from lightning_fp8.transformer_engine.pytorch.quantization import (
     autocast,
@@ -55,10 +57,12 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "graph",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "module",
     "onnx_export",
     "quantization",

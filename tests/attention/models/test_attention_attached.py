@@ -37,7 +37,7 @@ def test_evaluation_runs_in_fp8_and_a_failed_run_restores() -> None:
     class Failing(Regression):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             y = self.model(batch)
-            assert not torch.equal(y, plain(batch))
+            assert not torch.equal(y, plain(batch.bfloat16()))
             raise ArithmeticError
 
         val_dataloader = Regression.train_dataloader

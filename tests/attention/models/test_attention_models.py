@@ -293,7 +293,7 @@ def test_without_the_flag_nothing_is_touched() -> None:
 def test_a_recipe_says_the_same() -> None:
     plugin = FP8Precision({"name": "tensorwise", "fp8_dpa": True})
     assert plugin.recipe == FP8Precision("tensorwise", attention=True).recipe
-    with pytest.raises(TypeError, match="attention='yes' must be True or False"):
+    with pytest.raises(TypeError, match="attention='yes' must be True, False or 'always'"):
         FP8Precision(attention="yes")  # type: ignore[arg-type]
 
 

@@ -161,7 +161,7 @@ def test_a_forward_that_was_replaced_and_calls_ours_ran() -> None:
 def test_a_forward_outside_the_plugins_is_in_high_precision() -> None:
     class Outside(Trained):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.blocks[2](torch.randn(2, 16, dtype=torch.bfloat16))
+            self.blocks[2](torch.randn(2, 16))
 
     module, plugin = Outside(), FP8Precision("tensorwise")
     module.used = lambda index: index != 2

@@ -38,6 +38,8 @@ FAMILIES = {
     "smollm3": "SmolLM3",
     "helium": "Helium",
     "ministral": "Ministral",
+    "phi3": "Phi3",
+    "glm4": "Glm4",
 }
 """By a name, the configuration in transformers; older versions lack the newest."""
 

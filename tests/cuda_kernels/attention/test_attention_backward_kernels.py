@@ -240,4 +240,4 @@ def test_registers_change_hands(kernel: Kernel) -> None:
         if each.opcode == "USETMAXREG"
     }
     assert moved.get("DEALLOC", 0) + 2 * moved.get("TRY_ALLOC", 0) <= 3 * registers
-    assert len(moved) == (0 if "delta" in kernel.name else 2)
+    assert len(moved) == (0 if "quantize" in kernel.name else 2)

@@ -16,9 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cuda_kernels.attention.backward import statistics as fields
 from cuda_kernels.attention.backward.memory import FLUSH
-from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.casts.heads import HeadsSpec
+from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
 from cuda_kernels.attention.host.forward import AttentionProblem, Visible
-from cuda_kernels.attention.host.tiles import PackedRows
+from cuda_kernels.attention.host.tiles import PackedRows, cast_table
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, backward, cast, forward, pack
 from lightning_fp8.proofs.cases import Case
@@ -212,9 +213,21 @@ class OnDevice:
         return (0 if self.problem.ragged else x.stride(0), x.stride(-3), x.stride(-2))
 
     def delta(self) -> Tensor:
-        o = self.packed(self.given.o).to(self.device)
+        """Casts dO again, and returns the statistics."""
+        do, o = (self.packed(x).to(self.device) for x in (self.given.operands[0].dequantize(), self.given.o))
         m, l = self.given.in_rows(self.given.m, -torch.inf), self.given.in_rows(self.given.l, 0.0)  # noqa: E741
-        return self.launch.run_delta(self.tables, self.operands, o, m.to(self.device), l.to(self.device))
+        rows, _ = self.problem.rows(self.device)
+        launch = GradientLaunch(
+            HeadsSpec(do.shape[-1], "float32", 4),
+            do.shape[-2],
+            rows.space,
+            self.strides(do),
+            self.strides(o),
+            do.device,
+        )
+        codes, statistics = launch.run(do, cast_table(rows), o, m.to(self.device), l.to(self.device), self.operands.q)
+        self.operands = self.operands._replace(do=codes)
+        return statistics
 
     def run_dq(self, statistics: Tensor) -> None:
         self.launch.run_dq(self.tables, self.operands, statistics, self.dq)
@@ -239,7 +252,12 @@ def error(actual: Tensor, right: Tensor) -> float:
 
 def check_delta(problem: Problem, device: str) -> None:
     on = OnDevice(given(problem), device)
+    before = on.operands.do
     actual, right = on.delta().cpu(), given(problem).statistics()
+    for found, given_codes in zip(on.operands.do[:2], before[:2]):
+        assert found is not None
+        assert given_codes is not None
+        assert torch.equal(found.cpu(), given_codes.cpu())
     for which in (fields.DELTA, fields.TOTAL, fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV):
         torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5)
 

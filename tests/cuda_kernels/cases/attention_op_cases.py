@@ -44,6 +44,6 @@ PROBLEMS = {
 CASES = [Case(f"attention_ops-{name}", partial(check_ops, problem)) for name, problem in PROBLEMS.items()]
 KERNELS = [
     "quantize_heads", "sum_heads", "mean_heads", "quantize_heads", "quantize_heads", "attention_forward",
-    "transpose_heads", "transpose_heads", "quantize_heads", "attention_delta", "attention_dq", "attention_dkv",
+    "transpose_heads", "transpose_heads", "quantize_gradients", "attention_dq", "attention_dkv",
 ]  # fmt: skip
 """What both ops start, in this order."""

@@ -103,7 +103,7 @@ def check_activation_backward(
 
 
 def check_gated(name: str, shape: tuple[int, int], dtype: torch.dtype, device: str, **config: Any) -> None:
-    """The product and, with ``backward``, the gradient of what is activated; one tensor is part of a wider one."""
+    """The product or, with ``backward``, both gradients; one tensor is part of a wider one."""
     x, factor, dy = (values(*shape, dtype, seed=seed, spread=2.0) for seed in range(3))
     op, inputs = gated_quantize_op, (x, strided(factor), name)
     if config.pop("backward", False):
@@ -169,7 +169,8 @@ CASES: list[Case] = [
     _norm_backward("layer-fp32-ragged", RAGGED, FP32, BF16, FP16),
     _norm_backward("rms-bf16-full", FULL, BF16, BF16, BF16, rms=True),
     _norm_backward("layer-bf16-full", FULL, BF16, FP32, BF16),
-    _norm_backward("rms-bf16-1024-threads", (9, 8320), BF16, BF16, BF16, rms=True),
+    _norm_backward("rms-bf16-3-vectors", (9, 8320), BF16, BF16, BF16, rms=True),
+    _norm_backward("rms-bf16-1024-threads", (9, 12320), BF16, BF16, BF16, rms=True),
     _norm_backward("rms-bf16-wide", (17, 16400), BF16, BF16, BF16, rms=True),
     _activation("swiglu", "bf16-given", ALIGNED, BF16, **_GIVEN),
     _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
@@ -189,5 +190,9 @@ CASES: list[Case] = [
     _gated("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
     _gated("silu", "bf16-backward-scale=0", ALIGNED, BF16, fp8=E5M2, backward=True, scale=0.0, amax=0.0),
     _gated("gelu", "fp32-backward-1x128", ALIGNED, FP32, backward=True, layout=Layout.BLOCK_1X128),
+    _gated("relu", "bf16-backward-given", ALIGNED, BF16, fp8=E5M2, backward=True, nonzero=True, **_GIVEN),
+    _gated("silu", "bf16-backward-own", ALIGNED, BF16, backward=True, power_2=True, columnwise=False),
     _gated("relu", "bf16-backward-ragged-rows", RAGGED, BF16, backward=True, layout=Layout.ROW),
+    _gated("silu", "bf16-backward-128x128", ALIGNED, BF16, backward=True, layout=Layout.BLOCK_128X128),
+    _gated("gelu", "fp16-backward-1x32", ALIGNED, FP16, backward=True, layout=Layout.MX_1X32),
 ]

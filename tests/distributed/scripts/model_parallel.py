@@ -1,7 +1,7 @@
 """Run by two processes: trains under ModelParallelStrategy (FSDP2), saves, resumes and reports; and a model on meta.
 
-``python -m tests.distributed.scripts.model_parallel FOLDER PART``; a part is ``meta``, or which file and which modules
-are sharded: ``full blocks``, ``sharded linears``.
+``python -m tests.distributed.scripts.model_parallel FOLDER PART``; a part is ``meta``, ``dtypes``, or which file and
+which modules are sharded: ``full blocks``, ``sharded linears``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_fp8 import LayerNormMLP, Linear, TransformerLayer
 from tests.distributed.launch import leave
-from tests.small import Regression, fp8_trainer, regression_data
+from tests.small import Regression, fp8_trainer, quiet_trainer, regression_data
 
 
 class Block(nn.Module):
@@ -33,9 +33,10 @@ class Block(nn.Module):
 
 
 class Sharded(Regression):
-    def __init__(self, shard_linears: bool) -> None:
+    def __init__(self, shard_linears: bool, **options: Any) -> None:
+        """``options`` are of ``fully_shard``."""
         super().__init__()
-        self.shard_linears = shard_linears
+        self.shard_linears, self.options = shard_linears, options
         self.net = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(16, 4))
         self.net = nn.Sequential(nn.Sequential(*list(self.net)[:4]), self.net[4])
 
@@ -43,8 +44,8 @@ class Sharded(Regression):
         mesh = self.device_mesh["data_parallel"]
         for module in list(self.net.modules()):
             if isinstance(module, nn.Linear if self.shard_linears else Block):
-                fully_shard(module, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+                fully_shard(module, mesh=mesh, **self.options)
+        fully_shard(self.net, mesh=mesh, **self.options)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
@@ -94,6 +95,38 @@ def from_meta() -> dict[str, Any]:
         "scales": trainer.precision_plugin.histories["model"].scale.tolist(),
         "num_fp8": trainer.precision_plugin.summary.num_fp8,
     }
+
+
+def of_dtypes() -> dict[str, Any]:
+    """A model of either dtype, with a policy of FSDP2's and without, by Lightning's plugin and by ours."""
+    own = {torch.float32: "bf16-mixed", torch.bfloat16: "bf16-true"}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    report: dict[str, Any] = {}
+    for dtype, options in ((dtype, options) for dtype in own for options in ({}, {"mp_policy": policy})):
+        runs = []
+        for trainer in (quiet_trainer, fp8_trainer, fp8_trainer):
+            L.seed_everything(1)
+            fp8 = {} if trainer is quiet_trainer else {"fp8": {"skip": ["*"] if len(runs) == 1 else []}}
+            running = trainer(
+                strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+                **({"precision": own[dtype]} if trainer is quiet_trainer else fp8),
+                devices=2,
+                max_epochs=2,
+            )
+            model = Sharded(False, **options).to(dtype)
+            running.fit(model, regression_data())
+            states = running.optimizers[0].state.values()
+            moments = {str(each.dtype) for state in states for each in state.values() if each.dim()}
+            runs.append((model.losses, full_weights(model), moments, running))
+        (losses, weights, moments, _), (own_losses, own_weights, _, _), (in_fp8, _, kept, running) = runs
+        report[f"{dtype}{' with a policy' if options else ''}"] = {
+            "same": losses == own_losses and all(torch.equal(weights[name], own_weights[name]) for name in weights),
+            "moments": sorted(moments | kept | {str(each.dtype) for each in runs[2][1].values()}),
+            "losses": [losses, in_fp8],
+            "precision": running.precision,
+            "num_fp8": running.precision_plugin.summary.num_fp8,
+        }
+    return report
 
 
 def train(epochs: int, sharded_file: bool, shard_linears: bool, ckpt_path: Path | None = None) -> tuple[L.Trainer, Any]:
@@ -148,6 +181,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     part = sys.argv[2]
-    report = from_meta() if part == "meta" else of(folder, part.startswith("sharded"), part.endswith("linears"))
+    parts = {"meta": from_meta, "dtypes": of_dtypes}
+    report = parts[part]() if part in parts else of(folder, part.startswith("sharded"), part.endswith("linears"))
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

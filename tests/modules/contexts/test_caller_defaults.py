@@ -154,7 +154,7 @@ def test_an_expert_without_tokens_trains_under_the_trainer(recipe: str) -> None:
 
     losses = []
     for trainer in (
-        fp8_trainer(recipe, fp8={"first_last_layers_bf16": False}, limit_val_batches=0),
+        fp8_trainer(recipe, fp8={"weights_dtype": "bf16", "first_last_layers_bf16": False}, limit_val_batches=0),
         quiet_trainer(precision="bf16-true", limit_val_batches=0),
     ):
         model = Mixture()

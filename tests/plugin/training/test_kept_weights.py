@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from cuda_kernels.host.launch import executing
 from lightning_fp8 import FP8Precision
 from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.ops import cast
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.plugin.kept_weights import KeptWeights
+from lightning_fp8.proofs.comparing import kernels_of
 from tests.op_sides import note_calls
 from tests.small import Regression, equal_weights, fp8_trainer, regression_data
 from tests.tiers import thorough
@@ -88,6 +91,25 @@ def test_a_model_that_does_not_accumulate_keeps_nothing_unasked(keep: bool | Non
     assert len(casts) == LAYERS * 8 * (1 if keep else 2)
     assert_same(kept, fitted(keep=False, limit_val_batches=0))
     assert all(module._weight_cache is None for _, module in fp8_modules(kept[0]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_both_copies_of_a_kept_weight_take_one_launch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where the transposed copy is no view; without a scale yet, a launch before it finds the amax."""
+    monkeypatch.setattr(cast, "gives_a_view", lambda *args: False)
+    launched: list[list[str]] = []
+
+    def note(x: Tensor, *others: Any) -> None:
+        if x.shape[0] == x.shape[1]:
+            launched.append([])
+            with executing(lambda kernel, *args: launched[-1].append(kernel.name)):
+                kernels_of(quantize_op)(x, *others)
+
+    note_calls(monkeypatch, quantize_op, note)
+    fitted(recipe=recipe, keep=True, limit_val_batches=0, num_sanity_val_steps=0)
+    assert len(launched) == LAYERS * 8
+    for (kernel,) in launched[-LAYERS:]:
+        assert "rowwise=True, columnwise=True" in kernel
 
 
 def test_a_schedule_of_accumulation(casts: list[int]) -> None:

@@ -1,0 +1,104 @@
+"""Tells once if the host, and not the GPU, limits the speed of training; nothing waits for the GPU.
+
+An event is recorded after the backward pass, and queried when the optimizer's step returns. A GPU that has completed it
+by then has caught up with the host. A GPU that is the limit is behind by most of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_fp8.capture import is_capturing
+from lightning_fp8.fp8_region import in_backward, waiting
+
+FIRST, LAST = 10, 20
+"""The optimizer steps that are watched; compilers have run before."""
+
+_clock = time.perf_counter
+
+
+@dataclass
+class HostLimit:
+    """What is known of the steps. ``begun``: the time and the event of the first FP8 region after a step."""
+
+    tell: Callable[[str], None]
+    steps: int = 0
+    begun: tuple[float, Any] | None = None
+    launched: Any = None
+    found: list[tuple[bool, float, Any, Any]] = field(default_factory=list)
+
+    def begins(self) -> bool:
+        """Called when the first FP8 region after an optimizer step begins."""
+        self.begun, self.launched = None if is_capturing() else (_clock(), _event()), None
+        return True
+
+    def stepped(self) -> None:
+        """Called after an optimizer step on a GPU."""
+        self.steps += 1
+        if self.begun is not None and self.launched is not None:
+            caught_up = self.launched.query()
+            self.found.append((caught_up, 1e3 * (_clock() - self.begun[0]), self.begun[1], _event()))
+        self.begun = self.launched = None
+        if FIRST - 1 <= self.steps < LAST:
+            waiting.append(self.begins)
+
+    def conclude(self) -> None:
+        """Tell what was found."""
+        count = sum(caught_up for caught_up, *_ in self.found)
+        of_gpu = [begun.elapsed_time(ended) for _, _, begun, ended in self.found if ended.query()]
+        if 5 * count >= 4 * len(self.found) and of_gpu:
+            self.tell(
+                f"the host limits the speed: in {count} of {len(self.found)} steps the GPU had caught up when the "
+                f"optimizer's step returned. A step takes the host {median(each[1] for each in self.found):.1f} ms, "
+                f"and the GPU {median(of_gpu):.1f} ms with its waits. FP8 makes the GPU faster, not the host: use "
+                "torch.compile(model, mode='reduce-overhead'), capture the step in a CUDA graph, or make batches "
+                "larger; otherwise BF16 is as fast. A loop that reads a value of the GPU before the optimizer's step, "
+                "as loss.item() does, also waits"
+            )
+
+
+_watched: HostLimit | None = None
+
+
+def watch_host(tell: Callable[[str], None]) -> None:
+    """Watch the steps from now on, on a machine with a GPU; ``tell`` is called with the message, if there is one."""
+    global _watched
+    _watched = HostLimit(tell) if torch.cuda.is_available() else None
+
+
+@torch.compiler.disable
+def backward_ended(*_: Any) -> None:
+    """Called before an optimizer step, and again if the step has run the forward and the backward pass."""
+    if _watched is not None and _watched.begun is not None and not is_capturing() and not in_backward():
+        _watched.launched = _event()
+
+
+@torch.compiler.disable
+def _stepped(optimizer: Any, *_: Any) -> None:
+    global _watched
+    if _watched is not None and _is_on_gpu(optimizer):
+        _watched.stepped()
+        if _watched.steps == LAST:
+            _watched.conclude()
+            _watched = None
+
+
+def _is_on_gpu(optimizer: Any) -> bool:
+    return any(each.is_cuda for group in optimizer.param_groups for each in group["params"][:1])
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+register_optimizer_step_pre_hook(backward_ended)
+register_optimizer_step_post_hook(_stepped)

@@ -1,0 +1,355 @@
+"""Layers and attention for whose sizes FP8 is slower stay in high precision, by planted rates."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import (
+    FP8FabricPrecision,
+    FP8Precision,
+    convert_module,
+    faster,
+    fp8_autocast,
+    fp8_state_dict,
+    load_fp8_state_dict,
+)
+from lightning_fp8.convert import choice
+from lightning_fp8.convert.first_step import conversion_summary
+from lightning_fp8.convert.summary import ATTENTION
+from tests.convert.planted import RATES, planted
+from tests.convert.zoo import DECODER, hf, tokens
+from tests.small import equal_weights, quiet_trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in ("modules.record", "attention.models.owners"):
+        monkeypatch.setattr(f"lightning_fp8.{module}._traced", {})
+    with planted():
+        yield
+
+
+class Net(nn.Module):
+    """``wide`` is faster in FP8 from 11 rows on, ``narrow`` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(64, 64, bias=False), nn.Linear(64, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x))
+
+
+def net(**options: Any) -> Net:
+    model: Net = convert_module(Net().bfloat16(), first_last_layers_bf16=False, **options)  # type: ignore[assignment]
+    return model
+
+
+def step(model: nn.Module, rows: int = 16, run: Callable[..., Tensor] | None = None, recipe: str = "delayed") -> Tensor:
+    """One step of SGD; the output of the forward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(rows)
+    with fp8_autocast(fp8_recipe=recipe):
+        y = (model if run is None else run)(torch.randn(rows, 64).bfloat16())
+    y.float().square().mean().backward()
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        optimizer.step()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+@pytest.mark.parametrize(("n", "k"), itertools.product((8, 21, 64, 300), repeat=2))
+def test_fewer_rows_than_the_least_take_longer_in_fp8(n: int, k: int) -> None:
+    """Against the two times, term by term."""
+    rates = RATES["linear"]
+    least, why = faster.least_rows(CPU, "delayed", n, k)
+
+    def gains(m: int) -> bool:
+        fp8 = 6 * m * n * k / rates["delayed"]["flops"] + 4 * (m * k + m * n + n * k) / rates["delayed"]["bytes"]
+        return fp8 <= 6 * m * n * k / rates["bf16"] * (1 + 1e-12)
+
+    assert [m >= least for m in range(1, 400)] == [gains(m) for m in range(1, 400)]
+    assert (f"below {least}" if least < math.inf else "for any number of") + f" rows of {k} × {n}" in why
+
+
+def test_a_layer_that_is_slower_is_bf16s_from_the_first_step_on() -> None:
+    model = net()
+    observed = model.narrow.slots[next(iter(model.narrow.slots))].history.amax  # type: ignore[operator,index,union-attr]
+    step(model)
+    assert model.narrow.record.fp8 == 1  # type: ignore[union-attr,operator]
+    assert model.narrow.slower.startswith("BF16 is faster for any number of rows of 64 × 9 (delayed, cpu)")  # type: ignore[union-attr]
+    assert not model.wide.slower
+    plain = copy.deepcopy(model.narrow.weight.detach())
+    x = torch.randn(5, 64).bfloat16()
+    with fp8_autocast():
+        assert torch.equal(model.narrow(x), nn.functional.linear(x, plain))
+        assert not torch.equal(model.wide(x), nn.functional.linear(x, model.wide.weight))
+    assert not observed[3:].any()
+    rows = {row.name: (row.precision, row.reason) for row in conversion_summary(model).layers}
+    assert rows == {"wide": ("FP8", ""), "narrow": ("BF16", model.narrow.slower)}
+
+
+def test_it_is_told_once_and_nothing_is_missed_in_fp8() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with fp8_autocast():
+                model(torch.randn(16, 64).bfloat16()).sum().backward()
+            optimizer.step()
+    (said,) = [str(each.message) for each in caught]
+    assert said.startswith("1 layers stay in high precision")
+    assert "where_faster=False" in said
+
+
+@pytest.mark.parametrize("rows", [10, 11])
+def test_the_first_training_forward_decides(rows: int) -> None:
+    model = net()
+    with torch.no_grad(), fp8_autocast():
+        model.eval()(torch.randn(1, 64).bfloat16())
+    step(model.train(), rows)
+    step(model, 21 - rows)
+    assert bool(model.wide.slower) is (rows == 10)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_runs_as_its_forward(reentrant: bool) -> None:
+    plain, recomputed = net(), net()
+    for _ in range(3):
+        a = step(plain)
+        b = step(recomputed, run=lambda x: checkpoint(recomputed, x.requires_grad_(), use_reentrant=reentrant))
+        assert torch.equal(a, b)
+    assert plain.narrow.slower == recomputed.narrow.slower != ""
+    assert equal_weights(plain, recomputed)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_layers_are_compared_by_their_sizes(dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    model, eager = net(), net()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    for _ in range(3):
+        assert torch.equal(step(model, run=compiled), step(eager))
+    assert model.narrow.slower == eager.narrow.slower != ""
+    assert not model.wide.slower
+    assert equal_weights(model, eager)
+
+
+def test_the_flag_and_own_layers_run_in_fp8() -> None:
+    model = net(where_faster=False)
+    step(model)
+    assert not model.narrow.slower
+    convert_module(net_of_two := net(), first_last_layers_bf16=False)  # again, which changes nothing
+    step(net_of_two)
+    assert net_of_two.narrow.slower
+    convert_module(net_of_two, first_last_layers_bf16=False)
+    assert net_of_two.narrow.slower
+    convert_module(net_of_two, first_last_layers_bf16=False, where_faster=False)
+    assert not net_of_two.narrow.slower
+
+
+def test_a_recipe_or_a_gpu_without_rates_runs_in_fp8() -> None:
+    model = net()
+    step(model, recipe="rowwise")
+    assert not model.narrow.slower
+    with planted({}):
+        step(other := net())
+    assert not other.narrow.slower
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_plain_loop_resumes_bit_for_bit(recipe: str) -> None:
+    straight = net()
+    for _ in range(2):
+        step(straight, recipe=recipe)
+    resumed = net()
+    resumed.load_state_dict(straight.state_dict())
+    load_fp8_state_dict(resumed, fp8_state_dict(straight))
+    assert resumed.narrow.slower == straight.narrow.slower != ""
+    assert torch.equal(step(straight, recipe=recipe), step(resumed, recipe=recipe))
+    assert equal_weights(straight, resumed)
+    with pytest.raises(ValueError, match="'slower' must be"):
+        load_fp8_state_dict(resumed, {**fp8_state_dict(straight), "slower": ["narrow"]})
+
+
+def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer stays in high precision if FP8 is slower on every rank that has called it."""
+    others: dict[str, str] = {"wide": "", "narrow": "BF16 is faster elsewhere"}
+    monkeypatch.setattr(choice, "are_several_ranks", lambda group: True)
+    monkeypatch.setattr(choice, "of_all_ranks", lambda own, group: [own, others])
+    model = net()
+    step(model, 10)
+    assert not model.wide.slower
+    assert model.narrow.slower
+    del others["wide"]
+    step(model := net(), 10)
+    assert model.wide.slower
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).float().square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    test_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(epochs: int, path: Path | None = None) -> tuple[L.Trainer, Module]:
+    L.seed_everything(1)
+    model = Module()
+    plugin = FP8Precision("delayed", weights_dtype="bf16", first_last_layers_bf16=False)
+    trainer = quiet_trainer(plugins=[plugin], max_epochs=epochs)
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 64), 16), ckpt_path=path)  # type: ignore[arg-type]
+    return trainer, model
+
+
+def test_a_trainer_resumes_bit_for_bit_and_evaluates_alike(tmp_path: Path) -> None:
+    _, straight = fit(2)
+    first, half = fit(1)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    trainer, resumed = fit(2, tmp_path / "half.ckpt")
+    assert half.losses + resumed.losses == straight.losses
+    assert equal_weights(resumed, straight)
+    assert "layers" in str(trainer.precision_plugin.summary)
+    trainer.test(resumed, torch.utils.data.DataLoader(torch.randn(4, 64), 4), verbose=False)  # type: ignore[arg-type]
+    assert resumed.net.narrow.slower
+
+
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.q = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Attending(nn.Module):
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Attention(channels) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def attended(lengths: list[int], attention: Any = True, channels: int = 8, run: Any = None, **recipe: Any) -> Any:
+    """Rows of the table after steps, and the plugin; Fabric."""
+    plugin = FP8FabricPrecision(
+        {"name": "tensorwise", **recipe}, attention=attention, where_faster=False, skip=("*.q",)
+    )
+    fabric = Fabric(accelerator="cpu", plugins=[plugin])
+    model = Attending(channels)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if run is not None:
+        run(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in lengths:
+            fabric.backward(model(torch.randn(2, length, 32)).float().square().mean())
+            optimizer.step()
+    model = model.module
+    rows = {row.name: (row.precision, row.reason) for row in conversion_summary(model).layers if row.kind == ATTENTION}
+    return rows["blocks.1"], model
+
+
+def test_short_sequences_stay_with_sdpa() -> None:
+    (precision, reason), model = attended([23, 200])
+    assert (precision, reason) == ("BF16", "SDPA is faster below 24 keys of 8 channels (flash, cpu)")
+    owner = model.blocks[1]._fp8_attention
+    assert (owner.record.fp8, owner.record.high_precision) == (1, 1)
+
+
+def test_long_sequences_run_in_fp8() -> None:
+    row, model = attended([24, 8])
+    assert row == ("FP8", "")
+    assert model.blocks[1]._fp8_attention.record.fp8 == 2
+
+
+def test_channels_between_those_timed_are_estimated() -> None:
+    """FP8 takes as long as for 16 channels, SDPA 12 / 16 of it; the break-even is at 8 / 12 of 24 + ... keys."""
+    least, why = faster.least_keys(CPU, torch.bfloat16, 12, True, False)
+    assert least == math.ceil((160 - 75) / (480 / 128 - 320 / 128)) == 68
+    assert why == "SDPA is faster below 68 keys of 12 channels (flash, cpu)"
+    assert faster.least_keys(CPU, torch.bfloat16, 17, True, False)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("attention", "recipe"), [("always", {}), (False, {"fp8_dpa": True}), (True, {"fp8_dpa": True})]
+)
+def test_always_and_the_recipes_own_flag_run_it_in_fp8(attention: Any, recipe: Any) -> None:
+    row, model = attended([8, 8], attention, **recipe)
+    assert row == ("FP8", "")
+    assert model.blocks[1]._fp8_attention.record.fp8 == 2
+
+
+def test_a_gpu_that_was_not_timed_is_named() -> None:
+    with planted({}):
+        row, _ = attended([8])
+    assert row == ("FP8", "not compared with SDPA, which was not timed for this on cpu")
+
+
+def test_compiled_attention_is_compared_by_its_class() -> None:
+    torch._dynamo.reset()
+
+    def compiled(model: Any) -> None:
+        for block in model.module.blocks:
+            block.compile(backend="eager", fullgraph=True)
+
+    (precision, reason), _ = attended([16, 16], run=compiled)
+    assert (precision, reason) == ("BF16", "SDPA is faster below 24 keys of 8 channels (flash, cpu)")
+
+
+@pytest.mark.parametrize("length", [8, 32])
+def test_a_model_of_transformers(length: int) -> None:
+    plugin = FP8FabricPrecision("tensorwise", attention=True)
+    model = hf("LlamaForCausalLM", "LlamaConfig", **{**DECODER, "num_key_value_heads": 2})()
+    fabric = Fabric(accelerator="cpu", plugins=[plugin])
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            fabric.backward(model(**tokens("input_ids", "labels", length=length)()).loss)
+            optimizer.step()
+    assert plugin.summary is not None
+    row = next(each for each in conversion_summary(model.module).layers if each.kind == ATTENTION and "1" in each.name)
+    assert (
+        (row.precision == "BF16")
+        is row.reason.startswith("SDPA is faster below 24 keys of 8 channels")
+        is (length == 8)
+    )
