@@ -551,8 +551,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        rows = [(args.model, args.mesh, args.tokens)] if args.model else ROWS
-        table = markdown(HEADER, [row(*each, args.recipe) for each in rows])
+        rows: Sequence[tuple[str, str, int]] = [(args.model, args.mesh, args.tokens)] if args.model else ROWS
+        table = markdown(HEADER, [row(*each, recipe=args.recipe) for each in rows])
     except ValueError as error:
         parser.error(str(error))
     if args.write:
