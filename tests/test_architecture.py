@@ -149,7 +149,6 @@ ROOMS = {
     "attention.context_parallel": {"attention.ops", "parallel.agreement", "parallel.collectives"},
     "fp8_region": {"delayed", "functions"},
     "parallel.checkpoint": {"parallel.collectives"},
-    "parallel.costs": set(),
     "export": {"attention.ops", "fp8_region", "delayed", "ops"},
     "modules": {
         "fp8_region",
@@ -269,7 +268,6 @@ ROOMS = {
         "modules",
         "monitor",
         "ops",
-        "parallel.costs",
         "plugin",
         "sensitivity",
         "te",
@@ -322,7 +320,7 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     }
 
 
-CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "cpu", "loops", "bf16_products", "torch_scaled_mm")
+CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "bf16_products", "torch_scaled_mm")
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},

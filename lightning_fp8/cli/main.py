@@ -25,7 +25,6 @@ COMMANDS = {
     "bench": "lightning_fp8.cli.bench",
     "kernels": "lightning_fp8.cli.kernels",
     "checkpoint": "lightning_fp8.cli.checkpoint",
-    "plan": "lightning_fp8.cli.plan",
     "report": "lightning_fp8.cli.report",
     "sensitivity": "lightning_fp8.cli.sensitivity",
     "config": "lightning_fp8.cli.config",
@@ -50,7 +49,6 @@ HELP = """usage: lightning-fp8 COMMAND ...
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
   report        write an HTML page on a run with FP8Monitor
   sensitivity   measure which layers to keep in BF16, on a model and its data
-  plan          estimate communication and memory of a model on many GPUs, BF16 and FP8
 
 lightning-fp8 COMMAND --help prints all options; --version prints the version.
 """

@@ -96,7 +96,7 @@ class GatedMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("a fused MLP", "fuse=False")
+        refuse_second_derivatives("a fused MLP")
         mlp: GatedMLP = ctx.mlp
         wg, wu, wd, g, u, *operands = ctx.saved_tensors
         needs_x, needs_wg, needs_wu, needs_wd, needs_bd = ctx.needs_input_grad[1:]

@@ -97,7 +97,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("LayerNormLinear", "LayerNorm (RMSNorm) and Linear")
+        refuse_second_derivatives("LayerNormLinear")
         x, statistics, norm_weight, weight, *x8 = ctx.saved_tensors
         needs_wgrad, needs_bias_grad = ctx.needs_input_grad[3:5]
         product: Product = ctx.product

@@ -87,7 +87,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("LayerNormMLP", "LayerNorm (RMSNorm), Linear and an activation")
+        refuse_second_derivatives("LayerNormMLP")
         x, norm_weight, w1, w2, *kept = ctx.saved_tensors
         mlp: MLP = ctx.mlp
         needs = ctx.needs_input_grad[1:]

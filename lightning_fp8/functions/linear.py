@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,6 @@ from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 Slots = dict[Role, Slot]
 Delayed = deque[Callable[[], "Tensor | None"]]
 """Delayed gradients of a weight, oldest first, as functions. One returns None if it adds to ``main_grad`` itself."""
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of x, of the weight and of the bias; None if one is not needed."""
 
 _STALE = "_fp8_stale"
 """The attribute that marks a ``main_grad`` as stale: the next wgrad overwrites it."""
@@ -357,9 +355,6 @@ class LinearFunction(torch.autograd.Function):
 
     It saves the FP8 copy of x that wgrad multiplies, and the weight parameter, which dgrad casts again. A saved FP8
     weight would keep every gathered layer in memory under FSDP2.
-
-    If both x and the weight need gradients, a second output represents x in second derivatives; see
-    :class:`_InPlaceOfInput`. Compiled code has no second output, since it does not support second derivatives.
     """
 
     @staticmethod
@@ -371,46 +366,43 @@ class LinearFunction(torch.autograd.Function):
         product: Product,
         dtype: torch.dtype,
         shared: InputCast | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x8, y = product.forward_of_input(x, weight, bias, dtype, shared, columnwise=needs_wgrad)
-        in_place_of_x = x.new_empty(0) if needs_dgrad and needs_wgrad and not torch.compiler.is_compiling() else None
-        ctx.save_for_backward(*product.saved(x8), weight if needs_dgrad else None, in_place_of_x)
+        ctx.save_for_backward(*product.saved(x8), weight if needs_dgrad else None)
         ctx.product = product
         ctx.x_shape = x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        if in_place_of_x is None:
-            return y
-        ctx.set_materialize_grads(False)
-        return y, in_place_of_x
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, of_place: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives("a Linear")
+        *x8, weight = ctx.saved_tensors
+        _, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        product: Product = ctx.product
         dx = dw = dbias = None
-        if dy is not None:
-            *x8, weight, in_place_of_x = ctx.saved_tensors
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph=True
-                dx, dw, dbias = _differentiable_gradients(ctx, dy, x8, weight, in_place_of_x)
-            else:
-                dx, dw, dbias = _linear_gradients(ctx, dy, x8, weight)
-        if isinstance(of_place, _OfInput):
-            dx = reduce(torch.add, of_place.carried if dx is None else [dx, *of_place.carried])
+        if weight is not None or needs_wgrad:
+            x_t = product.unsaved(*x8) if needs_wgrad else None
+            dx, dw = product.gradients(dy, weight, x_t, x_dtype, weight_dtype)
+        if needs_bias_grad:
+            dbias = bias_gradient(dy, bias_dtype)
         if dx is not None and len(ctx.x_shape) != 2:
             dx = dx.view(ctx.x_shape)
         return dx, dw, dbias, None, None, None
 
 
-def _linear_gradients(ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None) -> Gradients:
-    """``dy w``, ``dyᵀ x`` and the row sum of ``dy``; None for those that ``ctx`` does not need."""
-    _, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
-    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    product: Product = ctx.product
-    dx = dw = dbias = None
-    if weight is not None or needs_wgrad:
-        dx, dw = product.gradients(dy, weight, product.unsaved(*x8) if needs_wgrad else None, x_dtype, weight_dtype)
-    if needs_bias_grad:
-        dbias = bias_gradient(dy, bias_dtype)
-    return dx, dw, dbias
+def refuse_second_derivatives(layer_name: str) -> None:
+    """Raises:
+    RuntimeError: If the backward pass runs with ``create_graph=True``.
+    """
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True cannot derive {layer_name}'s gradients in FP8, which are cast as they are computed; "
+            "run this part in high precision: with fp8_autocast(enabled=False), or convert the model with skip for its "
+            "layers (of a fused norm: fuse=False)"
+        )
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -484,8 +476,8 @@ class HighPrecisionGradientsFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivatives("a Linear")
         x, scale_inv, weight = ctx.saved_tensors
         product: Product = ctx.product
         needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
@@ -504,112 +496,6 @@ class HighPrecisionGradientsFunction(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
             dw = product.high_precision_weight_gradient(dy, rows, weight_dtype)
         return dx, dw, bias_gradient(dy, bias_dtype) if needs_bias_grad else None, None, None, None
-
-
-# --- Second derivatives -----------------------------------------------------------------------------------------------
-
-
-class _OfInput(Tensor):
-    """An empty gradient that carries the gradients of another tensor, ``carried``.
-
-    When autograd adds two of them, the sum carries the gradients of both.
-    """
-
-    carried: list[Tensor]
-
-    @staticmethod
-    def __new__(cls, place: Tensor, carried: list[Tensor]) -> _OfInput:
-        made = Tensor._make_wrapper_subclass(cls, place.shape, dtype=place.dtype, device=place.device)  # type: ignore[attr-defined]
-        made.carried = carried
-        return made  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        carriers = [each for each in args if isinstance(each, _OfInput)]
-        if func is torch.ops.aten.add.Tensor:
-            return _OfInput(carriers[0], [gradient for each in carriers for gradient in each.carried])
-        if func is torch.ops.aten.detach.default:
-            return _OfInput(carriers[0], carriers[0].carried)
-        plain = [torch.empty(0, dtype=each.dtype) if isinstance(each, _OfInput) else each for each in args]
-        return func(*plain, **(kwargs or {}))  # for anomaly mode, which checks for NaN
-
-
-class _InPlaceOfInput(torch.autograd.Function):
-    """The dequantized input of a :class:`LinearFunction`, connected to the graph through the function's second output.
-
-    The function saves only x's FP8 copy, which is not part of the graph. Second derivatives with respect to x therefore
-    flow through the second output. It is empty, so saving it costs nothing and ``save_on_cpu`` copies nothing. Its
-    gradient is empty, too, and carries the gradient of x.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, in_place_of_x: Tensor, x: Tensor) -> Tensor:
-        ctx.place = in_place_of_x.detach()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _OfInput(ctx.place, [dx]), None
-
-
-class _DifferentiableGradients(torch.autograd.Function):
-    """The gradients of :func:`_linear_gradients`, with derivatives.
-
-    The derivatives treat casts as identities, as first derivatives do, and multiply ``x [R, K]``, ``dy`` and the weight
-    in high precision.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dy: Tensor, x: Tensor | None, weight: Tensor | None, linear: Any, x8: Any) -> Gradients:
-        ctx.save_for_backward(dy, x, weight)
-        ctx.set_materialize_grads(False)
-        return _linear_gradients(linear, dy, x8, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (dy, x, weight) = ctx.saved_tensors
-        (of_dx, of_dw, of_dbias) = gradients
-        for_dy = [] if of_dbias is None else [of_dbias.expand_as(dy)]
-        for_x = for_weight = None
-        if of_dx is not None:
-            for_dy.append(_product(of_dx, weight.t()))
-            for_weight = _product(dy.t(), of_dx).to(weight.dtype)
-        if of_dw is not None:
-            for_dy.append(_product(x, of_dw.t()))
-            for_x = _product(dy, of_dw).to(x.dtype)
-        return reduce(torch.add, for_dy).to(dy.dtype) if for_dy else None, for_x, for_weight, None, None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
-def _differentiable_gradients(
-    ctx: Any, dy: Tensor, x8: Any, weight: Tensor | None, in_place_of_x: Tensor | None
-) -> Gradients:
-    product: Product = ctx.product
-    if product.main_grad is not None:
-        raise RuntimeError(
-            "create_graph=True cannot derive gradients that fuse_wgrad_accumulation=True adds to weight.main_grad; "
-            "construct the Linear with fuse_wgrad_accumulation=False for second derivatives"
-        )
-    x = None if x8[0] is None else product.unsaved(*x8).dequantize(ctx.dtypes[0]).t()
-    if x is not None and in_place_of_x is not None:
-        x = _InPlaceOfInput.apply(in_place_of_x, x)
-    return _DifferentiableGradients.apply(dy, x, weight, ctx, x8)
-
-
-def refuse_second_derivatives(layer_name: str, instead: str) -> None:
-    """Raises:
-    RuntimeError: If the backward pass runs with ``create_graph=True``.
-    """
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"create_graph=True cannot derive {layer_name}'s gradients in FP8, which are cast as they are computed; "
-            f"use {instead}, which has second derivatives, or run this part in high precision: with "
-            "fp8_autocast(enabled=False)"
-        )
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------

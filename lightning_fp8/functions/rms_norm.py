@@ -35,7 +35,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("a fused norm", "fuse=False")
+        refuse_second_derivatives("a fused norm")
         x, weight, statistics = ctx.saved_tensors
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(

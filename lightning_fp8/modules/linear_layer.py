@@ -123,11 +123,10 @@ class LinearLayer(WeightCachingModule):
         """``x wᵀ + bias [R, N]``, with the gradients that the recipe asks for."""
         if not torch.is_grad_enabled():
             weight = without_gradient(weight)  # or the function would cast operands that only wgrad needs
-        if product.recipe.backward_override is not None:
-            of_cast: Tensor = HighPrecisionGradientsFunction.apply(x, weight, bias, product, dtype, shared)
-            return of_cast
-        y: Any = LinearFunction.apply(x, weight, bias, product, dtype, shared)
-        return y[0] if type(y) is tuple else y  # type: ignore[no-any-return]
+        in_fp8 = product.recipe.backward_override is None
+        function: Any = LinearFunction if in_fp8 else HighPrecisionGradientsFunction
+        y: Tensor = function.apply(x, weight, bias, product, dtype, shared)
+        return y
 
     def _refuse_backward_override(self, product: Product, instead: str) -> None:
         """Raises:

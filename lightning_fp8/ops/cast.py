@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
-from lightning_fp8.ops import cpu
 from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous, require_scalar
 from lightning_fp8.ops.compiled import compiled_on_cards
 from lightning_fp8.ops.memory import Allocation, code_allocation, copy_bits, empty_tensor, operand_allocations
@@ -279,11 +278,7 @@ def reference_quantize(
     x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
 ) -> Outputs:
     """Cast ``x`` with the given scale, or, if it is None or 0, with scales computed from each tensor, row or block."""
-    results = None
-    if overflow_counts is None and x.is_cpu and x.numel() >= cpu.LEAST:
-        results = _quantize_by_loops(x, cast, scale, amax)
-    if results is None:
-        results = _quantize_to_bytes(x, cast, scale, amax, overflow_counts)
+    results = _quantize_to_bytes(x, cast, scale, amax, overflow_counts)
     dtypes = (cast.float8.dtype, cast.layout.scale_dtype) * 2
     return Outputs(
         *(empty_tensor(x.device, dtype) if each is None else each.view(dtype) for each, dtype in zip(results, dtypes))
@@ -310,49 +305,6 @@ def _quantize_to_bytes(
         columns, scale_inv_t = _quantize_blocks(x, (block_columns, block_rows), cast, uncounted)
         data_t, scale_inv_t = _transposed(columns), scale_inv_t.t().contiguous()
     return _Bytes(data, scale_inv, data_t, scale_inv_t)
-
-
-def _quantize_by_loops(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> _Bytes | None:
-    """:func:`_quantize_to_bytes` in fewer passes over memory, by Numba's loops; None if no loop supports it."""
-    x = x.contiguous() if x.dtype != torch.float16 else x.float().contiguous()
-    if cast.layout.has_one_scale:
-        x_amax = cpu.amax_of(x)
-        if x_amax is None:
-            return None
-        if scale is None:
-            scale = scaling.current_scale(x_amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
-        else:
-            given = scale.item()
-            if not 0 <= given <= scaling.FLOAT32_MAX or (cast.scale_is_nonzero and not given):
-                return None
-            if amax is not None:
-                torch.maximum(amax, x_amax, out=amax)
-            scale = scale if given else scaling.current_scale(x_amax, cast.float8.max)
-        data = cpu.encode(x, scale.view(1, 1), (x.shape[0], x.shape[1]), cast.float8)
-        return None if data is None else _of_one_scale(data, scale, cast)
-    data = scale_inv = data_t = scale_inv_t = None
-    block_rows, block_columns = layout_block = cast.layout.block
-    if cast.rowwise and (results := _blocks_by_loops(x, layout_block, cast)):
-        data, scale_inv = results
-    if cast.columnwise and (results := _blocks_by_loops(x, (block_columns, block_rows), cast)):
-        data_t, scale_inv_t = results[0].t(), results[1].t().contiguous()
-    if (data is None and cast.rowwise) or (data_t is None and cast.columnwise):
-        return None
-    return _Bytes(data, scale_inv, data_t, scale_inv_t)
-
-
-def _blocks_by_loops(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor] | None:
-    """The codes of ``x`` and the inverse scales of its blocks."""
-    of = block[0] or x.shape[0], block[1] or x.shape[1]
-    amax = cpu.amax_of_blocks(x, of)
-    if amax is None:
-        return None
-    if cast.layout.scale_dtype == E8M0_DTYPE:
-        scale_inv, scale = cpu.e8m0_from_amax(amax, cast.float8.max)
-    else:
-        scale, scale_inv = _block_scales(amax, cast)
-    data = cpu.encode(x, scale, of, cast.float8)
-    return None if data is None else (data, scale_inv)
 
 
 @torch.compiler.assume_constant_result
@@ -439,11 +391,6 @@ def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tens
     data = _saturating_bytes(x.to(torch.float32, copy=True), scale, cast.float8)
     if overflow_counts is not None:
         _count(overflow_counts, x, scale, data, cast.float8)
-    return _of_one_scale(data, scale, cast)
-
-
-def _of_one_scale(data: Tensor, scale: Tensor, cast: Cast) -> _Bytes:
-    """The results of a cast, given its codes ``data``."""
     data_t = None
     if cast.columnwise:
         data_t = _transposed(data.clone() if cast.rowwise else data)  # the outputs of an op must not share memory
@@ -519,9 +466,6 @@ def decode(data: Tensor) -> Tensor:
         # GPUs convert fast, and checking for NaN would wait for them. With torch.set_flush_denormal(True), shifted bits
         # that are subnormal numbers would be read as 0.
         return data.to(torch.bfloat16)
-    values = cpu.decode(data)
-    if values is not None:
-        return values
     bits = data.view(torch.int8)
     if int((bits & 0x7F).amax()) >= special:
         return data.to(torch.bfloat16)  # some codes are NaN or inf

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8 import scaling
 from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.ops import cpu
 from lightning_fp8.ops.bf16_products import bf16_products, multiplies_bf16
 from lightning_fp8.ops.cast import decode, observe_op
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
@@ -259,7 +258,7 @@ def _factors(
     # Reading scales would wait for a GPU.
     (scale_a, is_exact_a), (scale_b, is_exact_b) = _in_float32(scale_a, is_cuda), _in_float32(scale_b, is_cuda)
     if microscaled if is_cuda else is_exact_a and is_exact_b:
-        return _decode_scaled(a, scale_a, layout_a), _decode_scaled(b, scale_b, layout_b), None
+        return _scaled(decode(a), scale_a, layout_a), _scaled(decode(b), scale_b, layout_b), None
     if layout_a.has_one_scale and layout_b.has_one_scale:
         return decode(a), decode(b), scale_a * scale_b
     if is_cuda and layout_a.has_one_scale_per_row and layout_b.has_one_scale_per_row:
@@ -287,11 +286,7 @@ def _common_factor(scale_a: Tensor, scale_b: Tensor, gemm: Gemm) -> float | None
 def _in_float32(scale_inv: Tensor, is_cuda: bool) -> tuple[Tensor, bool]:
     """Scales as float32, and whether they are all normal powers of two, which is not checked on a GPU."""
     if scale_inv.dtype == E8M0_DTYPE:
-        codes = scale_inv.view(torch.uint8)
-        values = cpu.e8m0_decode(codes)
-        if values is not None:
-            return values, int(codes.amin()) > 0
-        scale_inv = scaling.e8m0_decode(codes)
+        scale_inv = scaling.e8m0_decode(scale_inv.view(torch.uint8))
     return scale_inv, not is_cuda and _is_power_of_2(scale_inv)
 
 
@@ -300,14 +295,6 @@ def _is_power_of_2(scale_inv: Tensor) -> bool:
     if scale_inv.numel() == 1:
         return not int(scale_inv.view(torch.int32).item()) & 0x7FFFFF
     return not bool((scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any())
-
-
-def _decode_scaled(data: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:
-    """The values of ``data`` times the ``scale_inv`` of their block, a power of two, in BF16."""
-    rows, columns = data.shape
-    scales = scale_inv.view(1, 1) if layout.has_one_scale else scale_inv
-    values = cpu.decode_scaled(data, scales, layout.block_shape(rows, columns))
-    return _scaled(decode(data), scale_inv, layout) if values is None else values
 
 
 def _scaled(values: Tensor, scale_inv: Tensor, layout: Layout) -> Tensor:

@@ -165,7 +165,7 @@ class ParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("a tensor-parallel Linear", "a Linear that is not tensor-parallel")
+        refuse_second_derivatives("a tensor-parallel Linear")
         needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
         *kept, weight = ctx.saved_tensors
         product: Product = ctx.product

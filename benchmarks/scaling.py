@@ -1,5 +1,9 @@
 """Cost of one optimizer step of a Llama-like model on each rank: bytes sent, collectives, and memory.
 
+    python -m benchmarks.scaling                                   # the table of docs/scaling.md
+    python -m benchmarks.scaling 70b 32x8x1 8192 --recipe rowwise  # one row: model, mesh, tokens of a sequence
+    python -m benchmarks.scaling --write docs/scaling.md           # after a formula has changed
+
 Pure functions of a :class:`Setup`, with the same formulas for BF16 (``recipe=None``) and FP8. They compute bytes and
 counts, not times. A collective over ``n`` ranks is counted as a ring: for a tensor of ``s`` bytes, each rank sends
 ``s (n - 1) / n`` in an all-gather or a reduce-scatter, and twice that in an all-reduce.
@@ -7,15 +11,35 @@ counts, not times. A collective over ``n`` ranks is counted as a ring: for a ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
-STATES = {"adamw": 2, "sgd": 0}
-"""Number of tensors that an optimizer keeps per parameter, in the parameter's dtype."""
+from benchmarks.measuring.report import insert, markdown
+from lightning_fp8.recipes import RECIPES
+
+GB = 1e9
+
+ROWS = (
+    ("8b", "8x1x1", 8192),
+    ("8b", "64x1x1", 8192),
+    ("70b", "8x8x1", 8192),
+    ("70b", "32x8x1", 8192),
+    ("70b", "128x8x1", 8192),
+    ("405b", "128x8x1", 8192),
+    ("405b", "512x8x1", 8192),
+    ("405b", "2048x8x1", 8192),
+    ("405b", "128x8x16", 131072),
+)
+"""The rows of the page: model, data x tensor x context ranks, and tokens of a sequence."""
+
+HEADER = (
+    "cards", "model", "data x tensor x context", "tokens of a sequence", "GB sent, BF16", "GB sent, FP8", "ratio",
+    "collectives, BF16", "collectives, FP8", "memory, BF16 (GB)", "memory, FP8 (GB)",
+)  # fmt: skip
 
 WIDE = 2
 """Bytes of a BF16 value."""
@@ -84,40 +108,9 @@ SHAPES = {
 """Llama 3.2 (1b, 3b) and Llama 3.1, from their ``config.json``."""
 
 
-def shape_of_config(config: dict[str, Any]) -> Shape:
-    """The shape described by a Hugging Face ``config.json``.
-
-    Raises:
-        ValueError: If a key is missing or not a positive integer, or the model is not Llama-like.
-    """
-    for key in ("num_local_experts", "num_experts", "n_routed_experts", "is_encoder_decoder"):
-        if config.get(key):
-            raise ValueError(f"{key}={config[key]} is not supported: the formulas are for dense Llama-like decoders")
-
-    def read(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            said = f"has no {key}" if value is None else f"has {key}={value!r}"
-            raise ValueError(f"the configuration {said}; it must be a positive integer, as in Llama's config.json")
-        return value
-
-    heads, hidden = read("num_attention_heads"), read("hidden_size")
-    return Shape(
-        layers=read("num_hidden_layers"),
-        hidden=hidden,
-        ffn=read("intermediate_size"),
-        heads=heads,
-        kv_heads=read("num_key_value_heads", heads),
-        head_dim=read("head_dim", hidden // heads),
-        vocabulary=read("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma"))),
-    )
-
-
 @dataclass(frozen=True)
 class Setup:
-    """A model, a mesh, a batch and a recipe.
+    """A model, a mesh, a batch and a recipe. Parameters, gradients and the states of AdamW are BF16.
 
     Attributes:
         shape: the model.
@@ -126,8 +119,6 @@ class Setup:
         sequence_parallel: split norms and residuals over the tensor-parallel ranks.
         micro_batch, sequence_length: sequences per micro-batch on each data-parallel rank, and tokens per sequence.
         accumulate: micro-batches per optimizer step.
-        weights_dtype: dtype of the sharded parameters; gathered weights and gradients are BF16.
-        optimizer: ``adamw`` or ``sgd``.
         checkpointing: recompute each block in the backward pass.
         gather_again: save the sharded input of a column-parallel layer, and gather it again for the weight's gradient.
         fused: the gated MLP saves only its first product, as :class:`lightning_fp8.LayerNormMLP` does.
@@ -135,7 +126,7 @@ class Setup:
         bf16_blocks: blocks that an FP8 recipe leaves in BF16; the plugin's default is the first and the last one.
 
     Raises:
-        ValueError: If a size is not divisible by the mesh, or not positive.
+        ValueError: If a size is not divisible by the mesh.
     """
 
     shape: Shape
@@ -147,8 +138,6 @@ class Setup:
     micro_batch: int = 1
     sequence_length: int = 8192
     accumulate: int = 1
-    weights_dtype: str = "bfloat16"
-    optimizer: str = "adamw"
     checkpointing: bool = False
     gather_again: bool = False
     fused: bool = False
@@ -156,32 +145,15 @@ class Setup:
     bf16_blocks: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "context", "micro_batch", "sequence_length", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.bf16_blocks < 0:
-            raise ValueError(f"bf16_blocks={self.bf16_blocks} must be at least 0")
-        for name, known in (("weights_dtype", WEIGHT_BYTES), ("optimizer", STATES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
-        if self.recipe is not None and self.recipe not in RECIPES:
-            raise ValueError(f"recipe={self.recipe!r} is unknown; use one of {', '.join(RECIPES)}")
-        shape = self.shape
         for name in ("heads", "kv_heads", "ffn", "vocabulary"):
-            if getattr(shape, name) % self.tensor:
-                raise ValueError(
-                    f"the model's {name}={getattr(shape, name)} are not divisible by {self.tensor} tensor-parallel "
-                    "ranks; make the second number of the mesh smaller"
-                )
-        if self.context > 1 and self.sequence_length % (2 * self.context):
+            if getattr(self.shape, name) % self.tensor:
+                raise ValueError(f"{name}={getattr(self.shape, name)} are not divisible by {self.tensor} tensor ranks")
+        chunks = 2 * self.context if self.context > 1 else 1
+        splits = not self.sequence_length % chunks and not (self.splits_sequence and self.tokens % self.tensor)
+        if self.sequence_length < 1 or not splits:
             raise ValueError(
-                f"sequence_length={self.sequence_length} does not divide into two chunks for each of {self.context} "
-                f"context-parallel ranks; use a multiple of {2 * self.context}"
-            )
-        if self.splits_sequence and self.tokens % self.tensor:
-            raise ValueError(
-                f"{self.tokens} tokens are not divisible by {self.tensor} tensor-parallel ranks; change the sequence "
-                "length, or turn sequence parallelism off"
+                f"{self.sequence_length} tokens of a sequence cannot be split over {self.tensor} tensor x "
+                f"{self.context} context ranks; use a multiple of {chunks * self.tensor}"
             )
 
     @property
@@ -451,13 +423,6 @@ def traffic(setup: Setup) -> dict[str, Traffic]:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def sharded_elements(setup: Setup) -> int:
-    """Number of parameters on a rank."""
-    shape = setup.shape
-    block = sum(setup.shard(weight) for weight in (*shape.linears, *shape.norms))
-    return shape.layers * block + sum(setup.shard(weight) for weight in shape.root)
-
-
 def gathered_weight_memory(setup: Setup) -> float:
     """Gathered weights: the current block, the prefetched one, and the root. Without FSDP2: cached FP8 copies.
 
@@ -532,11 +497,13 @@ def logits_memory(setup: Setup) -> float:
 
 def memory(setup: Setup) -> dict[str, float]:
     """Bytes on each rank by kind, without library buffers and allocator fragmentation."""
-    held = WEIGHT_BYTES[setup.weights_dtype] * sharded_elements(setup)
+    shape = setup.shape
+    block = sum(setup.shard(weight) for weight in (*shape.linears, *shape.norms))
+    held = WIDE * (shape.layers * block + sum(setup.shard(weight) for weight in shape.root))
     rows = {
         "weights": held,
         "gradients": held,
-        "optimizer states": STATES[setup.optimizer] * held,
+        "optimizer states": 2 * held,
         "gathered weights": gathered_weight_memory(setup),
         "gathered gradients": gathered_gradient_memory(setup),
         "activations": activation_memory(setup),
@@ -545,28 +512,54 @@ def memory(setup: Setup) -> dict[str, float]:
     return rows | {"all": sum(rows.values())}
 
 
-def most_layers(setup: Setup, limit: float) -> int:
-    """How many of the model's blocks fit into ``limit`` bytes per rank; 0 if not even one does."""
-
-    def fits(layers: int) -> bool:
-        return memory(replace(setup, shape=replace(setup.shape, layers=layers)))["all"] <= limit
-
-    low, high = 0, 1
-    while fits(high) and high < 2**20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+# --- The table --------------------------------------------------------------------------------------------------------
 
 
-def largest_of_table(setup: Setup, limit: float) -> str | None:
-    """The largest of :data:`SHAPES` that fits into ``limit`` bytes per rank; None if none fits."""
-    found = None
-    for name, shape in SHAPES.items():
-        try:
-            if memory(replace(setup, shape=shape))["all"] <= limit:
-                found = name
-        except ValueError:  # the mesh does not divide it
-            continue
-    return found
+def row(model: str, mesh: str, length: int, recipe: str = "delayed") -> tuple[str, ...]:
+    """A row of the table.
+
+    Raises:
+        ValueError: If ``mesh`` is not three positive numbers as in ``"8x8x1"``, or does not divide the model.
+    """
+    sizes = [int(size) for size in mesh.split("x") if size.isdigit() and int(size)]
+    if len(sizes) != 3 or mesh.count("x") != 2:
+        raise ValueError(f"{mesh!r} is not data x tensor x context ranks, as in 8x8x1")
+    data, tensor, context = sizes
+    fp8 = Setup(
+        SHAPES[model], recipe, data, tensor, context,
+        sequence_length=length, checkpointing=True, fp8_attention=context > 1,
+    )  # fmt: skip
+    both = replace(fp8, recipe=None), fp8
+    sent = [traffic(each)["all"] for each in both]
+    return (
+        f"{fp8.cards:,}", model, " x ".join(map(str, sizes)), f"{length:,}",
+        *(f"{each.bytes / GB:.1f}" for each in sent),
+        f"{sent[1].bytes / sent[0].bytes:.2f}" if sent[0].bytes else "",
+        *(f"{each.collectives:,}" for each in sent),
+        *(f"{memory(each)['all'] / GB:.1f}" for each in both),
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Computed, not measured.")
+    parser.add_argument("model", nargs="?", choices=SHAPES, help="a model of one row (default: all rows of the page)")
+    parser.add_argument("mesh", nargs="?", default="8x1x1", help="data x tensor x context ranks (default: 8x1x1)")
+    parser.add_argument("tokens", nargs="?", type=int, default=8192, help="of a sequence (default: 8192)")
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+    parser.add_argument(
+        "--write", type=Path, metavar="docs/scaling.md", help="put the table between the page's markers"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        rows: Sequence[tuple[str, str, int]] = [(args.model, args.mesh, args.tokens)] if args.model else ROWS
+        table = markdown(HEADER, [row(*each, recipe=args.recipe) for each in rows])
+    except ValueError as error:
+        parser.error(str(error))
+    if args.write:
+        args.write.write_text(insert(args.write.read_text(), table))
+    else:
+        print(table)
+
+
+if __name__ == "__main__":
+    main()

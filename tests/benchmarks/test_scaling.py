@@ -1,8 +1,7 @@
-"""The formulas of ``lightning_fp8.parallel.costs`` give what was counted."""
+"""The formulas of ``benchmarks.scaling`` give what was counted, and docs/scaling.md has their table."""
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import scaling
+from benchmarks.measuring.report import BEGIN, END
+from benchmarks.scaling import SHAPES, Setup, Shape, Traffic, Weight
 from lightning_fp8 import LayerNormMLP, convert_module, fp8_autocast
-from lightning_fp8.parallel import costs
-from lightning_fp8.parallel.costs import SHAPES, Setup, Shape, Traffic, Weight
 from lightning_fp8.recipes import RECIPES
 from tests.distributed.launch import run_on_two_ranks
 from tests.distributed.scripts import counted
@@ -24,7 +24,44 @@ SMALL = Shape(
 )
 
 
-def test_the_table_has_the_models_sizes_and_the_recipes() -> None:
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_has_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, copy = ROOT / "docs" / "scaling.md", tmp_path / "scaling.md"
+    copy.write_text(f"before {BEGIN}{END} after")
+    scaling.main([])
+    table = capsys.readouterr().out
+    scaling.main(["--write", str(copy)])
+    assert table.count("\n") == 2 + len(scaling.ROWS)
+    assert copy.read_text() == f"before {BEGIN}\n{table}{END} after"
+    assert f"{BEGIN}\n{table}{END}" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["9b"], "invalid choice: '9b'"),
+        (["8b", "8x1"], "'8x1' is not data x tensor x context ranks, as in 8x8x1"),
+        (["8b", "8x0x1"], "'8x0x1' is not data x tensor x context ranks"),
+        (["8b", "1x16x1"], "kv_heads=8 are not divisible by 16 tensor ranks"),
+        (
+            ["8b", "1x1x3"],
+            "8192 tokens of a sequence cannot be split over 1 tensor x 3 context ranks; use a multiple of 6",
+        ),
+        (
+            ["8b", "1x8x1", "9"],
+            "9 tokens of a sequence cannot be split over 8 tensor x 1 context ranks; use a multiple of 8",
+        ),
+    ],
+)
+def test_wrong_arguments(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        scaling.main(args)
+    assert says in capsys.readouterr().err
+
+
+def test_the_table_has_the_models_sizes() -> None:
     """Parameters as the models' cards give them."""
     sizes = {name: shape.parameters for name, shape in SHAPES.items()}
     assert sizes == {
@@ -34,7 +71,6 @@ def test_the_table_has_the_models_sizes_and_the_recipes() -> None:
         "70b": 70_553_706_496,
         "405b": 405_853_388_800,
     }
-    assert set(costs.RECIPES) == set(RECIPES)
     assert SMALL.parameters == sum(parameter.numel() for parameter in counted.Llama().parameters())
 
 
@@ -47,7 +83,7 @@ def test_a_model_of_transformers_has_so_many_parameters(tied: bool, kv_heads: in
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    shape = costs.shape_of_config(json.loads(config.to_json_string()))
+    shape = Shape(3, 96, 160, 4, kv_heads, 24, 200, tied)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -63,7 +99,7 @@ def test_bf16_is_what_torch_sends(tmp_path: Path) -> None:
             mesh = {"data": 2} if how == "fsdp" else {"tensor": 2, "sequence_parallel": how == "sequence=True"}
             setup = Setup(SMALL, None, checkpointing=recompute == "True", **mesh, **batch)  # type: ignore[arg-type]
             expected: dict[str, Traffic] = {}
-            for row, (count, size) in costs.traffic(setup).items():
+            for row, (count, size) in scaling.traffic(setup).items():
                 kind = row.rpartition(" ")[2].rstrip("s").replace("-", "_")
                 before = expected.get(kind, Traffic(0, 0))
                 expected[kind] = Traffic(before.collectives + count, before.bytes + size)
@@ -91,7 +127,9 @@ def test_fp8_gathers_are_what_was_counted(recipe: str | None, rows: int, total: 
     setup = Setup(SMALL, recipe, data=2)
     weights = [Weight(rows, 256, "none"), Weight(256, rows, "none")]
     wide = [Weight(rows, 1, "none"), *[Weight(256, 1, "none")] * 3]  # biases and the norm
-    block = sum(costs.gathered_bytes(setup, each) for each in weights) / 2 + sum(2 * setup.shard(each) for each in wide)
+    block = sum(scaling.gathered_bytes(setup, each) for each in weights) / 2 + sum(
+        2 * setup.shard(each) for each in wide
+    )
     assert 3 * 4 * block == total
 
 
@@ -109,7 +147,7 @@ def test_fp8_gathers_are_what_was_counted(recipe: str | None, rows: int, total: 
 def test_bytes_of_a_block_with_sequence_parallelism(recipe: str | None, again: bool, units: int) -> None:
     """In units of M H, the tokens times the channels, as counted on two ranks; scales of rows come on top."""
     setup = Setup(SHAPES["8b"], recipe, tensor=4, gather_again=again)
-    sent = costs.tensor_block_all_gathers(setup).bytes + costs.tensor_block_sums(setup).bytes
+    sent = scaling.tensor_block_all_gathers(setup).bytes + scaling.tensor_block_sums(setup).bytes
     scales = 2 * 4 / setup.shape.hidden if recipe == "rowwise" and again else 0
     assert sent == pytest.approx((units + scales) * setup.tokens * setup.shape.hidden * 3 / 4)
 
@@ -130,8 +168,8 @@ def test_context_parallelism_sends_what_was_counted(
     shape = Shape(1, 128, 256, 4, 2, 32, 256)
     options = {"context": 2, "sequence_length": 512, "bf16_blocks": 0, "fp8_attention": True}
     setup = Setup(shape, recipe, checkpointing=checkpointing, **options)  # type: ignore[arg-type]
-    assert costs.context_all_gathers(setup) == Traffic(gathers, size)
-    assert costs.context_reduce_scatters(setup) == Traffic(1, 65_536)
+    assert scaling.context_all_gathers(setup) == Traffic(gathers, size)
+    assert scaling.context_reduce_scatters(setup) == Traffic(1, 65_536)
 
 
 def test_copies_that_micro_batches_share_are_counted() -> None:
@@ -139,9 +177,9 @@ def test_copies_that_micro_batches_share_are_counted() -> None:
     alone = Setup(SHAPES["8b"], "delayed", accumulate=8)
     shape = alone.shape
     matrices = 2 * shape.hidden**2 + 2 * shape.hidden * shape.kv_heads * shape.head_dim + 3 * shape.hidden * shape.ffn
-    assert costs.gathered_weight_memory(alone) == 2 * matrices * (shape.layers - 2)
+    assert scaling.gathered_weight_memory(alone) == 2 * matrices * (shape.layers - 2)
     for other in (replace(alone, accumulate=1), replace(alone, recipe=None)):
-        assert costs.gathered_weight_memory(other) == 0
+        assert scaling.gathered_weight_memory(other) == 0
 
 
 def test_fsdp_sends_a_third_less() -> None:
@@ -149,8 +187,8 @@ def test_fsdp_sends_a_third_less() -> None:
     setup = Setup(SHAPES["70b"], "delayed", data=64, bf16_blocks=0)
     both = []
     for each in (replace(setup, recipe=None), setup):
-        gathers, scatters = costs.fsdp_all_gathers(each).bytes, costs.fsdp_reduce_scatters(each).bytes
-        of_root = 2 * costs.gathered_root_bytes(each) * 63 / 64
+        gathers, scatters = scaling.fsdp_all_gathers(each).bytes, scaling.fsdp_reduce_scatters(each).bytes
+        of_root = 2 * scaling.gathered_root_bytes(each) * 63 / 64
         both.append(gathers + scatters - of_root)
     assert both[1] / both[0] == pytest.approx(4 / 6, abs=1e-4)
 
@@ -158,7 +196,7 @@ def test_fsdp_sends_a_third_less() -> None:
 def test_weights_without_whole_blocks_are_gathered_in_bf16() -> None:
     weight = SHAPES["8b"].linears[0]
     fits = {
-        (recipe, shards): costs.gathers_fp8(Setup(SHAPES["8b"], recipe, data=shards), weight)
+        (recipe, shards): scaling.gathers_fp8(Setup(SHAPES["8b"], recipe, data=shards), weight)
         for recipe in ("delayed", "blockwise", "mxfp8")
         for shards in (32, 64, 128, 256)
     }
@@ -217,7 +255,7 @@ OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 
 
 @pytest.mark.parametrize("kind", [WithAllHeads, WithLayerNorm, Fused])
-@pytest.mark.parametrize("recipe", [None, *costs.RECIPES])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_activations_are_what_autograd_saves(recipe: str | None, kind: type[WithLayerNorm]) -> None:
     if OLD and kind is not WithAllHeads:
         pytest.skip("this torch's attention on a CPU keeps the scores of grouped heads")
@@ -230,4 +268,4 @@ def test_activations_are_what_autograd_saves(recipe: str | None, kind: type[With
     found, statistics = kept(block, x, recipe)
     norms = 1 if fused else 2
     setup = Setup(shape, recipe, micro_batch=2, sequence_length=64, fused=fused)
-    assert found - statistics == costs.block_activations(setup) - norms * 4 * setup.tokens
+    assert found - statistics == scaling.block_activations(setup) - norms * 4 * setup.tokens
