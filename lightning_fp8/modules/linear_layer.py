@@ -173,7 +173,8 @@ class LinearLayer(WeightCachingModule):
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    note_traced(*self.features, comparison=self._compared(input, context))
+                    compared = self._compared(input, context) if self.comparison is AWAITED else ""
+                    note_traced(*self.features, comparison=compared)
                 else:
                     note_traced_outside_fp8(*self.features)
             return DISABLED if foreign or self.slower else context
