@@ -98,6 +98,7 @@ KERNELS = (
     "normalize, transposed",
     "statistics",
     "statistics of long rows",
+    "RMSNorm",
     "norm backward",
     "norm backward of long rows",
     "SwiGLU",
@@ -132,6 +133,9 @@ KERNELS = (
 """The kinds of ``lightning_fp8/proofs/kinds.py``, also run by ``lightning-fp8 doctor --prove``; simple ones come first,
 so that the first to hang is the most informative."""
 CHANGED = (
+    "RMSNorm",
+    "norm backward",
+    "gated backward",
     "attention backward, 128 channels",
     "attention backward, 64 channels",
     "attention backward, 256 channels",

@@ -79,8 +79,9 @@ def attach(model: nn.Module) -> None:
         configs = {id(place.hf_config): place.hf_config for place in _prepared[model] if place.hf_config is not None}
         undo += [_switched(hf_config) for hf_config in configs.values()]
         # Weak references call back newest first: the model must be out of ``_attached`` when this one is called.
-        weakref.finalize(model, _uninstall_if_unused).atexit = False
-        _attached[model] = undo
+        finalizer = weakref.finalize(model, _uninstall_if_unused)
+        finalizer.atexit = False
+        _attached[model] = [*undo, finalizer.detach]
         sdpa.install()
 
 

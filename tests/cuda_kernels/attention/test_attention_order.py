@@ -112,7 +112,7 @@ def test_sections_of_heads_compute_the_same(architecture: str, heads: tuple[int,
         check_backward(problem, "cpu", check_forward(problem, "cpu"))
     clear_plan_cache()
     of_attention = {name: grid for name, grid in emulator.grids.items() if "attention" in name}
-    assert len(of_attention) >= 4
+    assert of_attention.keys() >= {"attention_forward", "attention_dq", "attention_dkv"}
     assert all(grid[1] > 1 for grid in of_attention.values()), of_attention
 
 
