@@ -120,6 +120,30 @@ def test_it_is_told_once_and_nothing_is_missed_in_fp8() -> None:
     assert "where_faster=False" in said
 
 
+def test_an_mlp_whose_layers_stay_in_bf16_has_their_reason_and_no_warning() -> None:
+    """It runs as the model's own because this package decided so, which is nothing that went wrong."""
+    model = hf("LlamaForCausalLM", "LlamaConfig", **DECODER)().bfloat16()
+    convert_module(model, first_last_layers_bf16=False)
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj.comparison = "BF16 is faster for any number of rows"
+    for each in (layer for layer in model.modules() if getattr(layer, "comparison", None) is faster.AWAITED):
+        each.comparison = ""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            with fp8_autocast():
+                loss = model(**tokens("input_ids", "labels")()).loss
+            loss.backward()
+            optimizer.step()
+    assert mlp.down_proj.slower
+    row = next(each for each in conversion_summary(model).mlps if each.name == "model.layers.1.mlp")
+    assert (row.precision, row.reason) == ("BF16", "BF16 is faster for any number of rows")
+    said = [str(each.message) for each in caught]
+    assert sum("stay in high precision" in each for each in said) == 1
+    assert not [each for each in said if "layers.1.mlp" in each]
+
+
 @pytest.mark.parametrize("rows", [10, 11])
 def test_the_first_training_forward_decides(rows: int) -> None:
     model = net()
