@@ -123,10 +123,10 @@ def _why_not(name: str, layer: Any) -> str:
     """The reason why ``layer`` has to be called; an empty string if its products are enough."""
     if type(layer) is not Linear:
         return f"its {name} is a {name_of(layer)}"
-    if layer.slower:
-        return layer.slower
     if not layer.fp8:
         return f"{name} runs in BF16"
+    if layer.slower and layer.stays_in_high_precision:
+        return layer.slower
     if has_hooks(layer):
         return f"{name} has hooks"
     if "forward" in vars(layer):

@@ -49,6 +49,7 @@ from lightning_fp8.delayed.history import AmaxHistory, span_of
 from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import (
     after_optimizer_step,
+    decide_where_faster,
     optimizer_step_number,
     refuse_default_dtype_in_join,
     refuse_join,
@@ -388,6 +389,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
+        for history in self.histories.values():
+            if history.choice is not None:
+                decide_where_faster(history)
         update_slots(all_slots(self.histories.values()))
         for model in list(self._models):
             if (first_step := watched(model)) is not None:
