@@ -62,7 +62,7 @@ class Choice:
         self.slower = dict(slower)
         for name, each, module in self._places():
             each.slower = slower.get(name, "")
-            each.comparison = None if each.comparison is AWAITED or isinstance(each, LinearLayer) else each.comparison
+            each.comparison = "" if each.comparison == AWAITED or isinstance(each, LinearLayer) else each.comparison
             if isinstance(each, Owner):
                 setattr(module, SLOWER, each.slower)
 
@@ -77,7 +77,7 @@ class Choice:
 
 def _comparison(each: LinearLayer | Owner) -> str | None:
     """What a layer found; that of compiled layers is known by their sizes, or by the class of their module."""
-    if each.comparison is not AWAITED:
+    if each.comparison != AWAITED:
         return each.slower or each.comparison
     if each.record.fp8 or each.record.high_precision:  # it was called in eager code, in high precision
         return None

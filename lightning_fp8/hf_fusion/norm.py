@@ -14,6 +14,9 @@ from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_
 from lightning_fp8.modules.record import note_traced
 
 
+_GEMMA_4 = "LigerRMSNormForGemma4.forward"
+
+
 class Formula(NamedTuple):
     """How a norm computes ``x rstd weight`` from ``x [..., K]``.
 
@@ -74,7 +77,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    by_liger = computes(cls.forward, liger.rms_norm) or getattr(cls.forward, "__qualname__", "") == _GEMMA_4
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
