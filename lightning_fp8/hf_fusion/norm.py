@@ -13,7 +13,6 @@ from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
 
-
 _GEMMA_4 = "LigerRMSNormForGemma4.forward"
 
 
