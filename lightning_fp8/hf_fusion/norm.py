@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.functions.rms_norm import RMSNormFunction
 from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
@@ -107,8 +107,7 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
-        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
-        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        y: Tensor = RMSNormFunction.apply(x, weight, dtype, eps, *formula[1:])  # type: ignore[no-untyped-call]
         return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property
