@@ -93,7 +93,7 @@ class Choice:
             if not part_is_all and id(module) not in names:
                 continue
             each.slower = slower.get(name if part_is_all else clean_name(names[id(module)]), "")
-            each.comparison = None if each.comparison is AWAITED or isinstance(each, LinearLayer) else each.comparison
+            each.comparison = "" if each.comparison == AWAITED or isinstance(each, LinearLayer) else each.comparison
             if isinstance(each, Owner):
                 setattr(module, SLOWER, each.slower)
             chosen |= {name: each.slower}
@@ -126,7 +126,7 @@ class Choice:
 
 def _comparison(each: LinearLayer | Owner) -> str | None:
     """What a layer found; that of compiled layers is known by their sizes, or by the class of their module."""
-    if each.comparison is not AWAITED:
+    if each.comparison != AWAITED:
         return each.slower or each.comparison
     if each.record.fp8 or each.record.high_precision:  # it was called in eager code, in high precision
         return None

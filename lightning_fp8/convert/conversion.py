@@ -416,7 +416,7 @@ def apply_conversion(
                     module.comparison, module.slower = None, ""
     fuse_planned(model, summary)
     history = _share_history(model)
-    history.choice = None if tell is None else history.choice or Choice(model, tell)
+    history.choice = None if tell is None else history.choice or Choice(uncompiled(model), tell)
     if tell is not None:
         watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]

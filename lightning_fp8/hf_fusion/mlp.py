@@ -16,7 +16,6 @@ from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
-    fuse,
     has_global_hooks,
     has_hooks,
     name_of,
@@ -169,8 +168,3 @@ def _forward(x: Tensor, gate: Linear, up: Linear | None, down: Linear, activatio
     mlp = GatedMLP(activation if up is not None else _GATED[activation], of_gate, of_up, of_down, dtype, shared)
     y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
-
-
-def fuse_mlp(mlp: nn.Module) -> None:
-    """Make ``mlp`` run as one autograd function, in place."""
-    fuse(mlp, FusedMLP)

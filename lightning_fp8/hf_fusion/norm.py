@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.functions.rms_norm import RMSNormFunction
 from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
+
+_GEMMA_4 = "LigerRMSNormForGemma4.forward"
 
 
 class Formula(NamedTuple):
@@ -74,7 +76,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    by_liger = computes(cls.forward, liger.rms_norm) or getattr(cls.forward, "__qualname__", "") == _GEMMA_4
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
@@ -105,8 +107,7 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
-        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
-        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        y: Tensor = RMSNormFunction.apply(x, weight, dtype, eps, *formula[1:])  # type: ignore[no-untyped-call]
         return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property

@@ -189,7 +189,7 @@ class LinearLayer(WeightCachingModule):
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        if self.comparison is AWAITED and in_fp8 and self.training and context.observe:
+        if self.comparison == AWAITED and in_fp8 and self.training and context.observe:
             self.comparison = self._compared(input, context)
         return DISABLED if foreign or kept else context
 

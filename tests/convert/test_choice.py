@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,6 +217,34 @@ def test_a_plain_loop_resumes_bit_for_bit(recipe: str) -> None:
     assert equal_weights(straight, resumed)
     with pytest.raises(ValueError, match="'slower' must be"):
         load_fp8_state_dict(resumed, {**fp8_state_dict(straight), "slower": ["narrow"]})
+
+
+def test_a_state_replaces_a_decision_that_was_made_before() -> None:
+    saved, model = net(), net()
+    step(saved, 10)
+    step(model, 16)
+    assert saved.wide.slower
+    assert not model.wide.slower
+    before = fp8_state_dict(model)
+    load_fp8_state_dict(model, fp8_state_dict(saved))
+    assert model.wide.slower == saved.wide.slower
+    load_fp8_state_dict(model, before)
+    assert not model.wide.slower
+
+
+def test_a_pickled_model_that_is_converted_again_is_compared() -> None:
+    model = pickle.loads(pickle.dumps(net()))
+    convert_module(model, first_last_layers_bf16=False)
+    step(model)
+    assert model.narrow.slower
+
+
+def test_a_compiled_module_may_be_dropped() -> None:
+    model = Net().bfloat16()
+    convert_module(torch.compile(model), first_last_layers_bf16=False)
+    gc.collect()
+    step(model)
+    assert model.narrow.slower
 
 
 def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ def attach(model: nn.Module) -> None:
         undo: list[Callable[[], None]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
-            slower = getattr(module, owners.SLOWER, None) if place.compares else ""
-            comparison = AWAITED if place.compares and slower is None else None
-            owner = Owner(place.name, type(module).__qualname__, place.fp8, comparison, slower or "")
+            slower = getattr(module, owners.SLOWER, None)
+            compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
+            owner = Owner(place.name, type(module).__qualname__, place.fp8, *compared)
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(_disowning(module, owner))

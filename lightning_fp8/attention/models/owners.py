@@ -188,7 +188,7 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
     ``plain``: whether there are no windows and no padding, for which nothing was timed.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and (owner.comparison is not AWAITED or not owner.training):
+    if not compiling and (owner.comparison != AWAITED or not owner.training):
         return
     least, said = 0.0, NOT_TIMED
     if plain:

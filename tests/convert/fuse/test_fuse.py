@@ -352,3 +352,30 @@ def test_the_plugin_fuses_too() -> None:
     model = llama(3)
     FP8Precision(fuse=True).convert_module(model)
     assert sum(isinstance(module, FusedNorm) for module in model.modules()) == 2 * 3 + 1
+
+
+class OfLiger(nn.Module):
+    """A module of Liger-Kernel, of which a script has an instance beside its model."""
+
+    __module__ = "liger_kernel.transformers.cross_entropy"
+
+
+class Nameless:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Odd(nn.Module):
+    forward = Nameless()  # has no __qualname__
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+loss = OfLiger()
+
+
+def test_a_model_beside_objects_and_forwards_without_a_name_is_converted() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), Odd())
+    assert type(convert_module(model)[4]) is Odd  # type: ignore[index]
