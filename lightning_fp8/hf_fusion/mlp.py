@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8 import ops
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
@@ -162,6 +163,8 @@ def _forward(x: Tensor, gate: Linear, up: Linear | None, down: Linear, activatio
     shared = None
     if not torch.compiler.is_compiling():
         shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
+    if x.dtype not in ops.HIGH_PRECISION:  # float64 under autocast
+        x = x.to(dtype)
     if not torch.is_grad_enabled():
         wg, wd = without_gradient(wg), without_gradient(wd)
         wu = None if wu is None else without_gradient(wu)

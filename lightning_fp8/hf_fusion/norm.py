@@ -107,12 +107,32 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
+<<<<<<< HEAD
         y: Tensor = RMSNormFunction.apply(x, weight, dtype, eps, *formula[1:])  # type: ignore[no-untyped-call]
+=======
+        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
+        if (order := _order_in_memory(x)) is not None:  # as the model's own: no copy, and y has the strides of x
+            stored = x.permute(order)
+            y: Tensor = RMSNormFunction.apply(stored, weight, norm)  # type: ignore[no-untyped-call]
+            return y.view(stored.shape).permute(sorted(range(x.dim()), key=order.__getitem__))
+        y = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+>>>>>>> w-s1
         return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)
+
+
+def _order_in_memory(x: Tensor) -> list[int] | None:
+    """The order of dimensions in which ``x`` is contiguous, if that is another one and keeps the last dimension.
+
+    Such an input is that of a norm of queries after ``transpose(1, 2)``.
+    """
+    if x.is_contiguous() or x.stride(-1) != 1:
+        return None
+    order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+    return order if x.permute(order).is_contiguous() else None
 
 
 def _why_not(x: Any, weight: Any) -> str:

@@ -173,7 +173,7 @@ class LinearLayer(WeightCachingModule):
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    compared = self._compared(input, context) if self.comparison is AWAITED else ""
+                    compared = self._compared(input, context) if self.comparison == AWAITED else ""
                     note_traced(*self.features, comparison=compared)
                 else:
                     note_traced_outside_fp8(*self.features)

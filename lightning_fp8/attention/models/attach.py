@@ -33,7 +33,7 @@ class AttentionPlace(NamedTuple):
 
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
-_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Copies of attached modules, also unpickled ones."""
 _lock = threading.RLock()
@@ -67,7 +67,7 @@ def attach(model: nn.Module) -> None:
             return
         owners.forget_what_was_said()
         forget_what_was_told()
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], object]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
             slower = getattr(module, owners.SLOWER, None)
