@@ -107,16 +107,12 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
-<<<<<<< HEAD
-        y: Tensor = RMSNormFunction.apply(x, weight, dtype, eps, *formula[1:])  # type: ignore[no-untyped-call]
-=======
-        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
+        settings = dtype, eps, *formula[1:]
         if (order := _order_in_memory(x)) is not None:  # as the model's own: no copy, and y has the strides of x
             stored = x.permute(order)
-            y: Tensor = RMSNormFunction.apply(stored, weight, norm)  # type: ignore[no-untyped-call]
+            y: Tensor = RMSNormFunction.apply(stored, weight, *settings)  # type: ignore[no-untyped-call]
             return y.view(stored.shape).permute(sorted(range(x.dim()), key=order.__getitem__))
-        y = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
->>>>>>> w-s1
+        y = RMSNormFunction.apply(x, weight, *settings)  # type: ignore[no-untyped-call]
         return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property
