@@ -50,6 +50,21 @@ def trained(recipe: str, rows: int) -> dict[str, Any]:
     }
 
 
+def staged(models: int) -> dict[str, Any]:
+    """Each rank shards other numbers of models over its own mesh, as pipeline stages do."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))["shard"]
+    said = []
+    for _ in range(models):
+        layer = nn.Linear(64, 64, bias=False)
+        fully_shard(layer, mesh=mesh)
+        convert_module(layer, first_last_layers_bf16=False)
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            layer(torch.randn(10, 64)).sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        said.append(layer.slower)
+    return {"slower": said}
+
+
 def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
@@ -60,6 +75,7 @@ def main() -> None:
             for recipe in ("delayed", "tensorwise")
             for rows in ((10, 16), (10, 9))
         }
+        found["stages"] = staged(1 + rank)
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))
     leave()
 
