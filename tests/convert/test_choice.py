@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
+    Float8CurrentScaling,
     FP8FabricPrecision,
     FP8Precision,
-    Float8CurrentScaling,
     convert_module,
     faster,
     fp8_autocast,
@@ -527,7 +527,8 @@ def test_compiled_attention_is_not_compared() -> None:
 
 
 def test_attention_of_a_copy_decides() -> None:
-    _, model = attended([], run=None)
+    plugin = FP8FabricPrecision("tensorwise", attention=True, where_faster=False)
+    model = Fabric(accelerator="cpu", plugins=[plugin]).setup(Attending()).module
     copied = copy.deepcopy(model)
     optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
     with fp8_autocast(fp8_recipe=Float8CurrentScaling(fp8_dpa=True)), warnings.catch_warnings():
