@@ -134,8 +134,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     adapted = {
         clean_name(f"{name}.base_layer".lstrip("."))
         for name, module in model.named_modules()
-        if (base := module._modules.get("base_layer")) is not None
-        and (is_linear(base) or hasattr(module, "adapter_layer_names"))
+        if "base_layer" in module._modules  # no dict in modules of TorchScript
+        and (is_linear(module._modules["base_layer"]) or hasattr(module, "adapter_layer_names"))
     }
     names = _all_names(model)
     decisions = []

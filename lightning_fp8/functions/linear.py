@@ -112,6 +112,21 @@ class Product:
         self._passes: dict[tuple[Any, ...], KeptPlan] = {}
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
+    def redirected(
+        self, cached_weight: Quantized | None, main_grad: MainGrad | None = None, delayed: Delayed | None = None
+    ) -> Product:
+        """The same product with other ``cached_weight``, ``main_grad`` and ``delayed``. Both share their plans."""
+        made = Product(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
+        made._passes = self._passes
+        return made
+
+    def _keep(self, key: tuple[Any, ...], kept: KeptPlan) -> KeptPlan:
+        for other in list(self._passes):
+            if other[0] != plans.generation:
+                self._passes.pop(other, None)
+        self._passes[key] = kept
+        return kept
+
     def cast(self, role: Role) -> Cast:
         """The format and scales of the tensor of ``role``."""
         return self._casts[role]
@@ -206,7 +221,7 @@ class Product:
                 x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
                 gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
-                kept = self._passes[key] = forward_pass(x_cast, w_cast, gemm)
+                kept = self._keep(key, forward_pass(x_cast, w_cast, gemm))
             results = linear_forward(kept, rows, x_scale, x_amax, weight, w_scale, w_amax, bias)
             if results is not None:
                 x8 = operands_of(results[1], kept.cast, True, columnwise)  # type: ignore[arg-type]
@@ -244,9 +259,8 @@ class Product:
             kept = self._passes.get(key)
             if kept is None:
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
-                kept = self._passes[key] = forward_pass(
-                    None, w_cast, Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
-                )
+                gemm = Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
+                kept = self._keep(key, forward_pass(None, w_cast, gemm))
             operand = x8.rowwise.data, x8.rowwise.scale_inv, None
             results = linear_forward(kept, *operand, weight, w_scale, w_amax, bias)
             if results is not None:
@@ -302,10 +316,11 @@ class Product:
         if weight is not None and x_t is not None and not redirected and self._in_one_call(Role.GRAD_OUTPUT):
             transposed = dy_cast = amax = None
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            key: tuple[Any, ...] = plans.generation, dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero
+            dtypes = dx_dtype, dw_dtype
+            key: tuple[Any, ...] = plans.generation, *dtypes, x_t.layout, w_scale_is_nonzero, weight.is_cuda
             if isinstance(dy, Tensor):
                 first, (scale, amax, scale_is_nonzero) = dy, self._scale_and_amax(Role.GRAD_OUTPUT)
-                key = *key, scale_is_nonzero, dy.is_cuda
+                key = *key, scale_is_nonzero
             else:
                 assert dy.rowwise is not None
                 assert dy.columnwise is not None
@@ -318,7 +333,7 @@ class Product:
                     dy_cast = asked(dy, cast, True, True, scale_is_nonzero)
                 gemms = Gemm(cast.layout, w_cast.layout, dx_dtype), Gemm(cast.layout, x_t.layout, dw_dtype)
                 w_cast = asked(weight, w_cast, False, True, w_scale_is_nonzero)
-                kept = self._passes[key] = backward_pass(dy_cast, w_cast, *gemms)
+                kept = self._keep(key, backward_pass(dy_cast, w_cast, *gemms))
             results = linear_backward(kept, first, scale, amax, transposed, weight, w_scale, x_t.data, x_t.scale_inv)
             if results is not None:
                 return results

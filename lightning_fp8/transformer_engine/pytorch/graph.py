@@ -26,13 +26,26 @@ def make_graphed_callables(
             former names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``.
 
     Raises:
-        NotImplementedError: If another argument of Transformer Engine is neither None nor False.
+        NotImplementedError: If another argument of Transformer Engine is neither None nor False, or ``enabled`` is a
+            tuple of unlike values.
+        ValueError: If an argument and its former name are given with unlike values.
     """
     graphed = modules if isinstance(modules, tuple) else (modules,)
     for module in graphed:
         require_module("make_graphed_callables", module)
     new = {f"fp8_{name}": name for name in ("enabled", "calibrating", "recipe")} | {"fp8_group": "amax_reduction_group"}
-    options = {new.get(name, name): value for name, value in options.items() if value not in (None, False)}
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None or (name == "sample_kwargs" and not (value and any(value))):
+            continue
+        if name.endswith("enabled") and isinstance(value, tuple):
+            if len(value) != len(graphed) or len({*value}) > 1:
+                said = "it takes one value, or an equal one for each module; capture others in another call"
+                raise NotImplementedError(f"{name}={value} of make_graphed_callables: {said}")
+            value = value[0]
+        if given.setdefault(current := new.get(name, name), value) != value:
+            raise ValueError(f"make_graphed_callables: fp8_enabled and the like are former names; pass only {current}")
+    options = {name: value for name, value in given.items() if value is not False}
     pool = options.pop("pool", None)
     if others := ", ".join(sorted(options.keys() - new.values())):
         said = "pass all tensors in sample_args, and leave the others out; each replay casts the weights"
@@ -47,8 +60,8 @@ def make_graphed_callables(
     finally:
         for module, call in calls:
             module._compiled_call_impl = call
-    for history in all_histories():
-        history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
+        for history in all_histories():
+            history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
     for parameter in {each for module in graphed for each in module.parameters() if each.requires_grad}:
         if Tensor.clone not in (parameter._backward_hooks or {}).values():  # a module that is captured again has it
             parameter.register_hook(Tensor.clone)
