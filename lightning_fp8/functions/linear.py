@@ -15,7 +15,7 @@ from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 from lightning_fp8.functions.shared_input import InputCast
-from lightning_fp8.ops import Quantized, plans
+from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.linear import KeptPlan, backward_pass, forward_pass, linear_backward, linear_forward
@@ -120,13 +120,6 @@ class Product:
         made._passes = self._passes
         return made
 
-    def _keep(self, key: tuple[Any, ...], kept: KeptPlan) -> KeptPlan:
-        for other in list(self._passes):
-            if other[0] != plans.generation:
-                self._passes.pop(other, None)
-        self._passes[key] = kept
-        return kept
-
     def cast(self, role: Role) -> Cast:
         """The format and scales of the tensor of ``role``."""
         return self._casts[role]
@@ -215,13 +208,13 @@ class Product:
         if (shared is None or shared.is_new) and self._in_one_call(Role.INPUT):
             x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            key = plans.generation, dtype, x_scale_is_nonzero, w_scale_is_nonzero, columnwise, rows.is_cuda
+            key = dtype, x_scale_is_nonzero, w_scale_is_nonzero, columnwise, rows.is_cuda
             kept = self._passes.get(key)
             if kept is None:
                 x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
                 gemm = Gemm(x_cast.layout, w_cast.layout, dtype, True)
-                kept = self._keep(key, forward_pass(x_cast, w_cast, gemm))
+                kept = self._passes[key] = forward_pass(x_cast, w_cast, gemm)
             results = linear_forward(kept, rows, x_scale, x_amax, weight, w_scale, w_amax, bias)
             if results is not None:
                 x8 = operands_of(results[1], kept.cast, True, columnwise)  # type: ignore[arg-type]
@@ -255,12 +248,12 @@ class Product:
         if self._in_one_call(Role.WEIGHT):
             assert x8.rowwise is not None
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
-            key = plans.generation, dtype, x8.rowwise.layout, w_scale_is_nonzero
+            key = dtype, x8.rowwise.layout, w_scale_is_nonzero
             kept = self._passes.get(key)
             if kept is None:
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
                 gemm = Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
-                kept = self._keep(key, forward_pass(None, w_cast, gemm))
+                kept = self._passes[key] = forward_pass(None, w_cast, gemm)
             operand = x8.rowwise.data, x8.rowwise.scale_inv, None
             results = linear_forward(kept, *operand, weight, w_scale, w_amax, bias)
             if results is not None:
@@ -316,8 +309,7 @@ class Product:
         if weight is not None and x_t is not None and not redirected and self._in_one_call(Role.GRAD_OUTPUT):
             transposed = dy_cast = amax = None
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            dtypes = dx_dtype, dw_dtype
-            key: tuple[Any, ...] = plans.generation, *dtypes, x_t.layout, w_scale_is_nonzero, weight.is_cuda
+            key: tuple[Any, ...] = dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero, weight.is_cuda
             if isinstance(dy, Tensor):
                 first, (scale, amax, scale_is_nonzero) = dy, self._scale_and_amax(Role.GRAD_OUTPUT)
                 key = *key, scale_is_nonzero
@@ -333,7 +325,7 @@ class Product:
                     dy_cast = asked(dy, cast, True, True, scale_is_nonzero)
                 gemms = Gemm(cast.layout, w_cast.layout, dx_dtype), Gemm(cast.layout, x_t.layout, dw_dtype)
                 w_cast = asked(weight, w_cast, False, True, w_scale_is_nonzero)
-                kept = self._keep(key, backward_pass(dy_cast, w_cast, *gemms))
+                kept = self._passes[key] = backward_pass(dy_cast, w_cast, *gemms)
             results = linear_backward(kept, first, scale, amax, transposed, weight, w_scale, x_t.data, x_t.scale_inv)
             if results is not None:
                 return results

@@ -34,10 +34,8 @@ class RMSNormFunction(torch.autograd.Function):
         except RuntimeError as error:
             if "inplace" not in str(error):
                 raise
-            raise RuntimeError(
-                "the input or the weight of a fused norm was changed in place before its backward, which reads both, "
-                "as r is by `h = norm(r); r += h`: write `r = r + h`, or convert the model with fuse=False"
-            ) from error
+            said = "the input or weight of a fused norm was changed in place before its backward (h = norm(r); r += h)"
+            raise RuntimeError(f"{said}: write r = r + h, or convert the model with fuse=False") from error
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(
             dy.reshape(-1, columns),

@@ -116,12 +116,10 @@ class FusedMLP(FusedModule):
             return "hooks of all modules are registered"
         if context.recipe.backward_override is not None:
             return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"
-        if reason := why_not_input(x):
-            return reason
-        weight, _ = self._modules["down_proj"]._weight_and_bias()  # type: ignore[union-attr, operator]
-        if weight.dtype is not x.dtype and not autocast_dtype(x.device.type):
-            return f"the weight of down_proj is {weight.dtype} and its input {x.dtype}"  # which down_proj refuses
-        return ""
+        dtype = self._modules["down_proj"]._weight_and_bias()[0].dtype  # type: ignore[union-attr, operator]
+        if isinstance(x, Tensor) and dtype is not x.dtype and not autocast_dtype(x.device.type):
+            return f"down_proj's weight is {dtype} and its input {x.dtype}"  # which it refuses
+        return why_not_input(x)
 
 
 def _why_not(name: str, layer: Any) -> str:

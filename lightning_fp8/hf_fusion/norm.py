@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
@@ -126,11 +125,11 @@ class FusedNorm(FusedModule):
         return tuple(self.weight.shape)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _dtype_under_autocast(device_type: str, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
     """The dtype of torch's RMSNorm under autocast, which depends on the device and on torch's version."""
-    x, weight = (torch.empty(0, 1, dtype=each, device=device_type) for each in (x_dtype, weight_dtype))
-    return F.rms_norm(x, (1,), weight.new_empty(1)).dtype
+    x, weight = (torch.empty(1, dtype=each, device=device_type) for each in (x_dtype, weight_dtype))
+    return torch.rms_norm(x, (1,), weight).dtype
 
 
 def _order_in_memory(x: Tensor) -> list[int] | None:

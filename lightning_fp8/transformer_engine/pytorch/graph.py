@@ -26,26 +26,23 @@ def make_graphed_callables(
             former names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``.
 
     Raises:
-        NotImplementedError: If another argument of Transformer Engine is neither None nor False, or ``enabled`` is a
-            tuple of unlike values.
-        ValueError: If an argument and its former name are given with unlike values.
+        NotImplementedError: If another argument of Transformer Engine is neither None nor False.
+        ValueError: If an argument and its former name differ, or the values of ``enabled`` in a tuple for all modules.
     """
     graphed = modules if isinstance(modules, tuple) else (modules,)
     for module in graphed:
         require_module("make_graphed_callables", module)
     new = {f"fp8_{name}": name for name in ("enabled", "calibrating", "recipe")} | {"fp8_group": "amax_reduction_group"}
-    given: dict[str, Any] = {}
+    given: dict[str, list[Any]] = {}
     for name, value in options.items():
-        if value is None or (name == "sample_kwargs" and not (value and any(value))):
-            continue
-        if name.endswith("enabled") and isinstance(value, tuple):
-            if len(value) != len(graphed) or len({*value}) > 1:
-                said = "it takes one value, or an equal one for each module; capture others in another call"
-                raise NotImplementedError(f"{name}={value} of make_graphed_callables: {said}")
-            value = value[0]
-        if given.setdefault(current := new.get(name, name), value) != value:
-            raise ValueError(f"make_graphed_callables: fp8_enabled and the like are former names; pass only {current}")
-    options = {name: value for name, value in given.items() if value is not False}
+        if value is not None and not (name == "sample_kwargs" and not any(value or ())):
+            of_each = name.endswith("enabled") and isinstance(value, tuple)
+            given.setdefault(new.get(name, name), []).extend(value if of_each else [value])
+    for name, values in given.items():
+        if any(value != values[0] for value in values):
+            said = f"{name} is {' and '.join(map(repr, values))}; pass one value, for all modules of a call"
+            raise ValueError(f"make_graphed_callables: {said}")
+    options = {name: values[0] for name, values in given.items() if values and values[0] is not False}
     pool = options.pop("pool", None)
     if others := ", ".join(sorted(options.keys() - new.values())):
         said = "pass all tensors in sample_args, and leave the others out; each replay casts the weights"
