@@ -128,7 +128,10 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Run:
-    """A step: a recipe (None is BF16), FP8 attention or BF16's, fused or not; ``liger``: its RoPE and cross entropy."""
+    """A step: a recipe (None is BF16), FP8 attention or BF16's, fused or not.
+
+    ``liger``: RoPE and cross entropy of Liger-Kernel; in BF16 also its norms and MLPs.
+    """
 
     recipe: str | None = None
     fuse: bool = False
@@ -137,12 +140,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        more = ", fused" * self.fuse + ", FP8 attention" * self.attention + ", Liger's RoPE and loss" * self.liger
+        by_liger = ", Liger's RoPE and loss" if self.recipe else ", Liger"
+        more = ", fused" * self.fuse + ", FP8 attention" * self.attention + by_liger * self.liger
         return f"{self.recipe or 'BF16'}{more}"
 
 
 RUNS = (
     Run(),
+    Run(liger=True),
     Run("delayed"),
     Run("delayed", fuse=True),
     Run("delayed", fuse=True, liger=True),
@@ -402,6 +407,12 @@ def budget(run: Run, measured: Measured) -> tuple[dict[str, float], int]:
         heads = LARGE.tokens * (LARGE.width + LARGE.keys)
         groups[ROPE] = BLOCKS * measured.copy(8 * heads + 8 * LARGE.tokens * LARGE.keys) / EFFICIENCY["reduce"]
         groups[CROSS_ENTROPY] = measured.copy(6 * LARGE.tokens * 8192) / EFFICIENCY["reduce"]
+        if run.recipe is None:  # reads x, writes y; reads dy and x, writes dx; and alike for gate and up
+            norm, inner = 2 * LARGE.tokens * LARGE.width, 2 * LARGE.tokens * LARGE.inner
+            both_ways = measured.copy(2 * norm) + measured.copy(3 * norm)
+            groups["RMSNorm"] = (2 * BLOCKS + 1) * both_ways / EFFICIENCY["one pass"]
+            both_ways = measured.copy(3 * inner) + measured.copy(5 * inner)
+            groups["SwiGLU"] = BLOCKS * both_ways / EFFICIENCY["one pass"]
     return groups, count
 
 
@@ -430,7 +441,7 @@ def rows(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             "groups": {group: round(ms, 3) for group, ms in sorted(groups.items(), key=lambda item: -item[1])},
             "modelled": round(total, 2),
             "measured": measured.step(run),
-            "ops": count,
+            "ops": None if run.liger else count,
             "over BF16, modelled": round(base / total, 2),
         }
 
@@ -444,10 +455,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = list(rows(RUNS))
     for row in found:
         beside = "" if row["measured"] is None else f", measured {row['measured']:.2f}"
-        print(f"{row['run']}: {row['modelled']:.2f} ms{beside}; {row['over BF16, modelled']:.2f}; {row['ops']} ops")
+        print(
+            f"{row['run']}: {row['modelled']:.2f} ms{beside}; {row['over BF16, modelled']:.2f}; {row['ops'] or '?'} ops"
+        )
         print("  " + ", ".join(f"{group} {ms:.2f}" for group, ms in row["groups"].items()))
     if args.json:
-        conditions = "two blocks of Llama-8B, vocabulary 8,192, 4 × 2,048 tokens, BF16 weights, fused AdamW, eager"
+        model = "two blocks of Llama-8B, both in FP8, vocabulary 8,192"
+        conditions = f"{model}, 4 × 2,048 tokens, BF16 weights, fused AdamW, eager"
         document = {"what": WHAT, "conditions": conditions, "torch": torch.__version__, "runs": found}
         write(document, args.json)
     return 0

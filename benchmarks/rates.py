@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring.files import write
+from benchmarks.measuring.files import write_text
 from benchmarks.suites.layers import LLAMA_8B
 from cuda_kernels.host.gemm_measurements import rates_file
 
@@ -99,5 +99,5 @@ def read(paths: Iterable[Path]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = read(map(Path, sys.argv[1:]))
-    write(found, rates_file(found["card"]))
+    write_text(json.dumps(found).replace("}, ", "},\n ") + "\n", rates_file(found["card"]))  # a line for each fit
     print(rates_file(found["card"]))

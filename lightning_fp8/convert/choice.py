@@ -4,6 +4,9 @@ Each layer compares the sizes of its first training forward (:mod:`lightning_fp8
 at the model's first optimizer step, and stays: a recomputed forward runs as its forward did, and ranks decide alike
 though their sequences may have other lengths. A layer stays in high precision if FP8 is slower on every rank that has
 called it. The state of the scales contains the decision, so that a resumed run computes what it would have computed.
+Steps before the first forward, as those that create an optimizer's state, decide nothing.
+
+Ranks that share nothing else decide alone, since a collective that other ranks do not begin would wait for ever.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fp8.attention.models.owners import SLOWER, Owner, owner_of
+from lightning_fp8.attention.models.owners import any_traced as any_traced_attention
 from lightning_fp8.attention.models.owners import traced_comparison as traced_attention
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.faster import AWAITED, is_slower
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import traced_comparison
+from lightning_fp8.modules.record import any_traced, traced_comparison
 from lightning_fp8.names import clean_name
 from lightning_fp8.parallel.agreement import of_all_ranks
+from lightning_fp8.parallel.sharded_linear import is_sharded
+
+STEPS_BEFORE_FORWARDS = 10
+"""The number of optimizer steps without any forward after which nothing is compared any more."""
 
 
 class Choice:
@@ -38,14 +46,28 @@ class Choice:
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
         self.slower: dict[str, str] | None = None
-        self._model, self._tell = weakref.ref(model), tell
+        self._model = weakref.ref(getattr(model, "_orig_mod", model))  # a caller may drop a compiled module
+        self._tell = tell
+        self._steps = 0
 
-    def decide(self, group: dist.ProcessGroup | None) -> None:
-        """Decide, at the first optimizer step; over several ranks of ``group`` this is a collective."""
+    def decide(self, group: dist.ProcessGroup | None, together: bool = True) -> None:
+        """Decide, at the first optimizer step after a forward.
+
+        Args:
+            together: whether all ranks of ``group`` decide now, by a collective. They do if weights are sharded.
+        """
         if self.slower is not None:
             return
-        own = {name: said for name, each, _ in self._places() if (said := _comparison(each)) is not None}
-        of_ranks = of_all_ranks(own, group) if are_several_ranks(group) else [own]
+        places = [*self._places()]
+        own = {name: said for name, each, _ in places if (said := _comparison(each)) is not None}
+        together |= any(is_sharded(module._parameters.get("weight")) for _, _, module in places)
+        found_by_rank = [(own, bool(own) or not places or self._ran())]
+        if together and are_several_ranks(group):
+            found_by_rank = of_all_ranks(found_by_rank[0], group)
+        self._steps += 1
+        if self._steps < STEPS_BEFORE_FORWARDS and not any(ran for _, ran in found_by_rank):
+            return
+        of_ranks = [of_rank for of_rank, _ in found_by_rank]
         by_name = {name: [each[name] for each in of_ranks if name in each] for each in of_ranks for name in each}
         self.load({name: found[0] for name, found in by_name.items() if all(map(is_slower, found))})
         if self.slower:
@@ -55,16 +77,43 @@ class Choice:
                 f"{reasons}. where_faster=False runs linear layers in FP8, and attention='always' attention"
             )
 
-    def load(self, slower: Mapping[str, str] | None) -> None:
-        """Set a decision; None, of a state without one, has no effect."""
+    def load(self, slower: Mapping[str, str] | None, part: nn.Module | None = None) -> None:
+        """Set a decision; None, of a state without one, has no effect.
+
+        Args:
+            part: a part of the model, whose names those of ``slower`` are. The decision of the others stays open.
+        """
         if slower is None:
             return
-        self.slower = dict(slower)
+        model = self._model()
+        part_is_all = part is None or getattr(part, "_orig_mod", part) is model
+        names = {} if part_is_all or part is None else {id(each): name for name, each in part.named_modules()}
+        chosen = {} if part_is_all else dict(self.slower or {})
         for name, each, module in self._places():
-            each.slower = slower.get(name, "")
-            each.comparison = None if each.comparison is AWAITED or isinstance(each, LinearLayer) else each.comparison
+            if not part_is_all and id(module) not in names:
+                continue
+            each.slower = slower.get(name if part_is_all else clean_name(names[id(module)]), "")
+            each.comparison = "" if each.comparison == AWAITED or isinstance(each, LinearLayer) else each.comparison
             if isinstance(each, Owner):
                 setattr(module, SLOWER, each.slower)
+            chosen |= {name: each.slower}
+        if part_is_all:
+            self.slower = dict(slower)
+        elif self.slower is not None:
+            self.slower = {name: reason for name, reason in chosen.items() if reason}
+
+    def of_part(self, part: nn.Module) -> dict[str, str] | None:
+        """The decision for the layers of ``part``, by their names in it; None until it is decided."""
+        if self.slower is None or (model := self._model()) is None:
+            return None
+        reasons = {id(each): self.slower.get(clean_name(name), "") for name, each in model.named_modules()}
+        named = {clean_name(name): reasons.get(id(each), "") for name, each in part.named_modules()}
+        return {name: reason for name, reason in named.items() if reason}
+
+    def _ran(self) -> bool:
+        """Whether anything that may be compared was called, or may have been in compiled code."""
+        records = [each.record for _, each, _ in self._places()]
+        return any(record.ran for record in records) or any_traced() or any_traced_attention()
 
     def _places(self) -> Iterator[tuple[str, Any, nn.Module]]:
         """The names of what is compared, the layers or owners, and the modules."""
@@ -77,7 +126,7 @@ class Choice:
 
 def _comparison(each: LinearLayer | Owner) -> str | None:
     """What a layer found; that of compiled layers is known by their sizes, or by the class of their module."""
-    if each.comparison is not AWAITED:
+    if each.comparison != AWAITED:
         return each.slower or each.comparison
     if each.record.fp8 or each.record.high_precision:  # it was called in eager code, in high precision
         return None

@@ -296,11 +296,12 @@ def convert_module(
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: the number of first layers to keep.
         num_layers_at_end_in_bf16: the number of last layers to keep.
-        replace_layers: False converts nothing; only existing modules of ``lightning_fp8`` run in FP8.
+        replace_layers: False converts no linear layer; only existing modules of ``lightning_fp8`` run in FP8.
         skip: the modules that stay in BF16: globs of module names, or a function that is called with each candidate
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: run each RMSNorm in one kernel and each gated MLP (SwiGLU, GeGLU) as one autograd function, in Hugging
-            Face's Llama and in all models whose norms and MLPs have a known forward.
+            Face's Llama and in all models whose norms and MLPs have a known forward. The table lists them, and the
+            reasons of those that run as the model's own. False leaves all as they are.
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
             for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
             ``lightning_fp8.Linear`` run in FP8.
@@ -415,7 +416,7 @@ def apply_conversion(
                     module.comparison, module.slower = None, ""
     fuse_planned(model, summary)
     history = _share_history(model)
-    history.choice = None if tell is None else history.choice or Choice(model, tell)
+    history.choice = None if tell is None else history.choice or Choice(uncompiled(model), tell)
     if tell is not None:
         watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]

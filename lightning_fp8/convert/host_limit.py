@@ -68,9 +68,9 @@ _watched: HostLimit | None = None
 
 
 def watch_host(tell: Callable[[str], None]) -> None:
-    """Watch the steps from now on, on a machine with a GPU; ``tell`` is called with the message, if there is one."""
+    """Watch the steps on a GPU from now on; ``tell`` is called with the message, if there is one."""
     global _watched
-    _watched = HostLimit(tell) if torch.cuda.is_available() else None
+    _watched = HostLimit(tell)  # without a look for a GPU, after which a process that is forked could not use it
 
 
 @torch.compiler.disable

@@ -96,9 +96,14 @@ def saved_span(span: Span | None) -> dict[str, Any]:
     return {} if span is None else {"fp8_format": span[0].name, "margin": span[1]}
 
 
-def saved_choice(history: AmaxHistory | None) -> dict[str, Any]:
-    """The entry of a saved state for layers that stay in high precision, once they are chosen."""
-    slower = None if history is None or history.choice is None else history.choice.slower
+def saved_choice(history: AmaxHistory | None, part: Any = None) -> dict[str, Any]:
+    """The entry of a saved state for layers that stay in high precision, once they are chosen.
+
+    Args:
+        part: the module that is saved, if it may be a part of the model.
+    """
+    choice = None if history is None else history.choice
+    slower = None if choice is None else choice.slower if part is None else choice.of_part(part)
     return {} if slower is None else {"slower": dict(slower)}
 
 
@@ -435,12 +440,13 @@ class AmaxHistory:
         }
 
     @_not_for_inference
-    def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
+    def load_state_dict(self, state: dict[str, Any], names: Sequence[str] | None = None, part: Any = None) -> list[str]:
         """Load the slots whose names are in ``state``. All other slots start empty.
 
         Args:
             state: the result of :meth:`state_dict`.
             names: the names of this history's slots in ``state``; ``None`` is :attr:`names`.
+            part: the module that is loaded, if it may be a part of the model.
 
         Returns:
             The names of this history's slots that are missing in ``state``.
@@ -465,7 +471,7 @@ class AmaxHistory:
             )
         self.updates, self.steps, self.span = updates, steps_in(state), span_in(state)
         if self.choice is not None:
-            self.choice.load(state.get("slower"))
+            self.choice.load(state.get("slower"), part)
         return [name for name in names if name not in saved_index]
 
 

@@ -473,13 +473,22 @@ def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
     without_slots = [history for history in all_histories() if not history.names]
     for history in (*(history for history, _ in owned), *without_slots):
         if history.choice is not None:
-            history.choice.decide(_region.group if history.plugin_recipe is None else None)
+            decide_where_faster(history)
     update_slots(owned)
     for history, _ in owned:
         if history.updates % UPDATES_OF_OTHERS == 0 and not (history.watch.has_warned_of_others or is_capturing()):
             waiting = [slot for slot in slots_without_optimizer(history) if bool(history.amax[slot] > 0)]
             if waiting:
                 history.watch.warn_of_others([history.names[slot] for slot in waiting])
+
+
+def decide_where_faster(history: AmaxHistory) -> None:
+    """Decide which layers stay in high precision, on all ranks alike where they take part in every step."""
+    if history.plugin_recipe is not None:
+        history.choice.decide(None)
+    else:
+        recipe = _region.recipe or history.recipe
+        history.choice.decide(_region.group, together=recipe is not None and recipe.reduce_amax)
 
 
 _stepped_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -69,7 +69,7 @@ class GatedMLPFunction(torch.autograd.Function):
     """``y [R, N] = (activation(x wgᵀ) * (x wuᵀ)) wdᵀ + bd`` of ``x [..., K]``, with its nine GEMMs in FP8.
 
     Without wu, wg ``[2 F, K]`` has the rows of both, and there are six GEMMs. It saves the FP8 copies that wgrad
-    multiplies, the outputs of gate and up, and the parameters.
+    multiplies, the outputs of gate and up, and the weights that dgrad casts again.
     """
 
     @staticmethod
@@ -89,9 +89,10 @@ class GatedMLPFunction(torch.autograd.Function):
         y = mlp.down.forward(a8, wd, bd, mlp.dtype)
         kept = (g, u) if needs_x or needs_wg or needs_wu else (None, None)
         of_gate_and_up = *mlp.gate.saved(x8), *mlp.gate.saved(x8_up)
-        ctx.save_for_backward(wg, wu, wd, *kept, *of_gate_and_up, *mlp.down.saved(a8))
+        of_dgrad = *((wg, wu) if needs_x else (None, None)), None if kept[0] is None else wd
+        ctx.save_for_backward(*of_dgrad, *kept, *of_gate_and_up, *mlp.down.saved(a8))
         ctx.mlp, ctx.x_shape, ctx.x_dtype = mlp, x.shape, x.dtype
-        ctx.bias_dtype = None if bd is None else bd.dtype
+        ctx.dtypes = tuple(None if each is None else each.dtype for each in (wg, wu, wd, bd))
         return y
 
     @staticmethod
@@ -99,19 +100,20 @@ class GatedMLPFunction(torch.autograd.Function):
         refuse_second_derivatives("a fused MLP")
         mlp: GatedMLP = ctx.mlp
         wg, wu, wd, g, u, *operands = ctx.saved_tensors
+        of_wg, of_wu, of_wd, of_bd = ctx.dtypes
         needs_x, needs_wg, needs_wu, needs_wd, needs_bd = ctx.needs_input_grad[1:]
         dx = dwg = dwu = dwd = da = None
         if g is not None or needs_wd:
             a_t = mlp.down.unsaved(*operands[4:]) if needs_wd else None
-            da, dwd = mlp.down.gradients(dy, None if g is None else wd, a_t, mlp.dtype, wd.dtype)
+            da, dwd = mlp.down.gradients(dy, wd, a_t, mlp.dtype, of_wd)
         if da is not None:
             dg8, du8 = mlp.gradients(da, g, u, rowwise=needs_x, of_gate=needs_wg, of_up=needs_wu)
             of_gate = mlp.gate.unsaved(*operands[:2]) if needs_wg else None
-            dx, dwg = mlp.gate.gradients(dg8, wg if needs_x else None, of_gate, ctx.x_dtype, wg.dtype)
+            dx, dwg = mlp.gate.gradients(dg8, wg, of_gate, ctx.x_dtype, of_wg)
             if mlp.up is not None and du8 is not None:
                 of_up = mlp.up.unsaved(*operands[2:4]) if needs_wu else None
-                of_x, dwu = mlp.up.gradients(du8, wu if needs_x else None, of_up, ctx.x_dtype, wu.dtype)
+                of_x, dwu = mlp.up.gradients(du8, wu, of_up, ctx.x_dtype, of_wu)
                 dx = dx if dx is None or of_x is None else dx.add_(of_x)
             dx = None if dx is None else dx.view(ctx.x_shape)
-        dbd = bias_gradient(dy, ctx.bias_dtype) if needs_bd else None
+        dbd = bias_gradient(dy, of_bd) if needs_bd else None
         return None, dx, dwg, dwu, dwd, dbd

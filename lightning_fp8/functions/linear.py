@@ -254,10 +254,6 @@ class Product:
         w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, again=again)
         return ops.scaled_mm(x8.rowwise, w8.rowwise, bias=bias, out_dtype=dtype, fast_accum=True)  # type: ignore[arg-type]
 
-    def quantized_gradient(self, dy: Tensor, *, rowwise: bool, columnwise: bool) -> Quantized:
-        """The operands of ``dy [R, N]``."""
-        return self.quantize(dy, Role.GRAD_OUTPUT, rowwise=rowwise, columnwise=columnwise)
-
     def input_gradient(self, dy8: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """``dy w`` in ``dtype``."""
         w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, rowwise=False, columnwise=True, again=True)
@@ -327,7 +323,7 @@ class Product:
             if results is not None:
                 return results
         if isinstance(dy, Tensor):
-            dy = self.quantized_gradient(dy, rowwise=weight is not None, columnwise=x_t is not None)
+            dy = self.quantize(dy, Role.GRAD_OUTPUT, rowwise=weight is not None, columnwise=x_t is not None)
         dx = None if weight is None else self.input_gradient(dy, weight, dx_dtype)
         return dx, None if x_t is None else self.weight_gradient(dy, x_t, dw_dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +11,19 @@ from lightning_fp8 import ops
 from lightning_fp8.functions.linear import refuse_second_derivatives
 
 
-class RMSNorm(NamedTuple):
-    """The settings of an :class:`RMSNormFunction`; see :func:`lightning_fp8.ops.rms_norm`."""
-
-    eps: float
-    zero_centered: bool
-    rounds_first: bool
-    dtype: torch.dtype
-
-
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm of ``x [..., K]`` as rows ``[R, K]``. It saves x, the weight and one float32 for each row."""
+    """:func:`lightning_fp8.ops.rms_norm` of ``x [..., K]``. It saves x, the weight and one float32 for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, eps: float, zero_centered: bool, rounds_first: bool
+    ) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y, statistics = ops.rms_norm(
-            rows, weight, norm.dtype, eps=norm.eps, zero_centered=norm.zero_centered, rounds_first=norm.rounds_first
+            rows, weight, dtype, eps=eps, zero_centered=zero_centered, rounds_first=rounds_first
         )
         ctx.save_for_backward(x, weight, statistics)
-        ctx.zero_centered = norm.zero_centered
+        ctx.zero_centered = zero_centered
         return y
 
     @staticmethod
@@ -46,4 +39,4 @@ class RMSNormFunction(torch.autograd.Function):
             rms=True,
             zero_centered=ctx.zero_centered,
         )
-        return dx if x.dim() == 2 else dx.view(x.shape), dweight, None
+        return dx if x.dim() == 2 else dx.view(x.shape), dweight, None, None, None, None

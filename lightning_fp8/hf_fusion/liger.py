@@ -53,7 +53,7 @@ def heads_read_by_liger(model: nn.Module) -> frozenset[str]:
 def computed_by_liger(model: nn.Module) -> tuple[str, ...]:
     """A message that names what Liger computes in ``model`` besides norms and MLPs; none if nothing."""
     sources = {sys.modules.get(type(module).__module__, F) for module in model.modules()}
-    ligers = [each.__name__ for source in sources for each in vars(source).values() if _is_ligers(each)]
+    ligers = [getattr(each, "__name__", "") for source in sources for each in vars(source).values() if _is_ligers(each)]
     found = {
         "RoPE": any("rotary" in name for name in ligers),
         "cross entropy": _is_ligers(F.cross_entropy),

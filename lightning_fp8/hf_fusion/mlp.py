@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8 import ops
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
@@ -16,7 +17,6 @@ from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import (
     FusedModule,
     computes,
-    fuse,
     has_global_hooks,
     has_hooks,
     name_of,
@@ -123,8 +123,10 @@ def _why_not(name: str, layer: Any) -> str:
     """The reason why ``layer`` has to be called; an empty string if its products are enough."""
     if type(layer) is not Linear:
         return f"its {name} is a {name_of(layer)}"
-    if not layer.fp8 or layer.slower:
+    if not layer.fp8:
         return f"{name} runs in BF16"
+    if layer.slower and layer.stays_in_high_precision:
+        return layer.slower
     if has_hooks(layer):
         return f"{name} has hooks"
     if "forward" in vars(layer):
@@ -161,14 +163,11 @@ def _forward(x: Tensor, gate: Linear, up: Linear | None, down: Linear, activatio
     shared = None
     if not torch.compiler.is_compiling():
         shared = input_cast(x, dtype, of_gate.recipe, of_gate.slots[Role.INPUT], observe=of_gate.observe)
+    if x.dtype not in ops.HIGH_PRECISION:  # float64 under autocast
+        x = x.to(dtype)
     if not torch.is_grad_enabled():
         wg, wd = without_gradient(wg), without_gradient(wd)
         wu = None if wu is None else without_gradient(wu)
     mlp = GatedMLP(activation if up is not None else _GATED[activation], of_gate, of_up, of_down, dtype, shared)
     y: Tensor = GatedMLPFunction.apply(mlp, x, wg, wu, wd, bd)  # type: ignore[no-untyped-call]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], wd.shape[0])
-
-
-def fuse_mlp(mlp: nn.Module) -> None:
-    """Make ``mlp`` run as one autograd function, in place."""
-    fuse(mlp, FusedMLP)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.rms_norm import RMSNorm, RMSNormFunction
+from lightning_fp8.functions.rms_norm import RMSNormFunction
 from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.modules.record import note_traced
+
+_GEMMA_4 = "LigerRMSNormForGemma4.forward"
 
 
 class Formula(NamedTuple):
@@ -74,7 +76,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         return Formula("variance_epsilon")
     if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    by_liger = computes(cls.forward, liger.rms_norm) or cls.forward.__qualname__ == "LigerRMSNormForGemma4.forward"
+    by_liger = computes(cls.forward, liger.rms_norm) or getattr(cls.forward, "__qualname__", "") == _GEMMA_4
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
     if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
@@ -105,13 +107,28 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
-        norm = RMSNorm(eps, formula.zero_centered, formula.rounds_first, dtype)
-        y: Tensor = RMSNormFunction.apply(x, weight, norm)  # type: ignore[no-untyped-call]
+        settings = dtype, eps, *formula[1:]
+        if (order := _order_in_memory(x)) is not None:  # as the model's own: no copy, and y has the strides of x
+            stored = x.permute(order)
+            y: Tensor = RMSNormFunction.apply(stored, weight, *settings)  # type: ignore[no-untyped-call]
+            return y.view(stored.shape).permute(sorted(range(x.dim()), key=order.__getitem__))
+        y = RMSNormFunction.apply(x, weight, *settings)  # type: ignore[no-untyped-call]
         return y if x.dim() == 2 else y.view(x.shape)  # views that an autograd function returns cannot be changed
 
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)
+
+
+def _order_in_memory(x: Tensor) -> list[int] | None:
+    """The order of dimensions in which ``x`` is contiguous, if that is another one and keeps the last dimension.
+
+    Such an input is that of a norm of queries after ``transpose(1, 2)``.
+    """
+    if x.is_contiguous() or x.stride(-1) != 1:
+        return None
+    order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+    return order if x.permute(order).is_contiguous() else None
 
 
 def _why_not(x: Any, weight: Any) -> str:

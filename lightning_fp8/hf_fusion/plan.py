@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
-from lightning_fp8.hf_fusion.fused import FusedModule, has_hooks, name_of
+from lightning_fp8.hf_fusion.fused import FusedModule, fuse, has_hooks, name_of
 from lightning_fp8.hf_fusion.liger import is_patched
-from lightning_fp8.hf_fusion.mlp import act_fn_of, activation_of, fuse_mlp, is_known_mlp, layers_of, why_not_bias
+from lightning_fp8.hf_fusion.mlp import FusedMLP, act_fn_of, activation_of, is_known_mlp, layers_of, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.record import was_traced
@@ -47,7 +47,8 @@ def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
     modules = {clean_name(name): module for name, module in model.named_modules()}
     for each in (*summary.norms, *summary.mlps):
         if each.fp8:
-            (fuse_norm if each.kind == NORM else fuse_mlp)(modules[each.name])
+            module = modules[each.name]
+            fuse_norm(module) if each.kind == NORM else fuse(module, FusedMLP)
 
 
 def _why_not(module: nn.Module, known: Any) -> str:
@@ -73,11 +74,6 @@ def _why_mlp_does_not(name: str, mlp: nn.Module, decisions: Mapping[str, LayerDe
         return "its act_fn has hooks" if hooked else f"fuse=True does not support {name_of(act_fn)}"
     return ""
 
-
-FORWARD_REPLACED = "its forward was replaced on the instance after the conversion"
-CLASS_REPLACED = "its class was replaced after the conversion"
-MODULE_REPLACED = "it was replaced by another module"
-REMOVED = "it was removed from the model"
 
 WAY_OUT = ", which only costs passes over memory; fuse=False removes it from the table"
 """What can be done if a norm or an MLP ran as the model's own."""
@@ -113,11 +109,13 @@ def judged_fused(
         return replace(planned, ran=not why_not, reason=why_not or planned.reason)
     current = module if now is None else now
     if current is None:
-        why_not = REMOVED
+        why_not = "it was removed from the model"
     elif not (fused := _fused_in(current)):
-        why_not = CLASS_REPLACED if "why_not" in vars(current) else MODULE_REPLACED
+        of_class = "why_not" in vars(current)
+        why_not = "its class was replaced after the conversion" if of_class else "it was replaced by another module"
     elif all("forward" in vars(each) and not calls_own_forward(each) for each in fused):
-        why_not = FORWARD_REPLACED + "; convert it again to fuse it" * all(map(is_patched, fused))
+        why_not = "its forward was replaced on the instance after the conversion"
+        why_not += "; convert it again to fuse it" * all(map(is_patched, fused))
     elif any(each.called_otherwise or was_traced(*each.features) for each in fused):
         return planned
     else:

@@ -40,6 +40,8 @@ class FP8Module(nn.Module):
     fp8: bool = True
     comparison: str | None = None
     slower: str = ""
+    _ran_slower: bool = False
+    """Whether the last forward was one that ``slower`` keeps in high precision."""
     _slots: tuple[Slots, ...] | None = None
     _record: LayerRecord | None = None
 

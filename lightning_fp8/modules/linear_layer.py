@@ -173,22 +173,32 @@ class LinearLayer(WeightCachingModule):
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    compared = self._compared(input, context) if self.comparison is AWAITED else ""
+                    compared = self._compared(input, context) if self.comparison == AWAITED else ""
                     note_traced(*self.features, comparison=compared)
                 else:
                     note_traced_outside_fp8(*self.features)
             return DISABLED if foreign or self.slower else context
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
-        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or self.slower)
+        kept = bool(self.slower) and (not in_backward or self._ran_slower)
+        record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or kept)
         record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
-            return DISABLED if foreign or self.slower else context
+            return DISABLED if foreign or kept else context
+        if self._ran_slower is not kept:
+            self._ran_slower = kept
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
-        if self.comparison is AWAITED and in_fp8 and self.training and context.observe:
+        if self.comparison == AWAITED and in_fp8 and self.training and context.observe:
             self.comparison = self._compared(input, context)
-        return DISABLED if foreign or self.slower else context
+        return DISABLED if foreign or kept else context
+
+    @property
+    def stays_in_high_precision(self) -> bool:
+        """Whether :attr:`slower` applies to the current forward. A recomputed one runs as its forward did."""
+        if not self.slower or torch.compiler.is_compiling():
+            return bool(self.slower)
+        return self._ran_slower or not fp8_region.in_backward()
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
         if is_sharded(self._parameters.get("weight")):
@@ -198,7 +208,7 @@ class LinearLayer(WeightCachingModule):
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""
-        if self.slower:
+        if self.stays_in_high_precision:
             return DISABLED
         if torch.compiler.is_compiling():  # a look at the weights would compile the caller again for each layer
             return fp8_region.current_context(self.own_context)

@@ -20,7 +20,7 @@ from lightning_fp8.delayed.history import (
     span_ratio,
     validated_state,
 )
-from lightning_fp8.delayed.update import update_slots
+from lightning_fp8.delayed.update import decide_where_faster, update_slots
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
@@ -88,7 +88,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
         **saved_steps(steps),
         **saved_span(span),
-        **saved_choice(history),
+        **saved_choice(history, model),
     }
 
 
@@ -127,7 +127,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"no name in the state is a tensor of this model: the state has, for example, {saved_names[0]!r}, and the "
             f"model {model_names[0]!r}; pass the module that was saved, which may be a child or the parent of this one"
         )
-    return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key])]
+    return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key], model)]
 
 
 def update_fp8_scales(model: nn.Module) -> None:
@@ -141,7 +141,11 @@ def update_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
-    update_slots(_slots_of(model))
+    slots = _slots_of(model)
+    for history, _ in slots:
+        if history.choice is not None:
+            decide_where_faster(history)
+    update_slots(slots)
 
 
 def reset_fp8_scales(model: nn.Module) -> None:

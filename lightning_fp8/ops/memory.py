@@ -52,11 +52,6 @@ def key_and_device(x: Tensor) -> KeyAndDevice:
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
-def memoryless_key(x: Tensor) -> KeyAndDevice:
-    """The key of a tensor whose strides and alignment are irrelevant to the plan."""
-    return x.dtype, x.shape, (), 0, x.device
-
-
 class TensorKey(NamedTuple):
     """The key of a tensor of one or two dimensions. All tensors with equal keys have the same plan.
 

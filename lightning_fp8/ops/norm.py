@@ -196,13 +196,25 @@ def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
         require(name, parameter, HIGH_PRECISION, parameter.shape, x.device)
 
 
+def _check_x(x: Tensor) -> None:
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(
+            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, *_: Any) -> None:
+    _check_x(x)
+    if not 0 <= norm.eps < math.inf:
+        raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
+    _check_parameter("weight", weight, x)
+
+
 def _check_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast, *observed: Tensor | None
 ) -> None:
     check_cast(x, cast, *observed)
-    if not 0 <= norm.eps < math.inf:
-        raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
-    _check_parameter("weight", weight, x)
+    _check_rms_norm(x, weight, norm)
     if bias is not None:
         if norm.rms:
             raise ValueError("RMSNorm has no bias; pass bias=None, or rms=False for LayerNorm")
@@ -212,10 +224,7 @@ def _check_norm(
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool) -> None:
-    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(
-            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
-        )
+    _check_x(x)
     require("dy", dy, HIGH_PRECISION, x.shape, x.device)
     require("weight", weight, HIGH_PRECISION, x.shape[1:], x.device)
     require_contiguous("statistics", statistics)
@@ -235,16 +244,6 @@ def norm_quantize_op(
 ) -> NormOutputs:
     statistics = x.new_empty(norm.num_statistics, x.shape[0], dtype=torch.float32)
     return NormOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), statistics)
-
-
-def _check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, dtype: torch.dtype, rounds_first: bool) -> None:
-    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(
-            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
-        )
-    if not 0 <= norm.eps < math.inf:
-        raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
-    _check_parameter("weight", weight, x)
 
 
 @op("rms_norm", check=_check_rms_norm)

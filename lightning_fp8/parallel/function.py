@@ -181,7 +181,7 @@ class ParallelLinearFunction(torch.autograd.Function):
             if parallel.gathers_gradient:
                 dy8 = gathered_backward(dy, product, parallel, rowwise=needs_dgrad, columnwise=needs_wgrad)
             else:
-                dy8 = product.quantized_gradient(_rows(dy), rowwise=needs_dgrad, columnwise=needs_wgrad)
+                dy8 = product.quantize(_rows(dy), Role.GRAD_OUTPUT, rowwise=needs_dgrad, columnwise=needs_wgrad)
         pending_dx: Pending | None = None
         if needs_dgrad:
             dx = product.input_gradient(dy8, weight, x_dtype)
@@ -234,7 +234,7 @@ def gathered_backward(
     layout = product.cast(Role.GRAD_OUTPUT).layout
     if not layout.has_one_scale:
         whole = start_gather(dy, parallel.group, parallel.sequence)()
-        return product.quantized_gradient(_rows(whole), rowwise=rowwise, columnwise=columnwise)
+        return product.quantize(_rows(whole), Role.GRAD_OUTPUT, rowwise=rowwise, columnwise=columnwise)
     piece = _cast_with_shared_scale(dy, Role.GRAD_OUTPUT, product, parallel.group)
     codes = start_gather(piece.data, parallel.group, parallel.sequence)()
     operand = ScaledTensor(_rows(codes), piece.scale_inv, layout)

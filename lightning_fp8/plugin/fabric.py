@@ -49,6 +49,7 @@ from lightning_fp8.delayed.history import AmaxHistory, span_of
 from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import (
     after_optimizer_step,
+    decide_where_faster,
     optimizer_step_number,
     refuse_default_dtype_in_join,
     refuse_join,
@@ -265,8 +266,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self.precision = self._dtypes.precision  # type: ignore[assignment]
         self._models[module] = self._dtypes
         for model in self._models if self._dtypes_of_all is None else ():  # Fabric does not tell whose forward begins
-            if not any(getattr(hook, "func", None) is _use_own_dtypes for hook in model._forward_pre_hooks.values()):
-                model.register_forward_pre_hook(partial(_use_own_dtypes, weakref.ref(self)), with_kwargs=True)
+            if not any(isinstance(hook, _OwnDtypes) and hook.of(self) for hook in model._forward_pre_hooks.values()):
+                model.register_forward_pre_hook(_OwnDtypes(self), with_kwargs=True)
         return said
 
     @property
@@ -388,6 +389,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
+        for history in self.histories.values():
+            if history.choice is not None:
+                decide_where_faster(history)
         update_slots(all_slots(self.histories.values()))
         for model in list(self._models):
             if (first_step := watched(model)) is not None:
@@ -457,12 +461,24 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 load_state(history, states[name], self.recipe, saved)
 
 
-def _use_own_dtypes(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module, args: Any, kwargs: Any) -> Any:
+class _OwnDtypes:
     """Forward pre-hook of models whose dtypes differ: until the forward ends, the model's own, also of its inputs."""
-    if (living := plugin()) is None or not living._forwards or living._dtypes_of_all or model not in living._models:
-        return None
-    living._forwards[-1].enter_context(living._models[model].context())
-    return cast_floating_point((args, kwargs), living._models[model].weights)
+
+    def __init__(self, plugin: FP8FabricPrecision | None = None) -> None:
+        self._plugin = None if plugin is None else weakref.ref(plugin)
+
+    def __reduce__(self) -> Any:
+        return _OwnDtypes, ()  # copies and pickles of a model have no plugin
+
+    def of(self, plugin: FP8FabricPrecision) -> bool:
+        return self._plugin is not None and self._plugin() is plugin
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        living = None if self._plugin is None else self._plugin()
+        if living is None or not living._forwards or living._dtypes_of_all or model not in living._models:
+            return None
+        living._forwards[-1].enter_context(living._models[model].context())
+        return cast_floating_point((args, kwargs), living._models[model].weights)
 
 
 def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:

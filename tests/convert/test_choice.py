@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
@@ -25,10 +28,12 @@ from lightning_fp8 import (
     fp8_autocast,
     fp8_state_dict,
     load_fp8_state_dict,
+    update_fp8_scales,
 )
 from lightning_fp8.convert import choice
-from lightning_fp8.convert.first_step import conversion_summary
+from lightning_fp8.convert.first_step import STEPS, conversion_summary
 from lightning_fp8.convert.summary import ATTENTION
+from lightning_fp8.delayed import update
 from tests.convert.planted import RATES, planted
 from tests.convert.zoo import DECODER, hf, tokens
 from tests.small import equal_weights, quiet_trainer
@@ -120,6 +125,30 @@ def test_it_is_told_once_and_nothing_is_missed_in_fp8() -> None:
     assert "where_faster=False" in said
 
 
+def test_an_mlp_whose_layers_stay_in_bf16_has_their_reason_and_no_warning() -> None:
+    """It runs as the model's own because this package decided so, which is nothing that went wrong."""
+    model = hf("LlamaForCausalLM", "LlamaConfig", **DECODER)().bfloat16()
+    convert_module(model, first_last_layers_bf16=False)
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj.comparison = "BF16 is faster for any number of rows"
+    for each in (layer for layer in model.modules() if getattr(layer, "comparison", None) is faster.AWAITED):
+        each.comparison = ""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            with fp8_autocast():
+                loss = model(**tokens("input_ids", "labels")()).loss
+            loss.backward()
+            optimizer.step()
+    assert mlp.down_proj.slower
+    row = next(each for each in conversion_summary(model).mlps if each.name == "model.layers.1.mlp")
+    assert (row.precision, row.reason) == ("BF16", "BF16 is faster for any number of rows")
+    said = [str(each.message) for each in caught]
+    assert sum("stay in high precision" in each for each in said) == 1
+    assert not [each for each in said if "layers.1.mlp" in each]
+
+
 @pytest.mark.parametrize("rows", [10, 11])
 def test_the_first_training_forward_decides(rows: int) -> None:
     model = net()
@@ -190,11 +219,39 @@ def test_a_plain_loop_resumes_bit_for_bit(recipe: str) -> None:
         load_fp8_state_dict(resumed, {**fp8_state_dict(straight), "slower": ["narrow"]})
 
 
+def test_a_state_replaces_a_decision_that_was_made_before() -> None:
+    saved, model = net(), net()
+    step(saved, 10)
+    step(model, 16)
+    assert saved.wide.slower
+    assert not model.wide.slower
+    before = fp8_state_dict(model)
+    load_fp8_state_dict(model, fp8_state_dict(saved))
+    assert model.wide.slower == saved.wide.slower
+    load_fp8_state_dict(model, before)
+    assert not model.wide.slower
+
+
+def test_a_pickled_model_that_is_converted_again_is_compared() -> None:
+    model = pickle.loads(pickle.dumps(net()))
+    convert_module(model, first_last_layers_bf16=False)
+    step(model)
+    assert model.narrow.slower
+
+
+def test_a_compiled_module_may_be_dropped() -> None:
+    model = Net().bfloat16()
+    convert_module(torch.compile(model), first_last_layers_bf16=False)
+    gc.collect()
+    step(model)
+    assert model.narrow.slower
+
+
 def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer stays in high precision if FP8 is slower on every rank that has called it."""
     others: dict[str, str] = {"wide": "", "narrow": "BF16 is faster elsewhere"}
     monkeypatch.setattr(choice, "are_several_ranks", lambda group: True)
-    monkeypatch.setattr(choice, "of_all_ranks", lambda own, group: [own, others])
+    monkeypatch.setattr(choice, "of_all_ranks", lambda own, group: [own, (others, True)])
     model = net()
     step(model, 10)
     assert not model.wide.slower
@@ -202,6 +259,82 @@ def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     del others["wide"]
     step(model := net(), 10)
     assert model.wide.slower
+
+
+def test_ranks_that_share_nothing_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may not train: a collective would wait for them."""
+
+    def collective(*_: Any) -> Any:
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(choice, "are_several_ranks", lambda group: True)
+    monkeypatch.setattr(choice, "of_all_ranks", collective)
+    monkeypatch.setattr(update, "_region", update._Region())
+    step(model := net(), recipe="tensorwise")
+    assert model.narrow.slower
+    with pytest.raises(AssertionError, match="a collective"):
+        step(net(), recipe="delayed")
+
+
+def test_a_step_before_the_first_forward_decides_nothing() -> None:
+    model = net()
+    get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))  # it steps to create the state
+    step(model)
+    assert model.narrow.slower
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_before_the_decision_is_recomputed_as_it_ran(reentrant: bool) -> None:
+    """As that of a generator, whose backward pass follows the step of its discriminator."""
+    gradients = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
+        model: Any = nn.ModuleDict({"g": Net(), "d": Net()}).bfloat16()
+        convert_module(model, first_last_layers_bf16=False)
+        of_d = torch.optim.SGD(model.d.parameters(), lr=0.1)
+        torch.manual_seed(0)
+        x = torch.randn(16, 64).bfloat16().requires_grad_()
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            fake = run(model.g, x)
+            loss = model.d(x.detach()).float().square().mean()
+        loss.backward()
+        of_d.step()
+        assert model.g.narrow.slower
+        fake.float().square().mean().backward()
+        gradients.append((x.grad, model.g.wide.weight.grad, model.g.narrow.weight.grad))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_states_of_parts_have_the_names_of_parts() -> None:
+    whole: Any = convert_module(nn.ModuleDict({"a": Net(), "b": Net()}).bfloat16(), first_last_layers_bf16=False)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.01)
+    with fp8_autocast():
+        (whole.a(torch.randn(16, 64).bfloat16()).sum() + whole.b(torch.randn(4, 64).bfloat16()).sum()).backward()
+    optimizer.step()
+    state = fp8_state_dict(whole.a)
+    assert state["slower"] == {"narrow": whole.a.narrow.slower}
+    load_fp8_state_dict(alone := net(), state)
+    assert alone.narrow.slower == whole.a.narrow.slower != ""
+    load_fp8_state_dict(whole.b, state)  # the other part is as it was
+    assert whole.a.narrow.slower
+    assert whole.b.narrow.slower
+    assert not whole.b.wide.slower
+    assert fp8_state_dict(whole)["slower"].keys() == {"a.narrow", "b.narrow"}
+
+
+def test_a_compiled_model_that_is_dropped_decides() -> None:
+    model = Net().bfloat16()
+    convert_module(torch.compile(model, backend="eager"), first_last_layers_bf16=False)  # type: ignore[arg-type]
+    gc.collect()
+    step(model)
+    assert model.narrow.slower
+
+
+def test_a_loop_without_optimizers_decides() -> None:
+    model = net()
+    with fp8_autocast():
+        model(torch.randn(16, 64).bfloat16()).sum().backward()
+    update_fp8_scales(model)
+    assert model.narrow.slower
 
 
 class Module(L.LightningModule):
@@ -353,3 +486,21 @@ def test_a_model_of_transformers(length: int) -> None:
         is row.reason.startswith("SDPA is faster below 24 keys of 8 channels")
         is (length == 8)
     )
+
+
+def test_mlps_of_slower_layers_are_no_news() -> None:
+    """The line of the choice has said it; nothing is wrong with the MLP."""
+    torch.manual_seed(0)
+    model = convert_module(hf("LlamaForCausalLM", "LlamaConfig", **DECODER)().bfloat16(), first_last_layers_bf16=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = tokens("input_ids", "labels", length=2)()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(STEPS + 1):
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                model(**inputs).loss.backward()
+            optimizer.step()
+    said = [str(each.message) for each in caught]
+    assert any("stay in high precision" in each for each in said)
+    assert not any("multiplied nothing in FP8" in each for each in said)
+    assert all(each.reason.startswith("BF16 is faster") for each in conversion_summary(model).mlps)

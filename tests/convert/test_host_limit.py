@@ -121,3 +121,10 @@ def test_optimizers_of_a_cpu_are_not_watched(monkeypatch: pytest.MonkeyPatch) ->
     assert not loop(40)
     assert host_limit._watched is not None
     assert host_limit._watched.steps == 0
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_conversion_does_not_look_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses CUDA in a process that was forked after such a look."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("it looks for a GPU"))
+    host_limit.watch_host(print)

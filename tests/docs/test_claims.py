@@ -71,6 +71,46 @@ def test_the_cost_of_a_monitor_is_its_results() -> None:
         assert f"{least:.{digits}f} to {most:.{digits}f}" in page
 
 
+WITH_LIGER = "delayed, fused, Liger's RoPE and loss"
+MODELLED = ("BF16", "BF16, Liger", "delayed", "delayed, fused", WITH_LIGER, "blockwise", "blockwise, fused")
+
+
+def test_the_modelled_step_is_its_file() -> None:
+    file = json.loads((ROOT / "benchmarks/results/2026-11-28-modelled-step.json").read_text())
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    (section,) = re.findall(r"^## A modelled step$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|"))
+    assert heading[0] == f"step of {file['conditions']}"
+    runs = {run["run"]: run for run in file["runs"]}
+    assert tuple(row[0] for row in rows) == MODELLED
+    for name, measured, modelled, over, ops in rows:
+        run = runs[name]
+        assert measured == ("–" if run["measured"] is None else f"{run['measured']:.2f}")
+        assert (modelled, over) == (f"{run['modelled']:.2f}", f"{run['over BF16, modelled']:.2f}")
+        assert ops == str(run["ops"] or "–")
+    below = [100 * (1 - run["modelled"] / run["measured"]) for run in runs.values() if run["measured"]]
+    assert f"{min(below):.0f} to {max(below):.0f} % below what was measured" in section
+    said = re.sub(r"\s+", " ", section)
+    ratio = runs["BF16"]["measured"] / runs["delayed"]["measured"]
+    assert f"it says {runs['delayed']['over BF16, modelled']} times BF16, where {ratio:.2f} was measured" in said
+    over = runs["BF16, Liger"]["modelled"] / runs[WITH_LIGER]["modelled"]
+    assert f"against BF16 with Liger-Kernel the row with Liger's RoPE and loss is {over:.2f} times as fast" in said
+
+
+def test_files_of_results_are_committed() -> None:
+    """Each pattern in the table of files matches some, and each file is matched by one."""
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    (table,) = re.findall(r"^\| files \|.*?\n(.*?)^$", page, re.DOTALL | re.MULTILINE)
+    found = set()
+    for first in re.findall(r"^\| (.+?) \|", table, re.MULTILINE):
+        pattern = "".join(re.findall("`(.+?)`", first)).removeprefix("/")
+        folder = ROOT if pattern.startswith("docs/") else ROOT / "benchmarks/results"
+        files = set(folder.glob(pattern))
+        assert files, pattern
+        found |= files
+    assert set((ROOT / "benchmarks/results").glob("*.json")) <= found
+
+
 def texts() -> list[str]:
     """Every text in the sources of the package; of an f-string, what it says before, between and after its values."""
     found = []

@@ -335,6 +335,14 @@ def test_gradients_of_graphed_modules_accumulate() -> None:
     assert torch.equal(model.weight.grad, torch.full((2, 2), 11.0))
 
 
+@pytest.mark.usefixtures("graphs")
+def test_modules_that_are_graphed_again_copy_gradients_once() -> None:
+    model = nn.Linear(2, 2)
+    for _ in range(3):
+        te.make_graphed_callables((model,), ((torch.ones(1, 2),),))
+    assert len(model.weight._backward_hooks) == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

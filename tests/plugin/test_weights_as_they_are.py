@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -437,3 +438,14 @@ def test_a_run_that_was_cast_to_bf16_goes_on_with_masters(tmp_path: Path) -> Non
     assert rest.losses == pytest.approx(expected.losses, rel=0.01)
     for one, other in zip(rest.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one.bfloat16(), other, atol=1e-3, rtol=2**-7)  # a step, and a last bit
+
+
+def test_models_of_different_dtypes_are_pickled_and_copies_are_set_up() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=FP8FabricPrecision())
+    models = [
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(each) for each in (torch.bfloat16, torch.float32)
+    ]
+    for model in models:
+        fabric.setup(model)
+    for made in (pickle.loads(pickle.dumps(models[0])), copy.deepcopy(models[0])):
+        assert fabric.setup(made)(torch.randn(32, 64)).isfinite().all()  # whose input is cast to its dtype

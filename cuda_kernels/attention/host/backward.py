@@ -46,18 +46,6 @@ class Operands(NamedTuple):
     v: PackedCodes
 
 
-class GradientCodes(NamedTuple):
-    """What :class:`GradientLaunch` makes of dO.
-
-    Attributes:
-        codes: with both copies.
-        statistics: of queries, for the other kernels: float32 ``[H, 5, R]``; see ``backward/statistics.py``.
-    """
-
-    codes: PackedCodes
-    statistics: Tensor
-
-
 class GradientLaunch:
     """The cast of dO, and the statistics of queries.
 
@@ -84,8 +72,10 @@ class GradientLaunch:
         kernel = quantize_gradients_kernel(spec)
         self._launch = named_launch(kernel, space.blocks * heads, device, **sizes, **of_o)
 
-    def run(self, do: Tensor, blocks: Tensor, o: Tensor, m: Tensor, l: Tensor, q: PackedCodes) -> GradientCodes:  # noqa: E741
-        """Both copies of dO's codes, and statistics.
+    def run(
+        self, do: Tensor, blocks: Tensor, o: Tensor, m: Tensor, l: Tensor, q: PackedCodes,  # noqa: E741
+    ) -> tuple[PackedCodes, Tensor]:  # fmt: skip
+        """Both copies of dO's codes, and statistics of queries, float32 ``[H, 5, R]``; see ``backward/statistics.py``.
 
         ``blocks``: of :class:`~cuda_kernels.attention.host.forward.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
         come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
@@ -103,7 +93,7 @@ class GradientLaunch:
         if self._launch.blocks:
             inputs = do, blocks, data, data_t, scale_inv, o, m, l, q.scale_inv, statistics
             self._launch.run(*map(self._pointer, inputs))
-        return GradientCodes(PackedCodes(data, data_t, scale_inv), statistics)
+        return PackedCodes(data, data_t, scale_inv), statistics
 
 
 class BackwardLaunch:

@@ -33,7 +33,7 @@ class AttentionPlace(NamedTuple):
 
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
-_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Copies of attached modules, also unpickled ones."""
 _lock = threading.RLock()
@@ -67,12 +67,12 @@ def attach(model: nn.Module) -> None:
             return
         owners.forget_what_was_said()
         forget_what_was_told()
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], object]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)
-            slower = getattr(module, owners.SLOWER, None) if place.compares else ""
-            comparison = AWAITED if place.compares and slower is None else None
-            owner = Owner(place.name, type(module).__qualname__, place.fp8, comparison, slower or "")
+            slower = getattr(module, owners.SLOWER, None)
+            compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
+            owner = Owner(place.name, type(module).__qualname__, place.fp8, *compared)
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(_disowning(module, owner))

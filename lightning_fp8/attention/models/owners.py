@@ -52,6 +52,7 @@ class Owner:
         self.watched = False
         self.training = True
         self.last_context: FP8Context | None = None
+        self.ran_slower = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
@@ -174,9 +175,11 @@ def asked(owner: Owner) -> bool:
         if not in_backward():
             if owner.last_context is not context:
                 owner.last_context = context
+            owner.ran_slower = bool(owner.slower)
         elif owner is not _nobody or context is DISABLED:
             context = owner.last_context or context
-    return owner.fp8 and context.attention and not owner.slower
+    repeats_fp8 = not torch.compiler.is_compiling() and in_backward() and not owner.ran_slower
+    return owner.fp8 and context.attention and (not owner.slower or repeats_fp8)
 
 
 def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
@@ -185,7 +188,7 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
     ``plain``: whether there are no windows and no padding, for which nothing was timed.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and (owner.comparison is not AWAITED or not owner.training):
+    if not compiling and (owner.comparison != AWAITED or not owner.training):
         return
     least, said = 0.0, NOT_TIMED
     if plain:

@@ -50,5 +50,6 @@ def make_graphed_callables(
     for history in all_histories():
         history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
     for parameter in {each for module in graphed for each in module.parameters() if each.requires_grad}:
-        parameter.register_hook(Tensor.clone)
+        if Tensor.clone not in (parameter._backward_hooks or {}).values():  # a module that is captured again has it
+            parameter.register_hook(Tensor.clone)
     return made

@@ -143,6 +143,29 @@ def test_a_norm_is_the_models_own(family: str, weight_dtype: torch.dtype, x_dtyp
     assert distance(norm.weight.grad, exact_norm.weight.grad) < (4e-3 if weight_dtype is torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3), (0, 1, 3, 2)])
+def test_a_transposed_input_is_not_copied(order: tuple[int, ...]) -> None:
+    """Gemma 3 transposes queries before their norm. The output has the strides of the model's own norm."""
+    model = converted(True, causal_lm("gemma3", 1))
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.weight.data.normal_(0.0, 0.3)
+    x = torch.randn(2, 5, 16, 16, dtype=torch.bfloat16).permute(order)
+    own, exact = norm(x), copy.deepcopy(norm).double()
+    x, exact_x = x.requires_grad_(), x.detach().double().requires_grad_()
+    with Ops() as ops, fp8_autocast():
+        y = norm(x)
+    assert norm.why_not == ""
+    dy = torch.randn_like(y)
+    if order[-1] == 3:
+        assert y.stride() == own.stride()
+        assert not ops.of_torch, "nothing but the norm's kernel"
+    torch.testing.assert_close(y, own, rtol=2.0**-7, atol=0.0)
+    y.backward(dy)
+    exact(exact_x).backward(dy.double())
+    assert distance(x.grad, exact_x.grad) < 4e-3
+    assert distance(norm.weight.grad, exact.weight.grad) < 4e-3
+
+
 def test_the_model_stays_itself() -> None:
     model = llama()
     norm, mlp = model.model.layers[0].input_layernorm, model.model.layers[0].mlp
@@ -353,3 +376,30 @@ def test_the_plugin_fuses_too() -> None:
     model = llama(3)
     FP8Precision(fuse=True).convert_module(model)
     assert sum(isinstance(module, FusedNorm) for module in model.modules()) == 2 * 3 + 1
+
+
+class OfLiger(nn.Module):
+    """A module of Liger-Kernel, of which a script has an instance beside its model."""
+
+    __module__ = "liger_kernel.transformers.cross_entropy"
+
+
+class Nameless:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Odd(nn.Module):
+    forward = Nameless()  # has no __qualname__
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+loss = OfLiger()
+
+
+def test_a_model_beside_objects_and_forwards_without_a_name_is_converted() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), Odd())
+    assert type(convert_module(model)[4]) is Odd  # type: ignore[index]

@@ -108,6 +108,43 @@ def test_frozen_weights(trained: str) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("changed", ["gate_proj", "up_proj", "down_proj"])
+def test_a_weight_that_no_gradient_reads_may_change(changed: str) -> None:
+    """Between forward and backward, as with three layers, which keep a weight only for the gradient of their input."""
+    found = []
+    for mlp in mlps():
+        mlp.requires_grad_(False)
+        trained = [mlp.get_submodule("down_proj"), *[mlp.get_submodule("gate_proj")] * (changed == "up_proj")]
+        for layer in trained:
+            layer.requires_grad_()
+        x, dy = inputs()
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            y = mlp(x)
+        with torch.no_grad():
+            next(mlp.get_submodule(changed).parameters()).add_(1.0)
+        y.backward(dy)
+        found.append([next(layer.parameters()).grad for layer in trained])
+    for fused, plain in zip(*found):
+        assert fused is not None
+        assert plain is not None
+        assert distance(fused, plain) < 0.05
+
+
+def test_float64_under_autocast() -> None:
+    """It is read in autocast's dtype, as by one layer."""
+    x, dy = inputs(torch.float64)
+    results = []
+    for mlp in mlps():
+        with torch.autocast("cpu", torch.bfloat16), fp8_autocast(fp8_recipe="tensorwise"):
+            given = x.detach().requires_grad_()
+            y = mlp(given)
+        y.backward(dy)
+        assert given.grad is not None
+        assert given.grad.dtype is torch.float64
+        results.append(given.grad)
+    assert distance(*results) < 0.05
+
+
 def test_what_is_kept_are_the_outputs_of_gate_and_up() -> None:
     mlp, _ = mlps()
     sizes: list[tuple[int, torch.dtype]] = []
