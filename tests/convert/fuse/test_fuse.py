@@ -69,7 +69,7 @@ def test_no_op_of_torch_computes_a_norm_or_an_activation(family: str, dtype: tor
     assert distance(found[1][0], exact[0]) < 1.1 * distance(found[0][0], exact[0])
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.7), (torch.float32, 0.72)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.7), (torch.float32, 0.74)])
 def test_a_block_launches_fewer_ops(dtype: torch.dtype, most: float) -> None:
     totals = []
     for fuse in (False, True):
@@ -81,6 +81,7 @@ def test_a_block_launches_fewer_ops(dtype: torch.dtype, most: float) -> None:
             x.grad = None
             with Ops() as ops, torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32), fp8_autocast():
                 y = model.model.layers[0](x, position_embeddings=positions, attention_mask=None)
+            y = y[0] if isinstance(y, tuple) else y  # before transformers 4.54
             with ops:
                 y.backward(x.detach())
         totals.append(ops.total)
