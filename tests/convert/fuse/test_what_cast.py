@@ -110,13 +110,12 @@ def rows(summary: ConversionSummary) -> dict[str, LayerDecision]:
     ],
 )
 def test_what_was_replaced_ran_as_its_own(change: Any, reason: str, before: bool, name: str) -> None:
-    """Before the observation starts and after."""
+    """Before the observation begins and after."""
     model = converted(True)
+    watch = FirstStep(model, plan(), begins=not before)
+    change(model, name)
     if before:
-        change(model, name)
-    watch = FirstStep(model, plan())
-    if not before:
-        change(model, name)
+        watch.begin()
     step(model)
     found = watch.finish()
     for row in rows(found).values():
@@ -124,8 +123,11 @@ def test_what_was_replaced_ran_as_its_own(change: Any, reason: str, before: bool
             assert (row.precision, row.ran, row.reason) == ("BF16", False, reason)
         else:
             assert (row.precision, row.ran) == ("BF16" if row.kind == "norm" else "FP8", True)
-    sentences = list(idle_layers(found.idle))
+    sentences = list(idle_layers(row for row in found.idle if row in (*found.norms, *found.mlps)))
     assert not reason or (len(sentences) == 1 and reason in sentences[0] and "fuse=False" in sentences[0])
+    layers = [f"{MLP}.{layer}" for layer in ("gate_proj", "up_proj", "down_proj")]
+    taken = name == MLP and change in (module_replaced, module_replaced_and_dropped)  # its layers, with it
+    assert [row.name for row in found.layers if row in found.idle] == (layers if taken else [])
     assert reason in found.table(verbose=True)
 
 
@@ -133,9 +135,7 @@ def test_what_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later step may call it."""
     monkeypatch.setattr(record, "_traced", set())  # by other tests
     model = converted(True)
-    layers = model.model.layers
-    for layer in layers:
-        layer.forward = lambda hidden_states, **kwargs: hidden_states
+    model.config.num_hidden_layers = 0
     watch = FirstStep(model, plan())
     step_of_the_rest(model)
     first = watch.finish()
@@ -143,7 +143,7 @@ def test_what_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(first)["model.norm"].ran is True
     assert {row.ran for row in uncalled} == {False}
     assert all("not called in the first training step" in row.reason for row in uncalled)
-    del layers[0].forward
+    model.config.num_hidden_layers = 1
     step_of_the_rest(model)
     watch.steps = 2
     settled = watch.settle()
@@ -181,7 +181,7 @@ def test_what_is_unknown_stays_so() -> None:
             setattr(layer, name, torch.compile(getattr(layer, name), backend="eager"))
     watch = FirstStep(model, plan())
     step(model)
-    assert {row.ran for row in rows(watch.finish()).values()} == {None}
+    assert {name: row.ran for name, row in rows(watch.finish()).items() if row.ran is not None} == {"model.norm": True}
 
 
 class Training(LightningModule):
