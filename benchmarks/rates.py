@@ -8,8 +8,8 @@ Attention is fitted to forward and backward at lengths of 2,048 to 32,768, by re
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,6 +98,11 @@ def read(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = read(map(Path, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("attention", "products", "casts"):
+        parser.add_argument(name, type=Path, help=f"the result file of {name}")
+    found = read(vars(parser.parse_args()).values())
     write_text(json.dumps(found).replace("}, ", "},\n ") + "\n", rates_file(found["card"]))  # a line for each fit
     print(rates_file(found["card"]))

@@ -13,6 +13,8 @@ AWAITED = "awaited"
 """The comparison of a layer whose first training forward is compared."""
 NOT_TIMED = "not compared with SDPA, which was not timed for this"
 
+HAD = ", and it had "
+"""What separates the limit in a comparison from the number of rows or keys that was compared with it."""
 _LINEAR, _ATTENTION = "BF16 is faster ", "SDPA is faster "
 
 
@@ -25,7 +27,11 @@ def _limit(least: float) -> str:
     return "for any number of" if least == math.inf else f"below {least:,}"
 
 
-@torch.compiler.assume_constant_result
+def compared(least: float, why: str, had: int) -> str:
+    """The comparison for ``had`` rows or keys by :func:`least_rows` or :func:`least_keys`; empty if FP8 is faster."""
+    return why if not least else f"{why}{HAD}{had:,}" if had < least else ""
+
+
 def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float, str]:
     """The least M from which a linear layer, ``[M, K]`` to ``[M, N]``, is not slower in FP8; what is said below it.
 
@@ -41,7 +47,6 @@ def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float
     return least, f"{_LINEAR}{_limit(least)} rows of {k:,} × {n:,} ({recipe}, {name_of(device)})"
 
 
-@torch.compiler.assume_constant_result
 def least_keys(
     device: torch.device, dtype: torch.dtype, channels: int, causal: bool, shared: bool
 ) -> tuple[float, str]:

@@ -1,12 +1,14 @@
 """Which layers stay in high precision because FP8 is slower for their sizes.
 
-Each layer compares the sizes of its first training forward (:mod:`lightning_fp8.faster`). What they found takes effect
+Each layer compares the sizes of its first training forward (:mod:`lightning_fp8.faster`), unless it is compiled: equal
+layers share compiled code, and only the first is traced. What they found takes effect
 at the model's first optimizer step, and stays: a recomputed forward runs as its forward did, and ranks decide alike
 though their sequences may have other lengths. A layer stays in high precision if FP8 is slower on every rank that has
 called it. The state of the scales contains the decision, so that a resumed run computes what it would have computed.
 Steps before the first forward, as those that create an optimizer's state, decide nothing.
 
-Ranks that share nothing else decide alone, since a collective that other ranks do not begin would wait for ever.
+Ranks that share amaxes or shards decide together. Others decide alone, since a collective that not all ranks begin, as
+those of other pipeline stages, would wait for ever.
 """
 
 from __future__ import annotations
@@ -19,12 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fp8.attention.models.owners import SLOWER, Owner, owner_of
-from lightning_fp8.attention.models.owners import any_traced as any_traced_attention
-from lightning_fp8.attention.models.owners import traced_comparison as traced_attention
 from lightning_fp8.delayed.update import are_several_ranks
-from lightning_fp8.faster import AWAITED, is_slower
+from lightning_fp8.faster import AWAITED, HAD, is_slower
+from lightning_fp8.fp8_region import num_enabled_regions
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.modules.record import any_traced, traced_comparison
 from lightning_fp8.names import clean_name
 from lightning_fp8.parallel.agreement import of_all_ranks
 from lightning_fp8.parallel.sharded_linear import is_sharded
@@ -48,30 +48,39 @@ class Choice:
         self.slower: dict[str, str] | None = None
         self._model = weakref.ref(getattr(model, "_orig_mod", model))  # a caller may drop a compiled module
         self._tell = tell
-        self._steps = 0
+        self._steps, self._regions_before = 0, num_enabled_regions()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Choice | None:
+        """The choice of a copied model, which it makes itself if it is not made yet; None if only a part is copied."""
+        if (copied := memo.get(id(self._model()))) is None:
+            return None
+        choice = Choice(copied, self._tell)
+        choice.slower = None if self.slower is None else dict(self.slower)
+        return choice
 
     def decide(self, group: dist.ProcessGroup | None, together: bool = True) -> None:
         """Decide, at the first optimizer step after a forward.
 
         Args:
-            together: whether all ranks of ``group`` decide now, by a collective. They do if weights are sharded.
+            together: whether all ranks of ``group`` decide now, by a collective. Those that share shards always do.
         """
         if self.slower is not None:
             return
         places = [*self._places()]
-        own = {name: said for name, each, _ in places if (said := _comparison(each)) is not None}
-        together |= any(is_sharded(module._parameters.get("weight")) for _, _, module in places)
-        found_by_rank = [(own, bool(own) or not places or self._ran())]
-        if together and are_several_ranks(group):
-            found_by_rank = of_all_ranks(found_by_rank[0], group)
+        own = {name: each.slower or each.comparison for name, each, _ in places if each.comparison != AWAITED}
+        found = own, bool(own) or not places or num_enabled_regions() > self._regions_before
+        weights = [module._parameters.get("weight") for _, _, module in places]
+        meshes = dict.fromkeys(weight.device_mesh for weight in weights if is_sharded(weight))  # type: ignore[union-attr]
+        groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+        for each in [group] * together + groups:
+            if are_several_ranks(each):
+                found = _agreed(of_all_ranks(found, each))
         self._steps += 1
-        if self._steps < STEPS_BEFORE_FORWARDS and not any(ran for _, ran in found_by_rank):
+        if self._steps < STEPS_BEFORE_FORWARDS and not found[1]:
             return
-        of_ranks = [of_rank for of_rank, _ in found_by_rank]
-        by_name = {name: [each[name] for each in of_ranks if name in each] for each in of_ranks for name in each}
-        self.load({name: found[0] for name, found in by_name.items() if all(map(is_slower, found))})
+        self.load({name: said for name, said in found[0].items() if is_slower(said)})
         if self.slower:
-            reasons = "; ".join(dict.fromkeys(self.slower.values()))
+            reasons = "; ".join({said.partition(HAD)[0]: said for said in self.slower.values()}.values())
             self._tell(
                 f"{len(self.slower)} layers stay in high precision from now on, because FP8 is slower for their sizes: "
                 f"{reasons}. where_faster=False runs linear layers in FP8, and attention='always' attention"
@@ -110,11 +119,6 @@ class Choice:
         named = {clean_name(name): reasons.get(id(each), "") for name, each in part.named_modules()}
         return {name: reason for name, reason in named.items() if reason}
 
-    def _ran(self) -> bool:
-        """Whether anything that may be compared was called, or may have been in compiled code."""
-        records = [each.record for _, each, _ in self._places()]
-        return any(record.ran for record in records) or any_traced() or any_traced_attention()
-
     def _places(self) -> Iterator[tuple[str, Any, nn.Module]]:
         """The names of what is compared, the layers or owners, and the modules."""
         model = self._model()
@@ -124,10 +128,9 @@ class Choice:
                 yield clean_name(name), each, module
 
 
-def _comparison(each: LinearLayer | Owner) -> str | None:
-    """What a layer found; that of compiled layers is known by their sizes, or by the class of their module."""
-    if each.comparison != AWAITED:
-        return each.slower or each.comparison
-    if each.record.fp8 or each.record.high_precision:  # it was called in eager code, in high precision
-        return None
-    return traced_attention(each) if isinstance(each, Owner) else traced_comparison(*each.features)
+def _agreed(found_by_rank: list[tuple[dict[str, str], bool]]) -> tuple[dict[str, str], bool]:
+    """What ranks found together: of a layer's comparisons, one that FP8 wins if there is any; and whether any ran."""
+    agreed: dict[str, str] = {}
+    for of_rank, _ in found_by_rank:
+        agreed |= {name: agreed.get(name, said) if is_slower(said) else said for name, said in of_rank.items()}
+    return agreed, any(ran for _, ran in found_by_rank)

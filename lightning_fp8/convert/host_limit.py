@@ -26,27 +26,38 @@ _clock = time.perf_counter
 
 @dataclass
 class HostLimit:
-    """What is known of the steps. ``begun``: the time and the event of the first FP8 region after a step."""
+    """What is known of the steps that follow an FP8 region; others, as of several optimizers in turn, do not count.
+
+    ``begun``: the time and the event of the first region after a step, where steps are watched.
+    """
 
     tell: Callable[[str], None]
     steps: int = 0
+    is_begun: bool = False
     begun: tuple[float, Any] | None = None
     launched: Any = None
     found: list[tuple[bool, float, Any, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        waiting.append(self.begins)
+
     def begins(self) -> bool:
-        """Called when the first FP8 region after an optimizer step begins."""
-        self.begun, self.launched = None if is_capturing() else (_clock(), _event()), None
+        """Called when the first FP8 region after a step begins."""
+        self.is_begun = True
+        if self.steps >= FIRST - 1 and not is_capturing():
+            self.begun = _clock(), _event()
         return True
 
     def stepped(self) -> None:
         """Called after an optimizer step on a GPU."""
+        if not self.is_begun:
+            return
         self.steps += 1
         if self.begun is not None and self.launched is not None:
             caught_up = self.launched.query()
             self.found.append((caught_up, 1e3 * (_clock() - self.begun[0]), self.begun[1], _event()))
-        self.begun = self.launched = None
-        if FIRST - 1 <= self.steps < LAST:
+        self.is_begun, self.begun, self.launched = False, None, None
+        if self.steps < LAST:
             waiting.append(self.begins)
 
     def conclude(self) -> None:

@@ -11,6 +11,7 @@ by a factor, the ratio of their spans.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import reprlib
@@ -331,6 +332,7 @@ class AmaxHistory:
         for module in living(self.modules):
             if id(module) in memo:
                 copied.add_module(memo[id(module)], self.slots_of[id(module)])
+        copied.choice = copy.deepcopy(self.choice, memo)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:  # modules and plugins register themselves after loading

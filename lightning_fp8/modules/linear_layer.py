@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
-from lightning_fp8.faster import AWAITED, least_rows
+from lightning_fp8.faster import AWAITED, compared, least_rows
 from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import DISABLED, FP8Context
 from lightning_fp8.fp8_tensor import FP8Tensor
@@ -173,8 +173,7 @@ class LinearLayer(WeightCachingModule):
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    compared = self._compared(input, context) if self.comparison == AWAITED else ""
-                    note_traced(*self.features, comparison=compared)
+                    note_traced(*self.features)
                 else:
                     note_traced_outside_fp8(*self.features)
             return DISABLED if foreign or self.slower else context
@@ -203,8 +202,8 @@ class LinearLayer(WeightCachingModule):
     def _compared(self, input: Tensor, context: FP8Context) -> str:
         if is_sharded(self._parameters.get("weight")):
             return self.comparison or ""
-        least, why = least_rows(input.device, context.recipe.name, *self.matrices[""])
-        return why if least and input.numel() // input.shape[-1] < least else ""  # compiled code has a guard on it
+        limit = least_rows(input.device, context.recipe.name, *self.matrices[""])
+        return compared(*limit, input.numel() // input.shape[-1])
 
     def running_context(self) -> FP8Context:
         """The context that a forward of this layer would currently run under."""

@@ -10,8 +10,8 @@ import torch
 FORWARDS = 3
 """The number of a layer's forwards outside every region before they are reported. Fewer may be a look at the output."""
 
-_traced: dict[tuple[int, ...], str] = {}
-"""By the sizes of layers that torch.compile has traced in FP8, why FP8 is slower, or empty."""
+_traced: set[tuple[int, ...]] = set()
+"""The sizes of layers that torch.compile has traced in FP8."""
 
 
 class RegionWatch:
@@ -100,12 +100,12 @@ class LayerRecord:
 
 
 @torch.compiler.assume_constant_result
-def note_traced(*features: int, comparison: str = "") -> bool:
+def note_traced(*features: int) -> bool:
     """Note that torch.compile traces an FP8 layer of these sizes. The compiled code does not contain this call.
 
     It notes sizes and not layers, because equal blocks share one compiled code and only the first is traced.
     """
-    _traced[features] = comparison and _traced.get(features, comparison)
+    _traced.add(features)
     return True
 
 
@@ -128,11 +128,6 @@ def note_traced_outside_fp8(*features: int) -> bool:
 def was_traced(*features: int) -> bool:
     """Whether an FP8 layer of these sizes was ever compiled. If so, layers without counts may have run in FP8."""
     return features in _traced
-
-
-def traced_comparison(*features: int) -> str | None:
-    """The comparison of the layers of these sizes that were compiled; None if none were."""
-    return _traced.get(features)
 
 
 def any_traced() -> bool:

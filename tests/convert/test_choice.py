@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
+    Float8CurrentScaling,
     FP8FabricPrecision,
     FP8Precision,
     convert_module,
@@ -44,7 +45,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("modules.record", "attention.models.owners"):
-        monkeypatch.setattr(f"lightning_fp8.{module}._traced", {})
+        monkeypatch.setattr(f"lightning_fp8.{module}._traced", set())
     with planted():
         yield
 
@@ -99,7 +100,8 @@ def test_a_layer_that_is_slower_is_bf16s_from_the_first_step_on() -> None:
     observed = model.narrow.slots[next(iter(model.narrow.slots))].history.amax  # type: ignore[operator,index,union-attr]
     step(model)
     assert model.narrow.record.fp8 == 1  # type: ignore[union-attr,operator]
-    assert model.narrow.slower.startswith("BF16 is faster for any number of rows of 64 × 9 (delayed, cpu)")  # type: ignore[union-attr]
+    why = "BF16 is faster for any number of rows of 64 × 9 (delayed, cpu), and it had 16"
+    assert model.narrow.slower == why
     assert not model.wide.slower
     plain = copy.deepcopy(model.narrow.weight.detach())
     x = torch.randn(5, 64).bfloat16()
@@ -171,15 +173,70 @@ def test_a_recomputed_forward_runs_as_its_forward(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_layers_are_compared_by_their_sizes(dynamic: bool | None) -> None:
+def test_compiled_layers_are_not_compared(dynamic: bool | None) -> None:
+    """They run in FP8, and what one compiled model did has no effect on another one."""
+    torch._dynamo.reset()
+    model, eager, after = net(), net(where_faster=False), net()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), fp8_autocast():
+        compiled.eval()(torch.randn(512, 64).bfloat16())
+    model.train()
+    for _ in range(3):
+        assert torch.equal(step(model, 4, run=compiled), step(eager, 4))
+    assert equal_weights(model, eager)
+    assert fp8_state_dict(model)["slower"] == {}
+    step(after, 4)
+    assert after.wide.slower.endswith("and it had 4")
+    assert after.narrow.slower
+
+
+def test_compiled_layers_follow_a_decision_made_before() -> None:
     torch._dynamo.reset()
     model, eager = net(), net()
-    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
-    for _ in range(3):
-        assert torch.equal(step(model, run=compiled), step(eager))
-    assert model.narrow.slower == eager.narrow.slower != ""
-    assert not model.wide.slower
-    assert equal_weights(model, eager)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for each in (model, eager):
+        step(each)
+    assert torch.equal(step(model, run=compiled), step(eager))
+    assert model.narrow.slower
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_copies_decide_or_keep_the_decision(steps_before: int) -> None:
+    model = net()
+    for _ in range(steps_before):
+        step(model)
+    copied = copy.deepcopy(model)
+    assert fp8_state_dict(copied).get("slower") == fp8_state_dict(model).get("slower")
+    step(copied, 10)
+    assert bool(copied.wide.slower) is (steps_before == 0)
+    assert bool(model.narrow.slower) is (steps_before == 1)
+    assert fp8_state_dict(copied)["slower"].keys() == {
+        each for each in ("wide", "narrow") if getattr(copied, each).slower
+    }
+
+
+def test_steps_without_fp8_leave_the_decision_open() -> None:
+    model = net()
+    with torch.no_grad(), fp8_autocast(enabled=False):
+        model(torch.randn(4, 64).bfloat16())
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    step(model)
+    assert model.narrow.slower
+
+
+def test_the_line_has_one_example_of_each_limit() -> None:
+    """As experts have other numbers of rows each."""
+    said: list[str] = []
+    layers: Any = nn.ModuleList(nn.Linear(64, 9, bias=False) for _ in range(3)).bfloat16()
+    convert_module(layers, first_last_layers_bf16=False)
+    history = layers[0].history
+    history.choice = choice.Choice(layers, said.append)
+    for rows, layer in enumerate(layers, 3):
+        with fp8_autocast():
+            layer(torch.randn(rows, 64).bfloat16()).sum().backward()
+    torch.optim.SGD(layers.parameters(), lr=0.01).step()
+    assert said[0].count("BF16 is faster") == 1
+    assert [layer.slower.rpartition(" ")[2] for layer in layers] == ["3", "4", "5"]
 
 
 def test_the_flag_and_own_layers_run_in_fp8() -> None:
@@ -423,7 +480,7 @@ def attended(lengths: list[int], attention: Any = True, channels: int = 8, run: 
 
 def test_short_sequences_stay_with_sdpa() -> None:
     (precision, reason), model = attended([23, 200])
-    assert (precision, reason) == ("BF16", "SDPA is faster below 24 keys of 8 channels (flash, cpu)")
+    assert (precision, reason) == ("BF16", "SDPA is faster below 24 keys of 8 channels (flash, cpu), and it had 23")
     owner = model.blocks[1]._fp8_attention
     assert (owner.record.fp8, owner.record.high_precision) == (1, 1)
 
@@ -457,15 +514,29 @@ def test_a_gpu_that_was_not_timed_is_named() -> None:
     assert row == ("FP8", "not compared with SDPA, which was not timed for this on cpu")
 
 
-def test_compiled_attention_is_compared_by_its_class() -> None:
+def test_compiled_attention_is_not_compared() -> None:
     torch._dynamo.reset()
 
     def compiled(model: Any) -> None:
         for block in model.module.blocks:
             block.compile(backend="eager", fullgraph=True)
 
-    (precision, reason), _ = attended([16, 16], run=compiled)
-    assert (precision, reason) == ("BF16", "SDPA is faster below 24 keys of 8 channels (flash, cpu)")
+    row, model = attended([16, 16], run=compiled)
+    assert row == ("FP8", "")
+    assert not model.blocks[1]._fp8_attention.slower
+
+
+def test_attention_of_a_copy_decides() -> None:
+    plugin = FP8FabricPrecision("tensorwise", attention=True, where_faster=False)
+    model = Fabric(accelerator="cpu", plugins=[plugin]).setup(Attending()).module
+    copied = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    with fp8_autocast(fp8_recipe=Float8CurrentScaling(fp8_dpa=True)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        copied(torch.randn(2, 8, 32)).sum().backward()
+    optimizer.step()
+    assert copied.blocks[1]._fp8_attention.slower.endswith("and it had 8")
+    assert not model.blocks[1]._fp8_attention.slower
 
 
 @pytest.mark.parametrize("length", [8, 32])

@@ -62,9 +62,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, behind: float) -> None:
     )
 
 
-def loop(steps: int, closure: bool = False) -> list[str]:
+def loop(steps: int, closure: bool = False, optimizers: int = 1) -> list[str]:
     model = convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    parameters = [*model.parameters()]
+    each_of = [torch.optim.SGD(parameters[first::optimizers], lr=0.01) for first in range(optimizers)]
 
     def loss() -> Any:
         with fp8_autocast(fp8_recipe="tensorwise"):
@@ -76,10 +77,11 @@ def loop(steps: int, closure: bool = False) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(steps):
             if closure:
-                optimizer.step(loss)
+                each_of[0].step(loss)
             else:
                 loss()
-                optimizer.step()
+                for optimizer in each_of:
+                    optimizer.step()
     return [str(each.message) for each in caught if "host limits" in str(each.message)]
 
 
@@ -102,6 +104,15 @@ def test_nothing_is_said_before_step_20_or_of_steps_that_run_the_forward(monkeyp
     plant(monkeypatch, 0.5)
     assert not loop(19)
     assert not loop(40, closure=True)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_optimizers_that_step_in_turn_count_once_for_each_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, 0.5)
+    assert not loop(19, optimizers=4)
+    plant(monkeypatch, 0.5)
+    (text,) = loop(20, optimizers=4)
+    assert "in 11 of 11 steps" in text
 
 
 @pytest.mark.usefixtures("_restored")

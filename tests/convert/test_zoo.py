@@ -37,7 +37,7 @@ STEPS = 3
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sizes of a layer that another test has compiled, the table cannot tell whether it ran."""
     for module in (record, owners):
-        monkeypatch.setattr(module, "_traced", {})
+        monkeypatch.setattr(module, "_traced", set())
 
 
 class Fit(L.LightningModule):

@@ -9,6 +9,8 @@ from tests.distributed.launch import run_on_two_ranks
 
 def test_ranks_decide_alike_under_fsdp2(tmp_path: Path) -> None:
     first, second = run_on_two_ranks("choice", str(tmp_path), folder=tmp_path)
+    stages = [each.pop("stages")["slower"] for each in (first, second)]
+    assert [[bool(reason) for reason in each] for each in stages] == [[True], [True, True]]
     for case, of_first in first.items():
         of_second = second[case]
         assert of_first["slower"] == of_second["slower"]

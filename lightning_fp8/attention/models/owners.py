@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.attention.models import torch_mha
-from lightning_fp8.faster import AWAITED, NOT_TIMED, least_keys
+from lightning_fp8.faster import AWAITED, NOT_TIMED, compared, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.record import LayerRecord
@@ -56,7 +56,7 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
-        return Owner, (self.name, self.cls, self.fp8, None, self.slower)
+        return Owner, (self.name, self.cls, self.fp8, self.comparison, self.slower)
 
 
 class _Thread(threading.local):
@@ -70,8 +70,8 @@ _thread = _Thread()
 _nobody = Owner("", "", True)
 """Owner of calls outside all modules that are known to compute attention."""
 _kept = Owner("", "", False)
-_traced: dict[str, str] = {}
-"""By the classes of modules whose attention was compiled, their comparisons; see :func:`compare`."""
+_traced: set[str] = set()
+"""The classes of modules whose attention was compiled."""
 _said: set[str] = set()
 _compiled_whole = False
 
@@ -185,21 +185,17 @@ def asked(owner: Owner) -> bool:
 def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
     """Compare FP8 with SDPA for the sizes of ``[..., H, L, D]`` tensors, at the first training call of ``owner``.
 
-    ``plain``: whether there are no windows and no padding, for which nothing was timed.
+    Compiled attention is not compared. ``plain``: whether there are no windows and no padding, for which nothing was
+    timed.
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling and (owner.comparison != AWAITED or not owner.training):
-        return
-    least, said = 0.0, NOT_TIMED
-    if plain:
-        dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
-        least, said = least_keys(q.device, dtype, q.shape[-1], causal, shared)
-    if least and k.shape[-2] >= least:
-        said = ""
-    if compiling:
-        _note_traced(owner.cls, said)
-    else:
-        owner.comparison = said
+    if torch.compiler.is_compiling():
+        _note_traced(owner.cls)
+    elif owner.comparison == AWAITED and owner.training:
+        limit: tuple[float, str] = 0, NOT_TIMED
+        if plain:
+            dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
+            limit = least_keys(q.device, dtype, q.shape[-1], causal, shared)
+        owner.comparison = compared(*limit, k.shape[-2])
 
 
 def note(owner: Owner, wanted: bool, reason: str) -> None:
@@ -229,15 +225,10 @@ def _say(reason: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _note_traced(cls: str, comparison: str) -> bool:
+def _note_traced(cls: str) -> bool:
     """Record the class, not the module: equal blocks share compiled code, and only the first is traced."""
-    _traced[cls] = comparison and _traced.get(cls, comparison)
+    _traced.add(cls)
     return True
-
-
-def traced_comparison(owner: Owner) -> str | None:
-    """The comparison of compiled attention of this class; None if there is none."""
-    return _traced.get(owner.cls)
 
 
 def was_traced(owner: Owner) -> bool:

@@ -133,7 +133,7 @@ def test_what_was_replaced_ran_as_its_own(change: Any, reason: str, before: bool
 
 def test_what_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later step may call it."""
-    monkeypatch.setattr(record, "_traced", {})  # by other tests
+    monkeypatch.setattr(record, "_traced", set())  # by other tests
     model = converted(True)
     model.config.num_hidden_layers = 0
     watch = FirstStep(model, plan())

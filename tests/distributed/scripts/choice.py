@@ -50,12 +50,28 @@ def trained(recipe: str, rows: int) -> dict[str, Any]:
     }
 
 
+def staged(models: int) -> dict[str, Any]:
+    """Each rank shards other numbers of models over its own mesh, as pipeline stages do."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))["shard"]
+    said = []
+    for _ in range(models):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        fully_shard(model, mesh=mesh)
+        convert_module(model, first_last_layers_bf16=False)
+        with fp8_autocast(fp8_recipe="tensorwise"):
+            model(torch.randn(10, 64)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        said.append(model[0].slower)
+    return {"slower": said}
+
+
 def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
     with planted():
-        found = {
+        found = {"stages": staged(1 + rank)}  # before delayed scaling, whose amaxes all ranks share
+        found |= {
             f"{recipe} {rows}": trained(recipe, rows[rank])
             for recipe in ("delayed", "tensorwise")
             for rows in ((10, 16), (10, 9))
