@@ -414,6 +414,7 @@ def apply_conversion(
                 module.fp8 = decision.fp8
                 if not where_faster or isinstance(module._parameters.get("weight"), FP8Tensor):
                     module.comparison, module.slower = None, ""
+                module.compares = module.comparison is not None
     fuse_planned(model, summary)
     history = _share_history(model)
     history.choice = None if tell is None else history.choice or Choice(uncompiled(model), tell)

@@ -32,6 +32,7 @@ class FP8Module(nn.Module):
             linear layer has the single name ``""``.
         fp8: False keeps the module in high precision.
         comparison: what :mod:`lightning_fp8.faster` says of its first training forward; None compares nothing.
+        compares: whether anything is compared. Compiled code has a guard on this, and none on ``comparison``.
         slower: why FP8 is slower for its sizes, so that it stays in high precision; empty if it is not.
     """
 
@@ -39,6 +40,7 @@ class FP8Module(nn.Module):
     gemms: ClassVar[tuple[str, ...]] = ("",)
     fp8: bool = True
     comparison: str | None = None
+    compares: bool = False
     slower: str = ""
     _ran_slower: bool = False
     """Whether the last forward was one that ``slower`` keeps in high precision."""

@@ -173,7 +173,7 @@ class LinearLayer(WeightCachingModule):
             context = fp8_region.current_context(self.own_context)
             if self.fp8 and not foreign and not self.slower:
                 if context.enabled:
-                    compared = self._compared(input, context) if self.comparison == AWAITED else ""
+                    compared = self._compared(input, context) if self.compares else ""
                     note_traced(*self.features, comparison=compared)
                 else:
                     note_traced_outside_fp8(*self.features)
@@ -202,7 +202,7 @@ class LinearLayer(WeightCachingModule):
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
         if is_sharded(self._parameters.get("weight")):
-            return self.comparison or ""
+            return ""
         least, why = least_rows(input.device, context.recipe.name, *self.matrices[""])
         return why if least and input.numel() // input.shape[-1] < least else ""  # compiled code has a guard on it
 
