@@ -134,8 +134,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False) -
     adapted = {
         clean_name(f"{name}.base_layer".lstrip("."))
         for name, module in model.named_modules()
-        if (base := module._modules.get("base_layer")) is not None
-        and (is_linear(base) or hasattr(module, "adapter_layer_names"))
+        if "base_layer" in module._modules  # no dict in modules of TorchScript
+        and (is_linear(module._modules["base_layer"]) or hasattr(module, "adapter_layer_names"))
     }
     names = _all_names(model)
     decisions = []
@@ -301,7 +301,7 @@ def convert_module(
             module and its name and returns True to keep it in BF16, or a sequence of both.
         fuse: run each RMSNorm in one kernel and each gated MLP (SwiGLU, GeGLU) as one autograd function, in Hugging
             Face's Llama and in all models whose norms and MLPs have a known forward. The table lists them, and the
-            reasons of those that run as the model's own. False leaves all as they are.
+            reasons of those that run as the model's own. False leaves all as they are, also after an earlier True.
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
             for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
             ``lightning_fp8.Linear`` run in FP8.

@@ -15,7 +15,7 @@ from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
 from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 from lightning_fp8.functions.shared_input import InputCast
-from lightning_fp8.ops import Quantized, plans
+from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.linear import KeptPlan, backward_pass, forward_pass, linear_backward, linear_forward
@@ -112,6 +112,14 @@ class Product:
         self._passes: dict[tuple[Any, ...], KeptPlan] = {}
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
+    def redirected(
+        self, cached_weight: Quantized | None, main_grad: MainGrad | None = None, delayed: Delayed | None = None
+    ) -> Product:
+        """The same product with other ``cached_weight``, ``main_grad`` and ``delayed``. Both share their plans."""
+        made = Product(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
+        made._passes = self._passes
+        return made
+
     def cast(self, role: Role) -> Cast:
         """The format and scales of the tensor of ``role``."""
         return self._casts[role]
@@ -200,7 +208,7 @@ class Product:
         if (shared is None or shared.is_new) and self._in_one_call(Role.INPUT):
             x_scale, x_amax, x_scale_is_nonzero = self._scale_and_amax(Role.INPUT)
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            key = plans.generation, dtype, x_scale_is_nonzero, w_scale_is_nonzero, columnwise, rows.is_cuda
+            key = dtype, x_scale_is_nonzero, w_scale_is_nonzero, columnwise, rows.is_cuda
             kept = self._passes.get(key)
             if kept is None:
                 x_cast = asked(rows, self._casts[Role.INPUT], True, columnwise, x_scale_is_nonzero)
@@ -240,13 +248,12 @@ class Product:
         if self._in_one_call(Role.WEIGHT):
             assert x8.rowwise is not None
             w_scale, w_amax, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
-            key = plans.generation, dtype, x8.rowwise.layout, w_scale_is_nonzero
+            key = dtype, x8.rowwise.layout, w_scale_is_nonzero
             kept = self._passes.get(key)
             if kept is None:
                 w_cast = self._casts[Role.WEIGHT].usage(True, False, w_scale_is_nonzero)
-                kept = self._passes[key] = forward_pass(
-                    None, w_cast, Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
-                )
+                gemm = Gemm(x8.rowwise.layout, w_cast.layout, dtype, True)
+                kept = self._passes[key] = forward_pass(None, w_cast, gemm)
             operand = x8.rowwise.data, x8.rowwise.scale_inv, None
             results = linear_forward(kept, *operand, weight, w_scale, w_amax, bias)
             if results is not None:
@@ -302,10 +309,10 @@ class Product:
         if weight is not None and x_t is not None and not redirected and self._in_one_call(Role.GRAD_OUTPUT):
             transposed = dy_cast = amax = None
             w_scale, _, w_scale_is_nonzero = self._scale_and_amax(Role.WEIGHT)
-            key: tuple[Any, ...] = plans.generation, dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero
+            key: tuple[Any, ...] = dx_dtype, dw_dtype, x_t.layout, w_scale_is_nonzero, weight.is_cuda
             if isinstance(dy, Tensor):
                 first, (scale, amax, scale_is_nonzero) = dy, self._scale_and_amax(Role.GRAD_OUTPUT)
-                key = *key, scale_is_nonzero, dy.is_cuda
+                key = *key, scale_is_nonzero
             else:
                 assert dy.rowwise is not None
                 assert dy.columnwise is not None

@@ -29,7 +29,13 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivatives("a fused norm")
-        x, weight, statistics = ctx.saved_tensors
+        try:
+            x, weight, statistics = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            said = "the input or weight of a fused norm was changed in place before its backward (h = norm(r); r += h)"
+            raise RuntimeError(f"{said}: write r = r + h, or convert the model with fuse=False") from error
         columns = x.shape[-1]
         dx, dweight, _ = ops.norm_backward(
             dy.reshape(-1, columns),

@@ -86,6 +86,14 @@ def fuse(module: nn.Module, fused: type[FusedModule]) -> None:
         del module.forward
 
 
+def unfuse(module: nn.Module) -> None:
+    """Undo :func:`fuse`, in place; it changes no other module."""
+    if isinstance(module, FusedModule):
+        swap_class(module, original_class(module))
+        for name in ("why_not", "called_otherwise", "_last_context", "_formula"):
+            vars(module).pop(name, None)
+
+
 def original_class(module: nn.Module) -> type:
     """The class of ``module`` without what this package adds."""
     cls = unsharded_class(module)

@@ -24,7 +24,7 @@ from lightning_fp8.hf_fusion.fused import (
     why_not_input,
 )
 from lightning_fp8.modules.linear import Linear
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.scaled import Role
 
 ACTIVATIONS = {
@@ -69,7 +69,7 @@ def _gated_in_halves(self: Any, x: Any) -> Any:
 
 def is_known_mlp(module: nn.Module) -> bool:
     """Whether the formula of ``module`` is known, also if it is fused already."""
-    forward = original_class(module).forward  # type: ignore[attr-defined]
+    forward = getattr(original_class(module), "forward", None)  # TorchScript's class raises
     known = computes(forward, _gated, _gated_at_once, _gated_in_halves)
     return known or ("act_fn" not in module._modules and computes(forward, *liger.MLPS))
 
@@ -116,6 +116,9 @@ class FusedMLP(FusedModule):
             return "hooks of all modules are registered"
         if context.recipe.backward_override is not None:
             return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"
+        dtype = self._modules["down_proj"]._weight_and_bias()[0].dtype  # type: ignore[union-attr, operator]
+        if isinstance(x, Tensor) and dtype is not x.dtype and not autocast_dtype(x.device.type):
+            return f"down_proj's weight is {dtype} and its input {x.dtype}"  # which it refuses
         return why_not_input(x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from lightning_fp8 import ops
 from lightning_fp8.functions.rms_norm import RMSNormFunction
 from lightning_fp8.hf_fusion import liger
 from lightning_fp8.hf_fusion.fused import FusedModule, computes, fuse, original_class, why_not_input
+from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.record import note_traced
 
 _GEMMA_4 = "LigerRMSNormForGemma4.forward"
@@ -69,17 +71,18 @@ def _norm(self: Any, x: Any) -> Any:
 
 def formula_of(norm: nn.Module) -> Formula | None:
     """The formula of ``norm``, also if it is fused already; None if it is not known."""
-    cls: Any = original_class(norm)
-    if computes(cls.forward, _rounds_first):
+    cls = original_class(norm)
+    forward: Any = getattr(cls, "forward", None)  # TorchScript's class raises
+    if computes(forward, _rounds_first):
         return Formula("variance_epsilon", rounds_first=True)
-    if computes(cls.forward, _rounds_last, _rounds_last_wide):
+    if computes(forward, _rounds_last, _rounds_last_wide):
         return Formula("variance_epsilon")
-    if computes(cls.forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
+    if computes(forward, _zero_centered) and computes(getattr(cls, "_norm", None), _norm):
         return Formula("eps", zero_centered=True)
-    by_liger = computes(cls.forward, liger.rms_norm) or getattr(cls.forward, "__qualname__", "") == _GEMMA_4
+    by_liger = computes(forward, liger.rms_norm) or getattr(forward, "__qualname__", "") == _GEMMA_4
     if by_liger and norm.offset in (0.0, 1.0) and norm.casting_mode in ("llama", "gemma", "none"):
         return Formula("variance_epsilon", bool(norm.offset), norm.casting_mode == "llama")
-    if cls.forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+    if forward is nn.RMSNorm.forward and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
         return Formula("eps")
     return None
 
@@ -107,6 +110,8 @@ class FusedNorm(FusedModule):
             eps = torch.finfo(torch.float32).eps
         promotes = formula.rounds_first and x.dtype is not weight.dtype
         dtype = torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype
+        if isinstance(self, nn.RMSNorm) and autocast_dtype(x.device.type):
+            dtype = _dtype_under_autocast(x.device.type, x.dtype, weight.dtype)
         settings = dtype, eps, *formula[1:]
         if (order := _order_in_memory(x)) is not None:  # as the model's own: no copy, and y has the strides of x
             stored = x.permute(order)
@@ -118,6 +123,13 @@ class FusedNorm(FusedModule):
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)
+
+
+@cache
+def _dtype_under_autocast(device_type: str, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of torch's RMSNorm under autocast, which depends on the device and on torch's version."""
+    x, weight = (torch.empty(1, dtype=each, device=device_type) for each in (x_dtype, weight_dtype))
+    return torch.rms_norm(x, (1,), weight).dtype
 
 
 def _order_in_memory(x: Tensor) -> list[int] | None:

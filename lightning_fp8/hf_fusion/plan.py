@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
-from lightning_fp8.hf_fusion.fused import FusedModule, fuse, has_hooks, name_of
+from lightning_fp8.hf_fusion.fused import FusedModule, fuse, has_hooks, name_of, unfuse
 from lightning_fp8.hf_fusion.liger import is_patched
 from lightning_fp8.hf_fusion.mlp import FusedMLP, act_fn_of, activation_of, is_known_mlp, layers_of, why_not_bias
 from lightning_fp8.hf_fusion.norm import formula_of, fuse_norm
@@ -43,12 +43,13 @@ def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple
 
 
 def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
-    """Make the norms and the MLPs that were planned take fewer passes, in place."""
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    for each in (*summary.norms, *summary.mlps):
-        if each.fp8:
-            module = modules[each.name]
-            fuse_norm(module) if each.kind == NORM else fuse(module, FusedMLP)
+    """Make the norms and the MLPs that were planned take fewer passes, and no others, in place."""
+    kinds = {each.name: each.kind for each in (*summary.norms, *summary.mlps) if each.fp8}
+    for name, module in {clean_name(name): module for name, module in model.named_modules()}.items():
+        if name not in kinds:
+            unfuse(module)
+        else:
+            fuse_norm(module) if kinds[name] == NORM else fuse(module, FusedMLP)
 
 
 def _why_not(module: nn.Module, known: Any) -> str:

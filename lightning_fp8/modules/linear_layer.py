@@ -297,14 +297,7 @@ class LinearLayer(WeightCachingModule):
         if self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
             waiting = self.delayed_wgrads or [None] * len(products)
             products = [
-                Product(
-                    recipe,
-                    each.slots,
-                    observe,
-                    each.cached_weight,
-                    self._main_grad(weight, is_first_microbatch),
-                    delayed,
-                )
+                each.redirected(each.cached_weight, self._main_grad(weight, is_first_microbatch), delayed)
                 for each, weight, delayed in zip(products, weights, waiting)
             ]
         return products, autocast_dtype(input.device.type) or input.dtype
@@ -328,7 +321,7 @@ class LinearLayer(WeightCachingModule):
             self._cached_weight(weight, of_weight, product, is_first_microbatch, context)
             for product, weight, of_weight in zip(products, weights, names)
         ]
-        return [Product(each.recipe, each.slots, each.observe, kept) for each, kept in zip(products, cached)]
+        return [each.redirected(kept) for each, kept in zip(products, cached)]
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
         refuse_transforms(self.kind, input, weight, bias)

@@ -47,9 +47,10 @@ class KeptPlan:
 
     def run(self, *key: Any) -> Run | None:
         last_key, run = self._last
-        if key != last_key:
+        current = plans.generation, key
+        if current != last_key:
             run = self._plan(*key, *self._fixed)
-            self._last = key, run
+            self._last = current, run
         return run
 
 

@@ -267,7 +267,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._models[module] = self._dtypes
         for model in self._models if self._dtypes_of_all is None else ():  # Fabric does not tell whose forward begins
             if not any(isinstance(hook, _OwnDtypes) and hook.of(self) for hook in model._forward_pre_hooks.values()):
-                model.register_forward_pre_hook(_OwnDtypes(self), with_kwargs=True)
+                model.register_forward_pre_hook(own := _OwnDtypes(self), with_kwargs=True)
+                model.register_forward_hook(own.leave, always_call=True)
         return said
 
     @property
@@ -462,10 +463,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
 
 class _OwnDtypes:
-    """Forward pre-hook of models whose dtypes differ: until the forward ends, the model's own, also of its inputs."""
+    """Hooks of models whose dtypes differ: until a model's forward ends, its own dtypes, also of its inputs."""
 
     def __init__(self, plugin: FP8FabricPrecision | None = None) -> None:
         self._plugin = None if plugin is None else weakref.ref(plugin)
+        self._entered: list[ExitStack] = []  # one for each forward that runs, since a model may call itself
 
     def __reduce__(self) -> Any:
         return _OwnDtypes, ()  # copies and pickles of a model have no plugin
@@ -475,10 +477,15 @@ class _OwnDtypes:
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         living = None if self._plugin is None else self._plugin()
+        self._entered.append(stack := ExitStack())
         if living is None or not living._forwards or living._dtypes_of_all or model not in living._models:
             return None
-        living._forwards[-1].enter_context(living._models[model].context())
+        stack.enter_context(living._models[model].context())
         return cast_floating_point((args, kwargs), living._models[model].weights)
+
+    def leave(self, *_: Any) -> None:
+        if self._entered:  # an earlier hook may have raised
+            self._entered.pop().close()
 
 
 def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:

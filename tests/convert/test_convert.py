@@ -304,3 +304,25 @@ def test_attention_where_there_is_none() -> None:
         FP8FabricPrecision("tensorwise", attention=True).convert_module(
             nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         )
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is (deprecated|not supported)")
+def test_layers_of_torchscript_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), torch.jit.script(Scripted()), nn.Linear(64, 64))
+    kept = model[1]
+    convert_module(model, first_last_layers_bf16=False)
+    assert model[1] is kept
+    summary = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    assert {layer.name: layer.fp8 for layer in summary.layers} == {"0": True, "1.linear.weight": False, "2": True}
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        model(torch.randn(16, 64)).sum().backward()
+    assert kept.linear.weight.grad is not None

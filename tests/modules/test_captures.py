@@ -326,6 +326,35 @@ def test_modules_are_graphed_in_fp8_and_keep_their_amaxes(options: dict[str, Any
 
 
 @pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "options", [{"enabled": (True,)}, {"fp8_enabled": (True,), "enabled": True, "sample_kwargs": ({},)}]
+)
+@pytest.mark.parametrize("kwargs", [{}, ()])
+def test_what_names_no_other_setting_is_taken(options: dict[str, Any], kwargs: Any) -> None:
+    model, _ = trained()
+    assert isinstance(model.gate, Linear)
+    model.gate.record.clear()
+    options = {"sample_kwargs": kwargs, **options, "recipe": RECIPE}
+    te.make_graphed_callables((model,), ((torch.randn(8, 16),),), allow_unused_input=True, **options)
+    assert model.gate.record.fp8 == 4
+
+
+def test_amaxes_of_a_warm_up_are_dropped_if_the_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained()
+    amax = history_of(model).amax.fill_(0.25).clone()
+
+    def fail(modules: Any, sample_args: Any, *_: Any) -> Any:
+        modules(*sample_args).sum().backward()
+        assert not torch.equal(history_of(model).amax, amax)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", fail)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        te.make_graphed_callables(model, (torch.randn(8, 16),), enabled=True, recipe=RECIPE)
+    assert torch.equal(history_of(model).amax, amax)
+
+
+@pytest.mark.usefixtures("graphs")
 def test_gradients_of_graphed_modules_accumulate() -> None:
     model = nn.Linear(2, 2)
     te.make_graphed_callables((model,), ((torch.ones(1, 2),),))
@@ -351,6 +380,10 @@ def test_modules_that_are_graphed_again_copy_gradients_once() -> None:
         ({"_order": [1, -1]}, NotImplementedError, "_order"),
         ({"enabled": 3}, TypeError, "enabled=3"),
         ({"recipe": "float8"}, ValueError, "recipe 'float8' is unknown"),
+        ({"enabled": (True, False)}, ValueError, "enabled is True and False; pass one value"),
+        ({"fp8_enabled": True, "enabled": False}, ValueError, "enabled is True and False; pass one value"),
+        ({"recipe": "delayed", "fp8_recipe": "mxfp8"}, ValueError, "recipe is 'delayed' and 'mxfp8'; pass one"),
+        ({"sample_kwargs": ({"mask": 1},)}, NotImplementedError, "sample_kwargs of .*pass all tensors in sample_args"),
     ],
 )
 def test_other_arguments_are_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -20,6 +20,7 @@ from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_op
 from lightning_fp8.recipes import RECIPES
+from lightning_fp8.scaled import Role
 from tests.cuda_kernels.emulated import Emulator
 from tests.emulator.samples import needs_gcc
 from tests.tiers import every_pair, thorough
@@ -181,6 +182,56 @@ def test_a_layer_keeps_its_plan_until_a_key_changes() -> None:
         assert forwards(x) == 1
         linear_ops.forget_plans()
         assert forwards(x) == 1
+
+
+@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {"first": True}])
+def test_layers_whose_gradients_go_elsewhere_keep_their_plans(options: dict[str, bool]) -> None:
+    first = True if options.pop("first", False) else None
+    layer, plan = Linear(48, 32, bias=False, **options), Mock(wraps=linear_ops._forward_plan)
+    layer.weight.main_grad = torch.zeros(32, 48)  # type: ignore[attr-defined]
+    x = torch.randn(8, 48)
+    with patch.object(linear_ops, "_forward_plan", plan):
+        for is_first in (None, first, None):
+            with fp8_autocast(fp8_recipe="tensorwise"):
+                layer(x, is_first)
+    assert plan.call_count == 1
+    dw = 2 * (x @ layer.weight.detach().t()).t() @ x
+    layer.weight.main_grad.zero_()
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        layer(x).square().sum().backward()
+    if options:
+        if "delay_wgrad_compute" in options:
+            layer.backward_dw()
+        found = layer.weight.main_grad if "fuse_wgrad_accumulation" in options else layer.weight.grad
+        assert (found - dw).norm() < 0.1 * dw.norm()
+
+
+def test_a_layer_drops_plans_of_former_generations() -> None:
+    layer, numbers = Linear(48, 32), []
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16), fp8_autocast(fp8_recipe="tensorwise"):
+                layer(torch.randn(8, 48)).sum().backward()
+        assert layer._last_products is not None
+        numbers.append(len(layer._last_products[0]._passes))
+        plans.clear_plan_cache()
+    assert numbers == [numbers[0]] * 3
+
+
+def test_plans_of_given_operands_are_kept_for_each_kind_of_device() -> None:
+    """On a GPU the weight is cast to another operand than on the CPU, which reads a view."""
+    layer, weight = Linear(48, 32), Mock(wraps=torch.randn(32, 48), dtype=torch.float32)
+    with fp8_autocast(fp8_recipe="tensorwise"):
+        layer(torch.randn(8, 48)).sum().backward()
+    assert layer._last_products is not None
+    product = layer._last_products[0]
+    x_t = product.quantize(torch.randn(8, 48), Role.INPUT, columnwise=True).columnwise
+    dy = product.quantize(torch.randn(8, 32), Role.GRAD_OUTPUT, columnwise=True)
+    before = len(product._passes)
+    with patch.object(linear, "linear_backward", return_value=(None, None)):
+        for weight.is_cuda in (False, True):
+            product.gradients(dy, weight, x_t, torch.float32, torch.float32)
+    assert len(product._passes) == before + 2
 
 
 @pytest.mark.filterwarnings("ignore:FP8 kernels do not run on cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -449,3 +450,44 @@ def test_models_of_different_dtypes_are_pickled_and_copies_are_set_up() -> None:
         fabric.setup(model)
     for made in (pickle.loads(pickle.dumps(models[0])), copy.deepcopy(models[0])):
         assert fabric.setup(made)(torch.randn(32, 64)).isfinite().all()  # whose input is cast to its dtype
+
+
+class _Asks(nn.Module):
+    """Layers that note the dtypes around an ``inner`` model."""
+
+    def __init__(self, inner: Any = None, raises: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.inner, self.raises = inner, raises
+        self.seen: list[Any] = []
+
+    def _note(self) -> None:
+        self.seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._note()
+        if self.raises:
+            raise ValueError("inner")
+        y: Tensor = self.layers(x)
+        if self.inner is not None:
+            with contextlib.suppress(ValueError):
+                y = y + self.inner[0](y)
+            self._note()
+        return y
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("half_is_inner", [False, True])
+def test_the_dtypes_of_an_inner_model_end_with_its_forward(half_is_inner: bool, raises: bool) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=FP8FabricPrecision())
+    inner = _Asks(raises=raises)
+    outer = _Asks([inner])  # no child
+    (inner if half_is_inner else outer).bfloat16()
+    run = fabric.setup(outer)
+    fabric.setup(inner)
+    for _ in range(2):
+        assert run(torch.randn(8, 64)).isfinite().all()
+    half, masters = (False, torch.bfloat16), (True, torch.float32)
+    assert inner.seen == [(True, torch.bfloat16) if half_is_inner else masters] * 2  # in the other's autocast
+    assert outer.seen == [masters if half_is_inner else half] * 4
+    assert (torch.is_autocast_enabled("cpu"), torch.get_default_dtype()) == (False, torch.float32)

@@ -27,12 +27,22 @@ def make_graphed_callables(
 
     Raises:
         NotImplementedError: If another argument of Transformer Engine is neither None nor False.
+        ValueError: If an argument and its former name differ, or the values of ``enabled`` in a tuple for all modules.
     """
     graphed = modules if isinstance(modules, tuple) else (modules,)
     for module in graphed:
         require_module("make_graphed_callables", module)
     new = {f"fp8_{name}": name for name in ("enabled", "calibrating", "recipe")} | {"fp8_group": "amax_reduction_group"}
-    options = {new.get(name, name): value for name, value in options.items() if value not in (None, False)}
+    given: dict[str, list[Any]] = {}
+    for name, value in options.items():
+        if value is not None and not (name == "sample_kwargs" and not any(value or ())):
+            of_each = name.endswith("enabled") and isinstance(value, tuple)
+            given.setdefault(new.get(name, name), []).extend(value if of_each else [value])
+    for name, values in given.items():
+        if any(value != values[0] for value in values):
+            said = f"{name} is {' and '.join(map(repr, values))}; pass one value, for all modules of a call"
+            raise ValueError(f"make_graphed_callables: {said}")
+    options = {name: values[0] for name, values in given.items() if values and values[0] is not False}
     pool = options.pop("pool", None)
     if others := ", ".join(sorted(options.keys() - new.values())):
         said = "pass all tensors in sample_args, and leave the others out; each replay casts the weights"
@@ -47,8 +57,8 @@ def make_graphed_callables(
     finally:
         for module, call in calls:
             module._compiled_call_impl = call
-    for history in all_histories():
-        history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
+        for history in all_histories():
+            history.amax.copy_(amaxes.get(history, torch.zeros_like(history.amax)))
     for parameter in {each for module in graphed for each in module.parameters() if each.requires_grad}:
         if Tensor.clone not in (parameter._backward_hooks or {}).values():  # a module that is captured again has it
             parameter.register_hook(Tensor.clone)

@@ -9,16 +9,17 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import FP8Precision, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
+from lightning_fp8 import FP8Precision, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.hf_fusion.norm import FusedNorm, fuse_norm
+from lightning_fp8.hf_fusion.norm import FusedNorm, _dtype_under_autocast, fuse_norm
 from tests.convert.fuse.runs import (
     FAMILIES,
     HIDDEN,
@@ -403,3 +404,75 @@ loss = OfLiger()
 def test_a_model_beside_objects_and_forwards_without_a_name_is_converted() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), Odd())
     assert type(convert_module(model)[4]) is Odd  # type: ignore[index]
+
+
+@pytest.fixture
+def autocast_as_on_cuda() -> Iterator[None]:
+    """CPU's autocast computes RMSNorms in float32, as CUDA's does."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def in_float32(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.ops.aten.rms_norm(x.float(), shape, weight.float(), eps)
+
+    library.impl("rms_norm", in_float32, "AutocastCPU")
+    _dtype_under_autocast.cache_clear()
+    yield
+    library._destroy()
+    _dtype_under_autocast.cache_clear()
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.usefixtures("autocast_as_on_cuda")
+@pytest.mark.filterwarnings("ignore:fp8_autocast ran nothing")
+def test_the_dtype_under_autocast_is_torchs(weight_dtype: torch.dtype) -> None:
+    norm, x = nn.RMSNorm(HIDDEN).to(weight_dtype), torch.randn(5, HIDDEN).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        own = norm(x)
+        fuse_norm(norm)
+        with fp8_autocast():
+            y = norm(x)
+    assert (y.dtype, own.dtype, norm.why_not) == (torch.float32, torch.float32, "")
+    torch.testing.assert_close(y, own, rtol=1e-6, atol=1e-6)
+    for each in (y, own):
+        (gradient,) = torch.autograd.grad(each.square().sum(), x)
+        torch.testing.assert_close(gradient.double(), _exact_gradient(x, norm.weight), rtol=1e-2, atol=1e-2)
+    with fp8_autocast():
+        assert norm(x).dtype is torch.bfloat16
+
+
+def _exact_gradient(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.detach().double().requires_grad_()
+    y = nn.functional.rms_norm(wide, (HIDDEN,), weight.detach().double(), torch.finfo(torch.float32).eps)
+    return torch.autograd.grad(y.square().sum(), wide)[0]
+
+
+def test_a_conversion_without_fuse_undoes_it() -> None:
+    plain = converted(False)
+    classes, attributes = [*map(type, plain.modules())], [{*vars(each)} for each in plain.modules()]
+    model = converted(True)
+    step(model)
+    again = converted(False, model)
+    assert not plan_conversion(again, Policy(fuse=False)).norms
+    assert [*map(type, again.modules())] == classes
+    for each, kept in zip(again.modules(), attributes, strict=True):
+        assert isinstance(each, Linear) or {*vars(each)} == kept, each
+    assert_equal(step(again), step(converted(False)))
+    assert_equal(step(converted(True, again)), step(converted(True)))
+
+
+def test_an_input_that_changes_before_the_backward_is_told() -> None:
+    for norm in (causal_lm("llama", 1).model.norm, nn.RMSNorm(HIDDEN).bfloat16()):
+        fuse_norm(norm)
+        r = torch.randn(5, HIDDEN).bfloat16().requires_grad_().clone()
+        with fp8_autocast():
+            h = norm(r)
+        r += h
+        with pytest.raises(RuntimeError, match=r"a fused norm was changed in place.*r = r \+ h.*fuse=False"):
+            r.sum().backward()
+        r = torch.randn(5, HIDDEN).bfloat16().requires_grad_()
+        with fp8_autocast():
+            y = norm(r).sum()
+        y.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            y.backward()

@@ -342,3 +342,17 @@ def test_an_empty_input() -> None:
         y = fused(torch.zeros(0, HIDDEN, dtype=torch.bfloat16, requires_grad=True))
     y.sum().backward()
     assert y.shape == (0, HIDDEN)
+
+
+def test_a_down_proj_of_another_dtype_is_refused_as_by_the_layer() -> None:
+    for mlp in mlps():
+        mlp.down_proj.float()  # type: ignore[operator, union-attr]
+        x, _ = inputs()
+        with fp8_autocast(), pytest.raises(TypeError, match=r"weight is torch.float32 and the input torch.bfloat16"):
+            mlp(x)
+        with torch.autocast("cpu", torch.bfloat16), fp8_autocast():
+            assert mlp(x).isfinite().all()
+    fused, plain = (mlp.requires_grad_(False) for mlp in mlps(dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16), fp8_autocast():
+        fused(x), plain(x)
+    assert fused.why_not == ""
