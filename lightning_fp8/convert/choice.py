@@ -101,7 +101,9 @@ class Choice:
         for name, each, module in self._places():
             if not part_is_all and id(module) not in names:
                 continue
-            each.slower = slower.get(name if part_is_all else clean_name(names[id(module)]), "")
+            reason = slower.get(name if part_is_all else clean_name(names[id(module)]), "")
+            if each.slower != reason:  # or compiled code that has a guard on the missing attribute is compiled again
+                each.slower = reason
             each.comparison = "" if each.comparison == AWAITED or isinstance(each, LinearLayer) else each.comparison
             if isinstance(each, Owner):
                 setattr(module, SLOWER, each.slower)

@@ -201,7 +201,7 @@ class LinearLayer(WeightCachingModule):
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
         if is_sharded(self._parameters.get("weight")):
-            return self.comparison or ""
+            return ""
         limit = least_rows(input.device, context.recipe.name, *self.matrices[""])
         return compared(*limit, input.numel() // input.shape[-1])
 

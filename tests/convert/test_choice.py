@@ -239,6 +239,23 @@ def test_the_line_has_one_example_of_each_limit() -> None:
     assert [layer.slower.rpartition(" ")[2] for layer in layers] == ["3", "4", "5"]
 
 
+def test_a_decision_for_fp8_compiles_nothing_anew() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with planted({}):
+        model = net()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(3):
+            step(model, run=compiled, recipe="tensorwise")
+    assert fp8_state_dict(model)["slower"] == {}
+    assert len(graphs) == 1
+
+
 def test_the_flag_and_own_layers_run_in_fp8() -> None:
     model = net(where_faster=False)
     step(model)
