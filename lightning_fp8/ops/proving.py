@@ -175,7 +175,7 @@ class Prover:
                 lines.put(line.removeprefix(MARK))
 
         _read_along(process.stdout, take, at_end=lambda: lines.put(None))
-        _read_along(process.stderr, errors.append)
+        self._reading = _read_along(process.stderr, errors.append)
 
     def _death(self, said: str) -> tuple[str, bool]:
         """The reason why there is no next line, and whether it is temporary, and not caused by a kernel."""
@@ -186,6 +186,7 @@ class Prover:
         status = self._process.poll()
         if status is None:
             return f"it was still running after {SECONDS[said]:g} s", said != "starting"
+        self._reading.join(0.5)  # the last line may arrive after the end of the process
         last = next((line.strip() for line in reversed(self._errors) if line.strip()), "")
         if status >= 0:
             return f"its process ended with exit status {status}" + (f": {last}" if last else ""), True
@@ -194,8 +195,10 @@ class Prover:
         return f"its process ended with signal {-status}", True
 
 
-def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Callable[[], None] = lambda: None) -> None:
-    """Read the output of a process line by line in a thread."""
+def _read_along(
+    stream: IO[str] | None, take: Callable[[str], None], at_end: Callable[[], None] = lambda: None
+) -> threading.Thread:
+    """Read the output of a process line by line in the thread that is returned."""
     assert stream is not None
 
     def read() -> None:
@@ -204,7 +207,9 @@ def _read_along(stream: IO[str] | None, take: Callable[[str], None], at_end: Cal
                 take(line)
         at_end()
 
-    threading.Thread(target=read, daemon=True).start()
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
 
 
 IDLE = 60.0

@@ -7,6 +7,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,7 @@ def test_what_a_model_keeps_in_float32_is_its_own_affair() -> None:
         ),
     ],
 )
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm")
 @pytest.mark.parametrize("whole", [False, True], ids=["buffers in float32", "all in BF16"])
 def test_buffers_in_float32_do_what_they_do_alone(name: str, sizes: dict[str, Any], whole: bool) -> None:
     """A model in BF16 computes the same, or has the same error, if only its parameters are BF16 and if all of it is."""
