@@ -144,6 +144,7 @@ def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool)
     with ExitStack() as stack:
         for surroundings in (a_card, cuda_sides_on_cpu) if on_a_card else ():
             stack.enter_context(surroundings())
+        _forget_plans(layer)
         stack.enter_context(lightning_fp8.fp8_autocast(fp8_recipe=made))
         return _of_layer(layer, rows, steps)
 
@@ -173,7 +174,15 @@ def _of_block(fuse: bool | None, steps: int) -> tuple[float, float]:
                 optimizer.step()
             for surroundings in a_card(), cuda_sides_on_cpu(), plugin.forward_context():
                 stack.enter_context(surroundings)
+            _forget_plans(block)
         return _of_layer(block, rows, steps, run, (1, rows, width))
+
+
+def _forget_plans(module: nn.Module) -> None:
+    """Layers keep plans by the kind of device, which the simulated GPU's tensors do not show."""
+    for each in module.modules():
+        if getattr(each, "_last_products", None):
+            each._last_products = None  # type: ignore[assignment]
 
 
 def _of_layer(

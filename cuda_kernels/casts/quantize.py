@@ -74,7 +74,7 @@ def quantize_tensor_kernel(
         if scale == _ZERO:
             amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
             scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
-        if cuda.blockIdx.x < tensors and thread == 0:
+        if (cuda.blockIdx.x >> (tensors - 1)) == 0 and thread == 0:
             store_f32(out_scale_inv, divide(_ONE, scale))
 
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)
