@@ -26,6 +26,7 @@ from lightning_fp8.ops.cast import (
     reference_quantize,
 )
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
+from lightning_fp8.ops.memory import empty_tensor
 from lightning_fp8.ops.op import op
 from lightning_fp8.scaled import Cast
 
@@ -430,7 +431,13 @@ def reference_gated_backward(
     scale, factor_scale, amax, factor_amax = observed
     of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
     of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
-    return GatedGradients(*of_x, *of_factor)
+    return gated_gradients(of_x, of_factor)
+
+
+def gated_gradients(of_x: Outputs, of_factor: Outputs) -> GatedGradients:
+    """The results of both casts as those of one op, which must not share memory."""
+    apart = (x if x.dim() != 1 or x.numel() else empty_tensor(x.device, x.dtype, 1) for x in of_factor)
+    return GatedGradients(*of_x, *apart)
 
 
 activation_quantize_op.implement("cpu", reference_activation)

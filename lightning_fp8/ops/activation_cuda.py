@@ -20,6 +20,7 @@ from lightning_fp8.ops.activation import (
     activation_backward_quantize_op,
     activation_quantize_op,
     gated_backward_quantize_op,
+    gated_gradients,
     gated_quantize_op,
     reference_activation,
     reference_activation_backward,
@@ -159,7 +160,7 @@ def _planned_gated(
             if loader.tensors == 1:
                 return cast(loader_args, *args[-3:])
             first, second = cast_two(loader_args, args[-4:-2], args[-2:])
-            return GatedGradients(*first, *second)
+            return gated_gradients(first, second)
 
         return launch_cast
 

@@ -165,8 +165,8 @@ def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
 
 @lru_cache(None)
 @torch.inference_mode(False)  # the tensor is also used in training
-def empty_tensor(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor ``[0]`` of a result that is not requested."""
+def empty_tensor(device: torch.device, dtype: torch.dtype, number: int = 0) -> Tensor:
+    """The tensor ``[0]`` of a result that is not requested. Results of one op have different numbers or dtypes."""
     return torch.empty(0, dtype=dtype, device=device)
 
 

@@ -126,6 +126,7 @@ def test_a_dry_run_walks_everything(tmp_path: Path) -> None:
     assert of_layers.keys() == {
         *((f"Linear {way}", by) for way in WAYS for by in (*ours, "torch.autograd alone")),
         *((f"Linear step {way}", by) for way in WAYS for by in (*ours, "torch", "torchao, emulated")),
+        *((f"Llama block {way}", by) for way in WAYS for by in ("torch", f"{OURS}, not fused", f"{OURS}, fused")),
     }
     installed = find_spec("torchao") is not None
     for (_, by), entry in of_layers.items():
