@@ -1,14 +1,13 @@
 """Which layers stay in high precision because FP8 is slower for their sizes.
 
-Each layer compares the sizes of its first training forward (:mod:`lightning_fp8.faster`), unless it is compiled: equal
-layers share compiled code, and only the first is traced. What they found takes effect
-at the model's first optimizer step, and stays: a recomputed forward runs as its forward did, and ranks decide alike
-though their sequences may have other lengths. A layer stays in high precision if FP8 is slower on every rank that has
-called it. The state of the scales contains the decision, so that a resumed run computes what it would have computed.
-Steps before the first forward, as those that create an optimizer's state, decide nothing.
+Each layer compares the sizes of its first training forward (:mod:`lightning_fp8.faster`). Compiled layers do not: equal
+layers share compiled code, and only the first is traced. The result takes effect at the model's first optimizer step
+after a forward, and stays, so that a recomputed forward runs as its forward did. The state of the scales contains it,
+so that a resumed run computes what the original run would have computed.
 
-Ranks that share amaxes or shards decide together. Others decide alone, since a collective that not all ranks begin, as
-those of other pipeline stages, would wait for ever.
+Ranks that share amaxes or shards decide together, although their sequences may have different lengths: a layer stays in
+high precision if FP8 is slower on every rank that has called it. Other ranks, such as those of other pipeline stages,
+decide alone, since they may not all begin a collective.
 """
 
 from __future__ import annotations
