@@ -46,7 +46,6 @@ class Kernel:
         threads: threads per block.
         shared_bytes: dynamic shared memory per block.
         min_blocks_per_sm: blocks that must fit on a multiprocessor of Hopper; it limits registers per thread.
-        cluster: blocks per cluster; must match the kernel's code.
         architectures: the architectures it can be compiled for.
 
     Raises:
@@ -59,7 +58,6 @@ class Kernel:
     threads: int
     shared_bytes: int = 0
     min_blocks_per_sm: int = 1
-    cluster: int = 1
     architectures: tuple[str, ...] = ARCHITECTURES
     _loaded: dict[int, int] = field(default_factory=dict, repr=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.sizes import ceil_div
@@ -133,52 +133,24 @@ class GemmConfig:
         waves: blocks of 64 rows that each of them computes, one after the other; 1 or 2.
         tile_n: columns of a tile, a multiple of 32 and at least 64.
         stages: pipeline stages for operands in shared memory.
-        cluster: blocks of a cluster, 1 or 2.
-        multicast_a: whether the blocks of a cluster share rows, and load A once; otherwise they share columns and B.
         epi_stages: buffers per warpgroup for epilogue tiles; with two, one is filled while the other is stored.
         smem_epilogue: store the result through shared memory with TMA, which requires rows of the result to be aligned
             to 16 bytes; otherwise directly from registers.
         even: N, the output's row stride and all addresses allow two consecutive elements of a row to be read or written
             at once.
-        pingpong: two warpgroups process alternating tiles, so that one multiplies while the other stores its results;
-            otherwise they share a tile.
     """
 
     mma_warpgroups: int
     waves: int
     tile_n: int
     stages: int
-    cluster: int = 1
-    multicast_a: bool = False
     epi_stages: int = 2
     smem_epilogue: bool = True
     even: bool = True
-    pingpong: bool = False
-
-    @property
-    def warpgroups_per_tile(self) -> int:
-        """Number of warpgroups that share a tile."""
-        return 1 if self.pingpong else self.mma_warpgroups
 
     @property
     def tile_m(self) -> int:
-        return 64 * self.warpgroups_per_tile * self.waves
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of all tiles of a cluster together."""
-        tile_m, tile_n, cluster = self.tile_m, self.tile_n, self.cluster
-        return (tile_m, tile_n * cluster) if self.multicast_a else (tile_m * cluster, tile_n)
-
-    @property
-    def a_rows_loaded(self) -> int:
-        """Rows of A that one block loads for its tile; its share if the blocks of a cluster share them."""
-        return self.tile_m // (self.cluster if self.multicast_a else 1)
-
-    @property
-    def b_rows_loaded(self) -> int:
-        """The same for B, whose rows are the tile's columns."""
-        return self.tile_n // (1 if self.multicast_a else self.cluster)
+        return 64 * self.mma_warpgroups * self.waves
 
     @property
     def threads(self) -> int:
@@ -187,10 +159,8 @@ class GemmConfig:
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}", f"mma_warpgroups={self.mma_warpgroups}", f"waves={self.waves}"]
-        parts += [f"stages={self.stages}", f"cluster={self.cluster}"] + ["multicast_a"] * self.multicast_a
-        parts += ["smem_epilogue", f"epi_stages={self.epi_stages}"] * self.smem_epilogue
-        parts += ["even"] * self.even + ["pingpong"] * self.pingpong
-        return " ".join(parts)
+        parts += [f"stages={self.stages}"] + ["smem_epilogue", f"epi_stages={self.epi_stages}"] * self.smem_epilogue
+        return " ".join(parts + ["even"] * self.even)
 
 
 class StageBytes(NamedTuple):
@@ -234,7 +204,6 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
         ("scale_inv_b", config.stages * of_stage.scale_inv_b),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
-        ("order", 16 if config.pingpong else 0),
     ):
         offsets[name], end = end, end + size
     return {**offsets, "end": end}
@@ -270,12 +239,6 @@ class MmaConfig:
     tile_n: int
     stages: int
     even: bool = True
-    cluster: ClassVar[int] = 1
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.tile_m, self.tile_n
 
     @property
     def threads(self) -> int:

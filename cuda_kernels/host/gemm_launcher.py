@@ -61,8 +61,8 @@ def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConf
     spec = problem.spec
     pointer = address_on(device)
     map_of = partial(map_on, device)
-    map_a = map_of(Box(config.a_rows_loaded, TILE_K))
-    map_b = map_of(Box(config.b_rows_loaded, TILE_K))
+    map_a = map_of(Box(config.tile_m, TILE_K))
+    map_b = map_of(Box(config.tile_n, TILE_K))
     map_out = map_of(Box(64, epi_tile_columns(spec.out_dtype))) if config.smem_epilogue else None
     map_scale_inv_a = _scale_inv_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
     map_scale_inv_b = _scale_inv_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)

@@ -1,4 +1,4 @@
-"""What a kernel says to the compiler of its launch: clusters, tensor maps by value, dynamic shared memory."""
+"""Annotations of a kernel for the compiler: tensor maps passed by value, dynamic shared memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,21 @@ from cuda_kernels.device.language import i32, i64, void
 from cuda_kernels.lowering.compiler import TENSOR_MAP, intrinsic_of, signature
 
 
-def _annotate(builder: Any, name: str, value: Any) -> None:
-    module, function = builder.module, builder.function
-    node = module.add_metadata([function, ir.MetaDataString(module, name), value])
-    get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
-
-
-@cache
-def in_clusters_of(blocks: int) -> Any:
-    """A function whose call in a kernel makes it run in clusters of so many blocks."""
-
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
-            _annotate(builder, name, ir.IntType(32)(size))
-        return context.get_dummy_value()
-
-    return intrinsic_of("in_clusters", 0, lambda typingctx: (signature(void), lower))
-
-
 @cache
 def grid_constant_params() -> Any:
     """A function whose call in a kernel makes its tensor maps lie in its parameters."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+        module, function = builder.module, builder.function
         # NVVM counts parameters from 1, as these places do: the first argument is the address of Numba's own result.
-        maps = [index for index, arg in enumerate(builder.function.args) if arg.type == TENSOR_MAP.as_pointer()]
+        maps = [index for index, arg in enumerate(function.args) if arg.type == TENSOR_MAP.as_pointer()]
         for index in maps:
-            attributes = builder.function.args[index].attributes
+            attributes = function.args[index].attributes
             set.add(attributes, "byval ")  # NVVM's dialect spells it without a type
             attributes.align = 64
-        _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
+        indices = module.add_metadata([ir.IntType(32)(index) for index in maps])
+        node = module.add_metadata([function, ir.MetaDataString(module, "grid_constant"), indices])
+        get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
         return context.get_dummy_value()
 
     return intrinsic_of("grid_constant_params", 0, lambda typingctx: (signature(void), lower))
