@@ -99,7 +99,11 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def consumer_release(smem, stage_idx, wg_thread):
-        """Arrive at the stage's ``empty`` barrier; wgmma completes for a warpgroup, plain loads of scales for a warp."""
+        """Arrive at the stage's ``empty`` barrier.
+
+        One thread arrives for its warpgroup, because wgmma completes for all of it. If scales are read, by plain loads,
+        one thread of each warp arrives.
+        """
         arriving_lane = wg_thread
         if along_k:
             syncwarp()

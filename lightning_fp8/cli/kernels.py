@@ -133,8 +133,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
             continue
         problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
         spec = replace(problem.spec, **options)
-        # Two multiprocessors are enough for clusters.
-        builds = builds_of(replace(problem, spec=spec, architecture=arch, multiprocessors=2))
+        builds = builds_of(replace(problem, spec=spec, architecture=arch))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 

@@ -131,7 +131,7 @@ def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, Grid, Sequence[A
 
     def note(kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         name = kernel.function.__name__
-        kind = kernel.name.split(",")[0] + str(kernel.cluster) if "gemm" in name else name
+        kind = kernel.name.split(",")[0] if "gemm" in name else name
         found.setdefault(kind, (kernel, grid, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):

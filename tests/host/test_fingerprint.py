@@ -68,10 +68,10 @@ kernels = {
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False),
     **{
-        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 2, 128, 4))
         for each in products
     },
-    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4)),
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
     "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
     "attention_forward_128": forward.attention_forward_kernel(AttentionSpec(128, "bfloat16")),
