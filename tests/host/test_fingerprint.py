@@ -183,7 +183,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert changed is not None or found == set(before.keys)
 
 
-WORDS = ["sizes", "sm90"]
+WORDS = ["sm90"]
 """Of ``device``: instructions. What their functions return counts, not their bodies."""
 PLANS = ["gemm/spec.py", *(f"attention/{name}.py" for name in ("spec", "backward/memory", "backward/statistics"))]
 """Descriptions and offsets, computed before a kernel is made: the values that it names count."""

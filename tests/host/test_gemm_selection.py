@@ -167,14 +167,11 @@ def test_the_estimate_agrees_with_the_times_on_a_gpu() -> None:
     every: dict[tuple[str, tuple[int, ...]], list[float]] = {}
     todays: dict[tuple[str, tuple[int, ...]], dict[GemmChoice, float]] = {}
     for result in json.loads(path.read_text())["suites"]["products"]:
-        if result["choice"] and result["choice"]["choice"] != "cublaslt":
-            product, time = (
-                (result["choice"]["gemm"], tuple(result["choice"]["sizes"])),
-                result["milliseconds"]["median"],
-            )
+        choice = result["choice"]
+        if choice and choice["choice"] != "cublaslt":
+            product, time = (choice["gemm"], tuple(choice["sizes"])), result["milliseconds"]["median"]
             every.setdefault(product, []).append(time)
-            measured = from_json(result["choice"])
-            if measured:
+            if measured := from_json(choice):
                 todays.setdefault(product, {})[measured.choice] = time
     assert len(every) == len(todays) == 20
     for (gemm, (m, n, k)), times in todays.items():
