@@ -33,7 +33,6 @@ from cuda_kernels.gemm.spec import (
     GemmSpec,
     Scaling,
     epi_tile_columns,
-    num_epi_tiles,
     smem_offsets,
 )
 from cuda_kernels.kernel import KernelError
@@ -48,13 +47,15 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     """
     visitors: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        visitors.append(_make_tensor_scaler(num_registers))
+        scale = scale_all(num_registers)
+        visitors.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
     elif spec.scaling is Scaling.ROW:
         visitors.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias_dtype:
-        visitors.append(_make_bias_adder(num_registers, spec.bias_dtype, even))
+        add = add_columns(num_registers, spec.bias_dtype, even)
+        visitors.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
     if spec.has_amax:
         visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
     return _composed(visitors)
@@ -74,28 +75,6 @@ def _composed(visitors: list[Any]) -> Any:
         return remaining(first_visitor(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
 
     return composed
-
-
-def _make_tensor_scaler(num_registers: int) -> Any:
-    scale = scale_all(num_registers)
-
-    @device
-    def scale_acc(acc, epi_args, frag_row, m, frag_col, n):
-        scale_inv_ab, _, _, _, _ = epi_args
-        return scale(acc, scale_inv_ab)
-
-    return scale_acc
-
-
-def _make_bias_adder(num_registers: int, dtype: str, even: bool) -> Any:
-    add = add_columns(num_registers, dtype, even)
-
-    @device
-    def add_bias(acc, epi_args, frag_row, m, frag_col, n):
-        _, _, _, bias, _ = epi_args
-        return add(acc, bias, frag_col, n)
-
-    return add_bias
 
 
 def _make_row_scaler(num_registers: int, even: bool) -> Any:
@@ -153,14 +132,9 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
 
 
 def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
-    """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another.
-
-    If they do not divide the tile's columns, the last one starts earlier, and stores some columns again.
-    """
+    """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another."""
     columns = epi_tile_columns(spec.out_dtype)
-    epi_tiles = num_epi_tiles(config, spec)
-    start = min(epi_tile * columns, config.tile_n - columns)
-    num_registers = columns // 2
+    epi_tiles, start, num_registers = config.tile_n // columns, epi_tile * columns, columns // 2
     buffers = config.epi_stages
     is_last = epi_tile == epi_tiles - 1
     buffer_idx = epi_tile % buffers
@@ -184,13 +158,9 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
             named_barrier(1 + wg_idx, 128)
         # Scales and bias are loaded per epilogue tile, because those of all tiles would not fit into registers.
         finished = finish(
-            slice_epi_tile(acc),
-            epi_args,
-            first_row + warp * 16 + (lane >> 2),
-            m,
-            tile_col + (start + 2 * (lane & 3)),
-            n,
-        )
+            slice_epi_tile(acc), epi_args,
+            first_row + warp * 16 + (lane >> 2), m, tile_col + (start + 2 * (lane & 3)), n,
+        )  # fmt: skip
         copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)

@@ -29,7 +29,7 @@ from cuda_kernels.gemm.spec import (
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
     col_scale_inv_registers = config.tile_n // 4 if spec.scaling.b_along_k_by_row else 0
-    most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
+    most = ACCUMULATORS if config.smem_epilogue else ACCUMULATORS - 40
     return config.tile_n // 2 * (config.waves + 1) + col_scale_inv_registers <= most
 
 

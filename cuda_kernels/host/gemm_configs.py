@@ -194,7 +194,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     scales of its columns, eight at a time, if there are any.
     """
     rows, columns = config.tile_m, config.tile_n
-    scales = rows // 16 * columns / 8 * spec.scaling.b_scales_per_stage
+    scales = rows // 16 * columns / 8 * spec.scaling.b_along_k_by_row
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
@@ -203,5 +203,4 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     if not spec.promote:
         return 0.0
     operations = 2 if spec.scaling.b_along_k_by_row else 1
-    added = spec.scaling.sums_per_k_iter * config.waves * (config.tile_n / 2 * operations + 100)
-    return 64 * config.waves * config.tile_n * TILE_K / 4096 + added
+    return config.waves * (64 * config.tile_n * TILE_K / 4096 + config.tile_n / 2 * operations + 100)

@@ -67,7 +67,7 @@ def test_scales_of_kernels_are_those_of_layouts() -> None:
         assert scaling.b_along_k_by_row == (b.scales_along_k and b.block[0] == 1)
         assert scaling.b_along_k_by_block == (b.block[0] == SCALE_N)
         if scaling.along_k:
-            assert scaling.scale_k == a.block[1] == b.block[1]
+            assert a.block[1] == b.block[1] == 128
             assert a.block[0] == 1  # stages hold scales of each row of A
 
 
@@ -121,9 +121,9 @@ def test_kernels_and_operands_name_the_same_blocks() -> None:
     }
     for (a, b), scaling in SCALINGS.items():
         assert scaling.along_k == a.scales_along_k == b.scales_along_k
-        assert not scaling.along_k or a.block == (1, scaling.scale_k)
-        assert not scaling.b_along_k_by_row or b.block == (1, scaling.scale_k)
-        assert not scaling.b_along_k_by_block or b.block == (128, scaling.scale_k)
+        assert not scaling.along_k or a.block == (1, 128)
+        assert not scaling.b_along_k_by_row or b.block == (1, 128)
+        assert not scaling.b_along_k_by_block or b.block == (128, 128)
 
 
 @given(problem=PROBLEMS, backend=st.sampled_from([None, "numba", "cublaslt"]))
