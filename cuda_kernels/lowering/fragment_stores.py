@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.cuda.cgutils import unpack_tuple
 
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import UniTuple, i32, i64, void
 from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
-from cuda_kernels.device.sizes import DtypeName
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.swizzle import ATOM_BYTES
-from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
-
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
+from cuda_kernels.lowering.compiler import I32, I64, generated, inline, pure
+from cuda_kernels.lowering.fragments import Values
 
 _MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
 _TWO_PAIRS = f"st.shared.v2.f32 [$0], {{$1, $2}}; st.shared.v2.f32 [$0+{ATOM_BYTES}], {{$3, $4}};"
@@ -33,21 +29,16 @@ def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
     rounded = dtype != "float32"
     pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        acc, addresses = (unpack_tuple(builder, value) for value in args)
+    def emit(builder: Any, acc: Values, addresses: Values) -> None:
         for j, address in enumerate(addresses):
             if rounded:
                 pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
-                packed = [
-                    inline(builder, pack_halves, _I32, "=r,f,f", pair, pure=True, convergent=False) for pair in pairs
-                ]
+                packed = [pure(builder, pack_halves, I32, "=r,f,f", *pair) for pair in pairs]
                 inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", [address, *packed])
             else:
                 inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
-        return context.get_dummy_value()
 
-    kinds = fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4))
-    return intrinsic_of("store_fragment_shared", 2, lambda typingctx, *args: (signature(void, *kinds), lower))
+    return generated(emit, void, fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4)))
 
 
 _STORED = {
@@ -71,27 +62,22 @@ def store_fragment_global(num_registers: int, dtype: DtypeName, even: bool, accu
     ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
     so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
     """
-    size = 4 if dtype == "float32" else 2
     width = 2 if even else 1
     template = GUARDED % (f"${1 + width}", _ADDED[width] if accumulate else _STORED[dtype, width])
     constraints = ",".join(["l", *"f" * width, "r"])
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        packed, out, stride, row, rows, column, columns = args
-        acc = unpack_tuple(builder, packed)
+    def emit(builder: Any, acc: Values, out: Any, stride: Any, row: Any, rows: Any, column: Any, columns: Any) -> None:
         for half in range(2):
-            row_of_half = builder.add(row, _I32(8 * half))
+            row_of_half = builder.add(row, I32(8 * half))
             in_rows = builder.icmp_signed("<", row_of_half, rows)
-            row_offset = builder.mul(builder.sext(row_of_half, _I64), stride)
+            row_offset = builder.mul(builder.sext(row_of_half, I64), stride)
             for first_register in range(0, num_registers, 4):
                 for index in range(0, 2, width):
-                    col = builder.add(column, _I32(2 * first_register + index))
-                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), _I32)
-                    offset = builder.mul(builder.add(row_offset, builder.sext(col, _I64)), _I64(size))
+                    col = builder.add(column, I32(2 * first_register + index))
+                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), I32)
+                    offset = builder.mul(builder.add(row_offset, builder.sext(col, I64)), I64(ITEM_BYTES[dtype]))
                     stored = acc[first_register + 2 * half + index :][:width]
                     address = builder.add(out, offset)
                     inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
-        return context.get_dummy_value()
 
-    kinds = fragment_type(num_registers), i64, i64, i32, i32, i32, i32
-    return intrinsic_of("store_fragment_global", 7, lambda typingctx, *args: (signature(void, *kinds), lower))
+    return generated(emit, void, fragment_type(num_registers), i64, i64, i32, i32, i32, i32)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.cuda.cgutils import pack_array, unpack_tuple
 
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import i32, u32x
-from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
-
-_F32 = ir.FloatType()
-_I32 = ir.IntType(32)
+from cuda_kernels.lowering.compiler import F32, I32, generated, inline
+from cuda_kernels.lowering.fragments import Values
 
 
 @cache
@@ -23,17 +19,15 @@ def ldmatrix_x4(count: int, stride: int) -> Any:
 
     Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
     """
-    four = ir.LiteralStructType([_I32] * 4)
+    four = ir.LiteralStructType([I32] * 4)
     template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        addresses = [builder.add(args[0], _I32(stride * index)) for index in range(count)]
+    def emit(builder: Any, shared: Any) -> Values:
+        addresses = [builder.add(shared, I32(stride * index)) for index in range(count)]
         loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
-        return pack_array(
-            builder, [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
-        )
+        return [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
 
-    return intrinsic_of("ldmatrix_x4", 1, lambda typingctx, shared: (signature(u32x(4 * count), i32), lower))
+    return generated(emit, u32x(4 * count), i32)
 
 
 @cache
@@ -44,15 +38,14 @@ def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
     bytes 0 to 15, then of 16 to 31. ``b``: two registers for each part.
     """
     num_registers = 4 * strips * parts
-    four = ir.LiteralStructType([_F32] * 4)
+    four = ir.LiteralStructType([F32] * 4)
     template = (
         f"mma.sync.aligned.m16n8k32.row.col.f32.{atype}.{btype}.f32"
         " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
     )
     constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        acc, a, b = (unpack_tuple(builder, value) for value in args)
+    def emit(builder: Any, acc: Values, a: Values, b: Values) -> Values:
         results = []
         for strip in range(strips):
             for part in range(parts):
@@ -62,7 +55,8 @@ def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
                 )
                 summed = inline(builder, template, four, constraints, operands, pure=True)
                 results += [builder.extract_value(summed, index) for index in range(4)]
-        return pack_array(builder, results)
+        return results
 
-    kinds = fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
-    return intrinsic_of("mma", 3, lambda typingctx, acc, a, b: (signature(fragment_type(num_registers), *kinds), lower))
+    return generated(
+        emit, fragment_type(num_registers), fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
+    )
