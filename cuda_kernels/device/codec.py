@@ -106,7 +106,7 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     row's length are multiples of four elements, so that all four elements are either inside or outside.
     """
     if aligned:
-        return _vector_loader_in_bounds(dtype, 4)
+        return vector_loader_in_bounds(dtype, 4)
 
     item = ITEM_BYTES[dtype]
     load_one = load_2_if if item == 2 else cached_4_if
@@ -142,7 +142,7 @@ def vector_loader(dtype: DtypeName, elements: int) -> Any:
     return load
 
 
-def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
+def vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     """An aligned :func:`quad_loader` of ``elements`` elements, which take 8 or 16 bytes."""
     load_if = _load_vector_if(dtype, elements)
 
@@ -155,11 +155,6 @@ def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
 
 def _load_vector_if(dtype: DtypeName, elements: int) -> Any:
     return load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
-
-
-def edge_loader(dtype: DtypeName, vector: int) -> Any:
-    """:func:`quad_loader`, or for ``vector=8`` and rows of multiples of 8 elements a loader of eight elements."""
-    return quad_loader(dtype, vector == 4) if vector < 8 else _vector_loader_in_bounds(dtype, 8)
 
 
 def quad_registers(dtype: DtypeName) -> int:

@@ -16,12 +16,13 @@ from cuda_kernels.device.codec import (
     DtypeName,
     Maxima,
     decoded_maxima,
-    edge_loader,
     largest_of,
     packed_maxima,
     quad_decoder,
+    quad_loader,
     quad_registers,
     vector_loader,
+    vector_loader_in_bounds,
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -203,7 +204,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     registers_of_load = registers_of_quad * lanes_columns // 4
     row_step = lanes_columns // 4
     load_inside = vector_loader(dtype, lanes_columns)
-    load_some = edge_loader(dtype, vector)
+    load_some = vector_loader_in_bounds(dtype, 8) if vector == 8 else quad_loader(dtype, vector == 4)
 
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):

@@ -2,7 +2,7 @@
 
 | machine code comes from | |
 |---|---|
-| the kernel's handle, if loaded on this device before | :func:`loaded`, called first by a launch |
+| the kernel's handle, if loaded on this device before | ``Kernel.loaded``, read first by a launch |
 | the folder of prebuilt kernels | :func:`cubin`; files: ``host/cache_folder.py`` |
 | the cache in memory, or its folder | :func:`built`; files: ``host/cache_folder.py`` |
 | Numba, which compiles to LTO-IR, and nvJitLink, which links it | ``lowering/compiler.py``: ``ltoir``, ``link`` |
@@ -44,13 +44,6 @@ from cuda_kernels.references import references
 _ROOT = Path(__file__).parents[1]
 
 _TENSOR_MAP_BYTES = 128
-
-
-def loaded(kernel: Kernel, index: int, load: Callable[[], int]) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``; ``load``, called once, loads :func:`cubin`."""
-    if index not in kernel._loaded:
-        kernel._loaded[index] = load()
-    return kernel._loaded[index]
 
 
 def is_compiled(kernel: Kernel, arch: str) -> bool:

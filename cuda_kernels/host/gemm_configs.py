@@ -73,7 +73,7 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     99 KiB, and on Hopper the accumulators into 192 registers per thread.
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
-        return list(_hopper_configs(problem))
+        return [config for shape in _SHAPES if (config := _hopper_config(*shape, problem))]
     return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []
 
 
@@ -107,14 +107,7 @@ warpgroups take turns at whole tiles, or had other sizes.
 """
 
 
-def _hopper_configs(problem: GemmProblem) -> Iterator[GemmConfig]:
-    for shape in _SHAPES:
-        config = _fitted(*shape, problem)
-        if config is not None:
-            yield config
-
-
-def _fitted(mma_warpgroups: int, waves: int, tile_n: int, problem: GemmProblem) -> GemmConfig | None:
+def _hopper_config(mma_warpgroups: int, waves: int, tile_n: int, problem: GemmProblem) -> GemmConfig | None:
     """The config with as many stages and epilogue stages as fit; None if it is not legal."""
     for epi_stages, stages in product((2, 1), range(8, 3, -1)):
         config = GemmConfig(mma_warpgroups, waves, tile_n, stages, epi_stages, problem.out_aligned, problem.even)

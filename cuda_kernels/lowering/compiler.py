@@ -14,14 +14,13 @@ from functools import cache
 from importlib import import_module
 from inspect import Parameter, Signature
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
-from numba.cuda.cudadrv import nvvm
 from numba.cuda.extending import core_models, intrinsic, register_model
 from numba.cuda.typing import signature as numba_signature
 
@@ -204,65 +203,20 @@ def _instruction(word: Instruction) -> Any:
 # --- Compiling --------------------------------------------------------------------------------------------------------
 
 
-class _ForNVVM(NamedTuple):
-    """What Numba makes of a kernel: LLVM's intermediate representation, which names no architecture, and options."""
-
-    kernel: Kernel
-    launch_bounds: tuple[int, int]
-    arch: str
-    modules: list[str]
-    options: dict[str, Any]
-
-
-_last: list[_ForNVVM] = []
-"""Of the kernel that was compiled last, if any."""
 _compiling = threading.Lock()
 
 
 def ltoir(kernel: Kernel, arch: str) -> bytes:
-    """``kernel`` for ``arch`` (``"90a"``), before link-time optimization; the slow step.
-
-    Nearly all of its time goes into what Numba makes for NVVM. Where that was made last, for another architecture with
-    the same launch bounds, it is taken again: the code differs in nothing but the names that Numba gives to functions.
-    """
-    launch_bounds = kernel.threads, kernel.min_blocks_on(arch)
-    with _compiling:
-        for last in _last:
-            if (last.kernel, last.launch_bounds) == (kernel, launch_bounds) and last.arch != arch:
-                return bytes(nvvm.compile_ir(last.modules, **last.options, arch=f"compute_{arch}"))
-        _last.clear()
-        with _noting_what_nvvm_gets() as noted:
-            code = _compiled(kernel, arch, launch_bounds)
-        _last.extend(_ForNVVM(kernel, launch_bounds, arch, *each) for each in noted if len(noted) == 1)
-    return code
-
-
-@contextmanager
-def _noting_what_nvvm_gets() -> Iterator[list[tuple[list[str], dict[str, Any]]]]:
-    noted: list[tuple[list[str], dict[str, Any]]] = []
-    compile_ir = nvvm.compile_ir
-
-    def noting(modules: list[str], **options: Any) -> Any:
-        noted.append((modules, {name: value for name, value in options.items() if name != "arch"}))
-        return compile_ir(modules, **options)
-
-    nvvm.compile_ir = noting
-    try:
-        yield noted
-    finally:
-        nvvm.compile_ir = compile_ir
-
-
-def _compiled(kernel: Kernel, arch: str, launch_bounds: tuple[int, int]) -> bytes:
+    """``kernel`` for ``arch`` (``"90a"``), before link-time optimization; the slow step."""
     assert isinstance(kernel.function, FunctionType)
-    with fast_inlining(), fewer_repeats(), _without_garbage_collection():
+    with _compiling, fast_inlining(), fewer_repeats(), _without_garbage_collection():
         code, _ = cuda.compile(
             _function_in_numba(kernel.function),
             types.void(*(type_of(kind) for kind in kernel.parameters.values())),
             device=False,
             abi="numba",
             cc=compute_capability(arch),
-            launch_bounds=launch_bounds,
+            launch_bounds=(kernel.threads, kernel.min_blocks_on(arch)),
             debug=False,  # whatever Numba's environment variables say: they are not in the key
             opt=True,
             output="ltoir",

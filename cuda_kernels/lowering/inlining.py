@@ -1,8 +1,8 @@
 """Numba's inliner, which gives the same code in less time.
 
-Caches the IR of each inlined function and copies it once per call. Numba copies it twice, and deep-copies the scope with
-every block. Kernel code is small functions, inlined hundreds of times, and Numba interprets a function's bytecode again
-for each call, with all that it calls in turn: kernels of gated activations' gradients spent nine tenths of their
+Caches the IR of each inlined function and copies it once per call. Numba copies it twice, and deep-copies the scope
+with every block. Kernel code is small functions, inlined hundreds of times, and Numba interprets a function's bytecode
+again for each call, with all that it calls in turn: kernels of gated activations' gradients spent nine tenths of their
 compilation there.
 """
 

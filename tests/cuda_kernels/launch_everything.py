@@ -66,7 +66,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
-        kernel._loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
+        kernel.loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
         code = carried(compile_cache.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
