@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from cuda_kernels.device.codec import update_amax
@@ -27,14 +27,7 @@ from cuda_kernels.device.sm90 import (
     tma_store_wait,
 )
 from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store
-from cuda_kernels.gemm.spec import (
-    EPI_TILE_BYTES,
-    GemmConfig,
-    GemmSpec,
-    Scaling,
-    epi_tile_columns,
-    smem_offsets,
-)
+from cuda_kernels.gemm.spec import EPI_TILE_BYTES, GemmConfig, GemmSpec, Scaling, epi_tile_columns, smem_offsets
 from cuda_kernels.kernel import KernelError
 
 
@@ -45,36 +38,30 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax.
     ``frag_row``, ``frag_col``: position of the thread's first register in the result.
     """
-    visitors: list[Any] = []
+    steps: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
         scale = scale_all(num_registers)
-        visitors.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
+        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
     elif spec.scaling is Scaling.ROW:
-        visitors.append(_make_row_scaler(num_registers, even))
+        steps.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias_dtype:
         add = add_columns(num_registers, spec.bias_dtype, even)
-        visitors.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
+        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
     if spec.has_amax:
-        visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
-    return _composed(visitors)
+        steps.append(_make_amax_observer(num_registers, spec.out_dtype))
+    return reduce(_then, steps, device(lambda acc, epi_args, frag_row, m, frag_col, n: acc))
 
 
-def _composed(visitors: list[Any]) -> Any:
-    """One device function that applies ``visitors`` in order; absent ones have no cost."""
-    if not visitors:
-        return device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
-    if len(visitors) == 1:
-        return visitors[0]
-    first_visitor = visitors[0]
-    remaining = _composed(visitors[1:])
+def _then(first: Any, second: Any) -> Any:
+    """One device function that applies both, one after the other."""
 
     @device
-    def composed(acc, epi_args, frag_row, m, frag_col, n):
-        return remaining(first_visitor(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
+    def both(acc, epi_args, frag_row, m, frag_col, n):
+        return second(first(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
 
-    return composed
+    return both
 
 
 def _make_row_scaler(num_registers: int, even: bool) -> Any:

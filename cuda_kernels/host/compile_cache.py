@@ -10,9 +10,8 @@
 The cache is the folder ``~/.cache/lightning_fp8``, or ``LIGHTNING_FP8_CACHE``. A file's name is its key, a hash of all
 that its machine code depends on. Changed sources have new keys, so files never have to be deleted. :func:`source_key`
 hashes the kernel's :func:`fingerprint`, parameters, bounds and architecture, and identifies prebuilt kernels;
-:func:`cache_key` adds the versions of the compilers. Files are written atomically. A damaged file is compiled again,
-and a folder that is not writable is warned about once. ``host/precompile.py`` can fill the cache before the first
-launch, and ``lightning-fp8 kernels build`` a folder for other machines.
+:func:`cache_key` adds the versions of the compilers. ``host/precompile.py`` can fill the cache before the first launch,
+and ``lightning-fp8 kernels build`` a folder for other machines.
 
 A fingerprint is a text of everything that a kernel is compiled from. A kernel is a function that calls others, which
 are assembled from options: the functions of a loader or an epilogue, and PTX instructions. Everything that it reaches

@@ -347,7 +347,7 @@ def _machine_code(kernel: Kernel, arch: str) -> bytes:
         missing = isinstance(error, ImportError)  # the same for all kernels, so that it is reported once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
         ways_out = conflicts(versions()) or [_install()] * missing
-        raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
+        raise KernelError("; ".join((f"{what}: {error}", *map(str, ways_out)))) from error
 
 
 def _load_code(kernel: Kernel, index: int, code: bytes) -> int:

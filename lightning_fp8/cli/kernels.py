@@ -181,7 +181,7 @@ def _build_share(
     for name in sorted(kernels)[share::num_shares]:
         key = compile_cache.source_key(kernels[name], "cubin", arch)
         try:
-            cache_folder.carry(folder, key, compile_cache.built(kernels[name], arch))
+            cache_folder.write_code(folder / key, compile_cache.built(kernels[name], arch))
             built[key] = name
         except Exception as error:  # compilers may raise any error
             failed[name] = str(error)
