@@ -128,23 +128,9 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     return load_halves if item == 2 else load_each
 
 
-def vector_loader(dtype: DtypeName, elements: int) -> Any:
-    """A device function ``address -> registers`` that loads ``elements`` consecutive elements, all inside the tensor.
-
-    They take 8 or 16 bytes, and the address is a multiple of that.
-    """
-    load_if = _load_vector_if(dtype, elements)
-
-    @device
-    def load(address):
-        return load_if(address, True)
-
-    return load
-
-
 def vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     """An aligned :func:`quad_loader` of ``elements`` elements, which take 8 or 16 bytes."""
-    load_if = _load_vector_if(dtype, elements)
+    load_if = load_vector_if(dtype, elements)
 
     @device
     def load(address, column, columns, in_bounds):
@@ -153,7 +139,11 @@ def vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     return load
 
 
-def _load_vector_if(dtype: DtypeName, elements: int) -> Any:
+def load_vector_if(dtype: DtypeName, elements: int) -> Any:
+    """A device function ``(address, flag) -> registers`` that loads consecutive elements, which take 8 or 16 bytes.
+
+    The address is a multiple of that.
+    """
     return load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
 
 

@@ -17,11 +17,11 @@ from cuda_kernels.device.codec import (
     Maxima,
     decoded_maxima,
     largest_of,
+    load_vector_if,
     packed_maxima,
     quad_decoder,
     quad_loader,
     quad_registers,
-    vector_loader,
     vector_loader_in_bounds,
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
@@ -203,7 +203,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     lanes_columns = max(4, vector)
     registers_of_load = registers_of_quad * lanes_columns // 4
     row_step = lanes_columns // 4
-    load_inside = vector_loader(dtype, lanes_columns)
+    load_inside = load_vector_if(dtype, lanes_columns)
     load_some = vector_loader_in_bounds(dtype, 8) if vector == 8 else quad_loader(dtype, vector == 4)
 
     @device
@@ -214,7 +214,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
         stride = row_stride * (itemsize * row_step)
         if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
-                loaded = load_inside(address)
+                loaded = load_inside(address, True)
                 for register in range(registers_of_load):
                     registers[step * registers_of_load + register] = loaded[register]
                 address += stride

@@ -14,8 +14,10 @@ from typing import Any
 from llvmlite import ir
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32
+from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, u32x, void
+from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
 from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
+from cuda_kernels.device.swizzle import ATOM_BYTES
 from cuda_kernels.lowering.compiler import F32, I32, I64, generated, inline, pure
 
 Values = list[Any]
@@ -241,3 +243,125 @@ def largest_of_rows(num_registers: int) -> Any:
         return largest
 
     return generated(emit, UniTuple(u32, 2), fragment_type(num_registers), i32)
+
+
+# --- Stores to shared and to global memory ----------------------------------------------------------------------------
+
+_MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+_TWO_PAIRS = f"st.shared.v2.f32 [$0], {{$1, $2}}; st.shared.v2.f32 [$0+{ATOM_BYTES}], {{$3, $4}};"
+
+
+@cache
+def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
+    """``(acc, addresses)``: store a warp's 16 rows to shared memory, 32 bytes of each to one address after the other.
+
+    For 16-bit values an address is that of the row that a lane has in ``stmatrix``; for float32 that of the lane's own
+    two elements, from which the row eight below is :data:`~cuda_kernels.device.swizzle.ATOM_BYTES` on.
+    """
+    rounded = dtype != "float32"
+    pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
+
+    def emit(builder: Any, acc: Values, addresses: Values) -> None:
+        for j, address in enumerate(addresses):
+            if rounded:
+                pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
+                packed = [pure(builder, pack_halves, I32, "=r,f,f", *pair) for pair in pairs]
+                inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", [address, *packed])
+            else:
+                inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
+
+    return generated(emit, void, fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4)))
+
+
+_STORED = {
+    ("float32", 1): "@p st.global.f32 [$0], $1;",
+    ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",
+    **{(dtype, 1): f".reg .b16 h; {cvt} h, $1; @p st.global.b16 [$0], h;" for dtype, cvt in CVT_RN.items()},
+    **{(dtype, 2): f".reg .b32 w; {cvt} w, $2, $1; @p st.global.b32 [$0], w;" for dtype, cvt in CVT_RN_X2.items()},
+}
+"""One element, or two neighbours."""
+_ADDED = {
+    1: ".reg .f32 v; @p ld.global.f32 v, [$0]; add.rn.f32 v, v, $1; @p st.global.f32 [$0], v;",
+    2: ".reg .f32 v, w; @p ld.global.v2.f32 {v, w}, [$0]; add.rn.f32 v, v, $1; add.rn.f32 w, w, $2;"
+    " @p st.global.v2.f32 [$0], {v, w};",
+}
+
+
+@cache
+def store_fragment_global(num_registers: int, dtype: DtypeName, even: bool, accumulate: bool) -> Any:
+    """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
+
+    ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
+    so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
+    """
+    width = 2 if even else 1
+    template = GUARDED % (f"${1 + width}", _ADDED[width] if accumulate else _STORED[dtype, width])
+    constraints = ",".join(["l", *"f" * width, "r"])
+
+    def emit(builder: Any, acc: Values, out: Any, stride: Any, row: Any, rows: Any, column: Any, columns: Any) -> None:
+        for half in range(2):
+            row_of_half = builder.add(row, I32(8 * half))
+            in_rows = builder.icmp_signed("<", row_of_half, rows)
+            row_offset = builder.mul(builder.sext(row_of_half, I64), stride)
+            for first_register in range(0, num_registers, 4):
+                for index in range(0, 2, width):
+                    col = builder.add(column, I32(2 * first_register + index))
+                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), I32)
+                    offset = builder.mul(builder.add(row_offset, builder.sext(col, I64)), I64(ITEM_BYTES[dtype]))
+                    stored = acc[first_register + 2 * half + index :][:width]
+                    address = builder.add(out, offset)
+                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
+
+    return generated(emit, void, fragment_type(num_registers), i64, i64, i32, i32, i32, i32)
+
+
+# --- Operands and products of a warp ----------------------------------------------------------------------------------
+
+
+@cache
+def ldmatrix_x4(count: int, stride: int) -> Any:
+    """``shared -> 4 count`` registers: four matrices of 8 rows of 16 bytes, and the next four ``stride`` bytes further.
+
+    Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
+    """
+    four = ir.LiteralStructType([I32] * 4)
+    template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+
+    def emit(builder: Any, shared: Any) -> Values:
+        addresses = [builder.add(shared, I32(stride * index)) for index in range(count)]
+        loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
+        return [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
+
+    return generated(emit, u32x(4 * count), i32)
+
+
+@cache
+def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
+    """``(acc, a, b) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``atype`` and ``btype``, of a warp.
+
+    ``acc``: ``4 parts`` registers for each strip. ``a``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
+    bytes 0 to 15, then of 16 to 31. ``b``: two registers for each part.
+    """
+    num_registers = 4 * strips * parts
+    four = ir.LiteralStructType([F32] * 4)
+    template = (
+        f"mma.sync.aligned.m16n8k32.row.col.f32.{atype}.{btype}.f32"
+        " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
+
+    def emit(builder: Any, acc: Values, a: Values, b: Values) -> Values:
+        results = []
+        for strip in range(strips):
+            for part in range(parts):
+                first_register = 4 * (strip * parts + part)
+                operands = (
+                    acc[first_register : first_register + 4] + a[4 * strip : 4 * strip + 4] + b[2 * part : 2 * part + 2]
+                )
+                summed = inline(builder, template, four, constraints, operands, pure=True)
+                results += [builder.extract_value(summed, index) for index in range(4)]
+        return results
+
+    return generated(
+        emit, fragment_type(num_registers), fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
+    )

@@ -156,7 +156,7 @@ EDITS = [
     ("kernel.py", "number = int(digits[:-1])", "number = 1 + int(digits[:-1])", None),
     ("references.py", "sorted(", "list(", None),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
-    ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
+    ("lowering/fragments.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", GEMMS),
     ("casts/update_scales.py", "SLOTS = 32", "SLOTS = 16", {"scales"}),
     ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
 ]
