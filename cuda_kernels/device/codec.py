@@ -177,17 +177,10 @@ def quad_decoder(dtype: DtypeName) -> Any:
 
 def element_storer(dtype: DtypeName) -> Any:
     """A device function ``(address, value)`` that rounds and stores one element."""
-    pack = pack_halves.get(dtype)
-
-    @device
-    def store_float(address, value):
-        store_f32(address, value)
-
-    @device
-    def store_half(address, value):
-        store_2(address, pack(value, value))
-
-    return store_half if pack else store_float
+    if dtype == "float32":
+        return store_f32
+    pack = pack_halves[dtype]
+    return device(lambda address, value: store_2(address, pack(value, value)))
 
 
 @dataclass(frozen=True)

@@ -58,20 +58,14 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
 
     if spec.scaling.b_along_k_by_block:
         return row_scale_invs
-    if not reads_scales_early(spec, config):
-        return device(
-            lambda smem, stage_idx, row_in_tile: (
-                row_scale_invs(smem, stage_idx, row_in_tile),
-                col_scale_inv_smem(smem, stage_idx),
-            )
-        )
-    load_col_scale_invs = column_pairs(config.tile_n // 2)
-    return device(
-        lambda smem, stage_idx, row_in_tile: (
-            row_scale_invs(smem, stage_idx, row_in_tile),
-            load_col_scale_invs(col_scale_inv_smem(smem, stage_idx)),
-        )
-    )
+    early = reads_scales_early(spec, config)
+    col_scale_invs = column_pairs(config.tile_n // 2) if early else device(lambda address: address)
+
+    @device
+    def scale_invs_of_both(smem, stage_idx, row_in_tile):
+        return row_scale_invs(smem, stage_idx, row_in_tile), col_scale_invs(col_scale_inv_smem(smem, stage_idx))
+
+    return scale_invs_of_both
 
 
 @cache

@@ -127,7 +127,7 @@ def generated(emit: Callable[..., Any], result: Type | UniTuple, *operands: Type
 
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_REGISTER = {"i16": "h", "i32": "r", "i64": "l", "float": "f"}
+_REGISTER = {"i32": "r", "i64": "l", "float": "f"}
 
 
 def inline(
@@ -243,10 +243,8 @@ def link(ltoir: bytes, arch: str, target: str) -> tuple[bytes, str]:
 
     Only this way keeps ``setmaxnreg``: the assembler inside nvJitLink drops it when it is given PTX.
     """
-    try:
-        from cuda.core import Linker, LinkerOptions, ObjectCode
-    except ImportError:  # cuda-core before 0.5
-        from cuda.core.experimental import Linker, LinkerOptions, ObjectCode
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
     options = {"ptx": True} if target == "ptx" else {"ptxas_options": ["-v"]}
     linker = Linker(
         ObjectCode.from_ltoir(ltoir),

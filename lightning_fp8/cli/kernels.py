@@ -80,18 +80,16 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *started: object) -> None:
         launched[kernel.name] = kernel
 
-    executors, gives_a_view = dict(launch.EXECUTORS), cast.gives_a_view
+    gives_a_view = cast.gives_a_view
     on_cpu = {op: op.implementations["cpu"] for op in _OPS}
-    launch.EXECUTORS["cpu"] = note
     cast.gives_a_view = lambda *operand: False  # GEMMs on a GPU need contiguous rows
     for op in _OPS:
         op.implementations["cpu"] = _on_card_too(op)
     plans.clear_plan_cache()
     try:
-        yield launched
+        with launch.executing(note):
+            yield launched
     finally:
-        launch.EXECUTORS.clear()
-        launch.EXECUTORS.update(executors)
         cast.gives_a_view = gives_a_view
         for op, implementation in on_cpu.items():
             op.implementations["cpu"] = implementation
