@@ -164,30 +164,16 @@ class TileLoader:
 
 def thread_origin(vector: int) -> Any:
     """A device function ``thread -> row, column`` of the first element of a tile that belongs to a thread."""
-
-    @device
-    def quad_origin(thread):
-        return i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))
-
-    @device
-    def octet_origin(thread):
-        return i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))
-
-    return quad_origin if vector == 4 else octet_origin
+    if vector == 4:
+        return device(lambda thread: (i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))))
+    return device(lambda thread: (i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))))
 
 
 def row_of_quad(vector: int) -> Any:
     """A device function ``(lane, quad_index) -> row`` of a quad, within its warp's rows."""
-
-    @device
-    def quad_row(lane, quad_index):
-        return i32(quad_index)
-
-    @device
-    def octet_row(lane, quad_index):
-        return i32(2 * (quad_index >> 1) + (lane >> 4))
-
-    return quad_row if vector == 4 else octet_row
+    if vector == 4:
+        return device(lambda lane, quad_index: i32(quad_index))
+    return device(lambda lane, quad_index: i32(2 * (quad_index >> 1) + (lane >> 4)))
 
 
 @cache

@@ -84,7 +84,7 @@ def test_every_synchronisation_is_needed(case: Case) -> None:
     found = list(mutants(ptx_of(kernel), alone))
     if attention:
         found = [(what, spans) for what, spans in found if not TURN.match(what)]
-    assert len(found) > (15 if "smem_epilogue" in kernel.name else 1)
+    assert len(found) > (12 if "smem_epilogue" in kernel.name else 1)
     ptx = with_mutants(ptx_of(kernel), [spans for _, spans in found])
     assert not is_noticed([case], kernel, ptx)
     assert not [what for number, (what, _) in enumerate(found, 1) if not is_noticed([case], kernel, ptx, number)]
