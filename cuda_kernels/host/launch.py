@@ -79,9 +79,7 @@ class Launch:
     """A kernel bound to a grid and its scalars; :meth:`run` takes only tensor maps and pointers.
 
     Attributes:
-        kernel: the kernel to launch.
         grid: the grid; an int is the number of blocks in the first dimension.
-        blocks: the number of blocks.
         scalars: the kernel's last parameters; those before are tensor maps and int64.
         device: the device to launch on. It must be the current device during a launch.
 
@@ -346,8 +344,8 @@ def _machine_code(kernel: Kernel, arch: str) -> bytes:
     except Exception as error:  # compilers may raise anything
         missing = isinstance(error, ImportError)  # the same for all kernels, so that it is reported once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
-        ways_out = conflicts(versions()) or [_install()] * missing
-        raise KernelError("; ".join((f"{what}: {error}", *map(str, ways_out)))) from error
+        ways_out = [str(conflict) for conflict in conflicts(versions())] or [_install()] * missing
+        raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
 
 
 def _load_code(kernel: Kernel, index: int, code: bytes) -> int:
