@@ -22,11 +22,11 @@ from lightning_fp8.ops.cast import (
     asked,
     check_cast,
     fake_outputs,
+    joined,
     operands_of,
     reference_quantize,
 )
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
-from lightning_fp8.ops.memory import empty_tensor
 from lightning_fp8.ops.op import op
 from lightning_fp8.scaled import Cast
 
@@ -174,7 +174,7 @@ Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> None:
+def _check(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
     check_cast(x, cast, *observed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
@@ -184,14 +184,10 @@ def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> 
         )
 
 
-def _check_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
-    _check(activation, x, cast, *observed)
-
-
 def _check_backward(
     dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
 ) -> None:
-    _check(activation, x, cast, *observed)
+    _check(x, activation, cast, *observed)
     if bias_dtype is not None and bias_dtype not in HIGH_PRECISION:
         raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, HIGH_PRECISION))}")
     if dy.shape != activated_shape(activation, x.shape):
@@ -202,7 +198,7 @@ def _check_backward(
 
 
 def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
-    _check(activation, x, cast, *observed)
+    _check(x, activation, cast, *observed)
     if is_gated(activation):
         raise ValueError(
             f"{activation} splits x, but gated ops have a separate factor; use a plain activation (silu, not swiglu)"
@@ -221,46 +217,21 @@ def _check_gated_backward(
     require("dy", dy, x.dtype, x.shape, x.device)
 
 
-_WRITES = "amax", "overflow_counts"
-
-
-@op("activation_quantize", check=_check_activation, writes=_WRITES, twin=True)
-def activation_quantize_op(
-    x: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
+@op("activation_quantize", check=_check)
+def activation_quantize_op(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, *activated_shape(activation, x.shape))
 
 
-@op("activation_backward_quantize", check=_check_backward, writes=_WRITES, twin=True)
+@op("activation_backward_quantize", check=_check_backward)
 def activation_backward_quantize_op(
-    dy: Tensor,
-    x: Tensor,
-    activation: str,
-    bias_dtype: torch.dtype | None,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
 ) -> GradientOutputs:
     dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
     return GradientOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), dbias)
 
 
-@op("gated_quantize", check=_check_gated, writes=_WRITES, twin=True)
-def gated_quantize_op(
-    x: Tensor,
-    factor: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
+@op("gated_quantize", check=_check_gated)
+def gated_quantize_op(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, x.shape[0], x.shape[1])
 
 
@@ -378,11 +349,10 @@ ACTIVATIONS = tuple(_FORMULAS)
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """The activation of ``x [R, F]``, or ``x [R, 2 F]`` if it is gated, in float32."""
-    forward, _ = _FORMULAS[activation]
     if not is_gated(activation):
-        return forward(x.float())
-    x, gate = x.float().chunk(2, 1)
-    return forward(x) * gate
+        return _FORMULAS[activation].forward(x.float())
+    x, gate = x.chunk(2, 1)
+    return gated(x, gate, activation)
 
 
 def activated_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -431,13 +401,7 @@ def reference_gated_backward(
     scale, factor_scale, amax, factor_amax = observed
     of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
     of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
-    return gated_gradients(of_x, of_factor)
-
-
-def gated_gradients(of_x: Outputs, of_factor: Outputs) -> GatedGradients:
-    """The results of both casts as those of one op, which must not share memory."""
-    apart = (x if x.dim() != 1 or x.numel() else empty_tensor(x.device, x.dtype, 1) for x in of_factor)
-    return GatedGradients(*of_x, *apart)
+    return GatedGradients(*joined(of_x, of_factor))
 
 
 activation_quantize_op.implement("cpu", reference_activation)

@@ -22,6 +22,7 @@ from cuda_kernels.kernel import Kernel
 from lightning_fp8.formats import E8M0_DTYPE, float8_of
 from lightning_fp8.ops.cast import (
     Outputs,
+    joined,
     kernel_allocations,
     observe_op,
     quantize_columns_op,
@@ -127,15 +128,11 @@ class CastOutputs:
         return Outputs(make_data(), make_scale_inv(), make_data_t(), make_scale_inv_t())
 
 
-def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """Wrap a reference that casts one tensor or two, so that its results have the kernels' memory layout.
-
-    Args:
-        cast_position: the position of the cast among the arguments of ``reference``.
-    """
+def with_kernel_strides(reference: Run) -> Run:
+    """Wrap a reference that casts one tensor or two, so that its results have the kernels' memory layout."""
 
     def op(*args: Any) -> tuple[Tensor, ...]:
-        cast: Cast = args[cast_position]
+        cast = next(each for each in args if isinstance(each, Cast))
         results = reference(*args)
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
@@ -162,15 +159,11 @@ def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) 
     return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
 
 
-class Addresses(NamedTuple):
-    """Arguments of a cast's kernels, 0 for what is not given; those of two tensors alternate."""
-
-    loader: LoaderArgs
-    store: LoaderArgs
-    scales: Sequence[Argument]
-    amaxes: Sequence[Argument]
-    counts: Argument
-    results: Sequence[Argument]
+Addresses = tuple[
+    LoaderArgs, LoaderArgs, Sequence[Argument], Sequence[Argument], Argument, Sequence[Argument]
+]  # fmt: skip
+"""The arguments of both loaders, and the addresses of scales, of amaxes, of counts and of results: 0 for what is not
+given; those of two tensors alternate."""
 
 
 class CastLaunches:
@@ -229,7 +222,7 @@ class CastLaunches:
         """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
         pointer = self.pointer
         data, scale_inv, data_t, scale_inv_t = outputs = self.outputs.allocate()
-        self._launch(Addresses(
+        self._launch((
             loader_args, store_args or loader_args,
             (0 if scale is None else pointer(scale),),
             (0 if amax is None else pointer(amax),),
@@ -238,16 +231,14 @@ class CastLaunches:
         ))  # fmt: skip
         return outputs
 
-    def cast_two(
-        self, loader_args: LoaderArgs, scales: Sequence[Tensor | None], amaxes: Sequence[Tensor | None]
-    ) -> tuple[Outputs, Outputs]:
-        """:meth:`cast` for a loader of two tensors, with a scale and an amax for each."""
+    def cast_two(self, loader_args: LoaderArgs, *observed: Tensor | None) -> tuple[Tensor, ...]:
+        """:meth:`cast` for a loader of two tensors. ``observed`` are a scale of each, and an amax of each."""
         pointer = self.pointer
         made = self.outputs.allocate(), self.outputs.allocate()
-        scale_ptrs, amax_ptrs = ([0 if x is None else pointer(x) for x in pair] for pair in (scales, amaxes))
+        given = [0 if x is None else pointer(x) for x in observed]
         results = [pointer(result) for pair in zip(*made) for result in pair]
-        self._launch(Addresses(loader_args, loader_args, scale_ptrs, amax_ptrs, 0, results))
-        return made
+        self._launch((loader_args, loader_args, given[:2], given[2:], 0, results))
+        return joined(*made)
 
     def _launch(self, given: Addresses) -> None:
         """Launch the kernels."""
@@ -280,13 +271,13 @@ class TensorCast(CastLaunches):
         )
 
     def _launch(self, given: Addresses) -> None:
+        loader_args, store_args, scales, amaxes, counts, results = given
         block_amax_ptr: Argument = 0
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
-            self._find_amax(*given.loader, *given.scales, block_amax_ptr)  # at once if the scale is not 0
-        results = given.results[: 3 * self._tensors]
-        self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
+            self._find_amax(*loader_args, *scales, block_amax_ptr)  # at once if the scale is not 0
+        self._store(*store_args, *scales, block_amax_ptr, *amaxes, counts, *results[: 3 * self._tensors])
 
 
 class RowCast(CastLaunches):
@@ -309,11 +300,12 @@ class RowCast(CastLaunches):
         )
 
     def _launch(self, given: Addresses) -> None:
+        loader_args, store_args, _, _, counts, results = given
         row_amaxes = self._new_amaxes()
         row_amaxes_ptr = self.pointer(row_amaxes)
         self._zero(row_amaxes_ptr)
-        self._find_amaxes(*given.loader, row_amaxes_ptr)
-        self._store(*given.store, row_amaxes_ptr, given.counts, *given.results)
+        self._find_amaxes(*loader_args, row_amaxes_ptr)
+        self._store(*store_args, row_amaxes_ptr, counts, *results)
 
 
 class BlockCast(CastLaunches):
@@ -334,7 +326,8 @@ class BlockCast(CastLaunches):
         )
 
     def _launch(self, given: Addresses) -> None:
-        self._store(*given.store, given.counts, *given.results)
+        _, store_args, _, _, counts, results = given
+        self._store(*store_args, counts, *results)
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
@@ -346,42 +339,54 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 
 
 def planned_cast(
-    name: str, reference: Run, loaders: Callable[..., Loaders]
-) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
-    """A cast of values that tile loaders compute: ``(x, *options, cast, scale, amax, overflow_counts)``.
+    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 3
+) -> tuple[Run, Callable[..., Run]]:
+    """A cast of values that tile loaders compute: ``(*tensors, *options, cast, *observed)``.
 
-    It is returned with its plan cache, ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
-    rows are not contiguous is made contiguous first.
+    It is returned with its plan cache, ``(device, current, *tensor_keys, variant_key(...), *options)``. If the rows of
+    a tensor are not contiguous, all are made contiguous first.
 
     Args:
         name: the name of its plans.
         reference: computes the same without kernels.
-        loaders: returns the tile loaders of the values, given ``(x_key, *options)``.
+        loaders: returns the tile loaders of the values, given ``(*tensor_keys, *options)``.
+        num_observed: 3 for ``scale, amax, overflow_counts``; 4 for ``scale, scale, amax, amax`` of two casts.
     """
 
-    @planned(fallback=with_kernel_strides(reference, -4), name=name)
-    def plan(device: torch.device, x_plain_key: PlainKey, variant_key: Any, *options: Any) -> Run:
-        x_key = TensorKey(*x_plain_key, device)
-        variant = variant_of(variant_key)
-        check_not_empty(x_key.shape)
-        if not x_key.has_contiguous_rows:
-            return lambda x, *args: op(x.contiguous(), *args)
-        loader, wide, columns = loaders(x_key, *options)
+    @planned(fallback=with_kernel_strides(reference), name=name)
+    def plan(device: torch.device, *key: Any) -> Run:
+        keys = [TensorKey(*plain_key, device) for plain_key in key[:num_tensors]]
+        variant, options = variant_of(key[num_tensors]), key[num_tensors + 1 :]
+        check_not_empty(keys[0].shape)
+        if not all(each.has_contiguous_rows for each in keys):
+            return lambda *args: op(*(x.contiguous() for x in args[:num_tensors]), *args[num_tensors:])
+        loader, wide, columns = loaders(*keys, *options)
         # Vectors of 16 bytes are not faster if columns also share a scale.
         narrow = variant.cast.columnwise or not takes_octets(variant.cast.layout.block)
         amax_loader = wide or loader if variant.cast.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = cast_launches(variant.cast.layout)(device, amax_loader, x_key.rows, columns, variant, store_loader)
-        cast, pointer, stride = launches.cast, launch.address_on(device), x_key.stride
+        make = cast_launches(variant.cast.layout)
+        launches = make(device, amax_loader, keys[0].rows, columns, variant, store_loader)
+        cast: Run = launches.cast if num_observed == 3 else launches.cast_two
+        pointer, stride, strides = launch.address_on(device), keys[0].stride, [each.stride for each in keys]
+        if num_tensors > 1:
+            return lambda *args: cast(
+                [n for x, stride in zip(args, strides) for n in (pointer(x), stride)], *args[-num_observed:]
+            )
         if options:
             return lambda x, *args: cast((pointer(x), stride), *args[-3:])
         return lambda x, _, scale, amax, overflow_counts: cast((pointer(x), stride), scale, amax, overflow_counts)
 
-    def op(x: Tensor, *args: Any) -> Outputs:
-        *options, cast, scale, amax, overflow_counts = args
+    def op(*args: Any) -> tuple[Tensor, ...]:
+        *others, cast, scale, amax, overflow_counts = args
+        if num_observed == 4:  # both casts have a scale, or none
+            *others, cast, scale = others
+            amax, overflow_counts = overflow_counts if amax is None else amax, None
+        x, *more = others[:num_tensors]
         key = *cast.key, scale is not None, amax is not None, overflow_counts is not None
-        run = plan(x.device, x.is_cuda and current_device(), tensor_key(x), key, *options)
-        return run(x, *args)  # type: ignore[no-any-return]
+        current = x.is_cuda and current_device()
+        run = plan(x.device, current, tensor_key(x), *map(tensor_key, more), key, *others[num_tensors:])
+        return run(*args)  # type: ignore[no-any-return]
 
     return op, plan
 

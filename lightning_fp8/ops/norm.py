@@ -231,16 +231,9 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, n
     require("statistics", statistics, torch.float32, (norm.num_statistics, x.shape[0]), x.device)
 
 
-@op("norm_quantize", check=_check_norm, writes=("amax", "overflow_counts"), twin=True)
+@op("norm_quantize", check=_check_norm)
 def norm_quantize_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast, *observed: Tensor | None
 ) -> NormOutputs:
     statistics = x.new_empty(norm.num_statistics, x.shape[0], dtype=torch.float32)
     return NormOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), statistics)

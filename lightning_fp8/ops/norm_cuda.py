@@ -196,7 +196,7 @@ def norm_on_cuda(
     return run(x, weight, bias, norm, cast, scale, amax, overflow_counts)  # type: ignore[no-any-return]
 
 
-@planned(fallback=with_kernel_strides(reference_norm, -4), name="norm")
+@planned(fallback=with_kernel_strides(reference_norm), name="norm")
 def _plan(
     device: torch.device,
     x_plain_key: PlainKey,

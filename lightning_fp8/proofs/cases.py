@@ -154,7 +154,9 @@ def _activation_backward(
     return _sized(check, dy_key[1][-1])
 
 
-def _gated(op: Op, keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Iterator[Case]:
+def _gated(op: Op, *key: Any) -> Iterator[Case]:
+    *keys, variant_key, activation = key
+
     def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
         first, *others = (values(rows, columns, key[0], seed=seed, spread=2.0) for seed, key in enumerate(keys))
         drawn = _with_special(first) if special else first, *others
