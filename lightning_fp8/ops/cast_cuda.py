@@ -380,7 +380,7 @@ def planned_cast(
     def op(*args: Any) -> tuple[Tensor, ...]:
         *others, cast, scale, amax, overflow_counts = args
         if num_observed == 4:  # both casts have a scale, or none
-            *others, cast, scale = others
+            *others, cast = others
             amax, overflow_counts = overflow_counts if amax is None else amax, None
         x, *more = others[:num_tensors]
         key = *cast.key, scale is not None, amax is not None, overflow_counts is not None
