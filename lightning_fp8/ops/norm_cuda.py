@@ -5,7 +5,6 @@ There are two ways to normalize and cast: :func:`one_read_norm` and :func:`two_r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
