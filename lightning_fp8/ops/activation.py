@@ -20,7 +20,7 @@ from lightning_fp8.ops.cast import (
     CastArgs,
     Outputs,
     Quantized,
-    asked,
+    asked_by,
     check_cast,
     fake_outputs,
     joined,
@@ -81,8 +81,8 @@ def activation_quantize(x: Tensor, activation: str, cast: Cast, **cast_args: Unp
         TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the activation
             is unknown, or if x has an odd number of columns and the activation is gated.
     """
-    usage, observed, operands = _asked(x, cast, cast_args)
-    return operands(_activation_quantize(x, activation, usage, *observed))
+    usage, requested, observed = asked_by(x, cast, cast_args)
+    return operands_of(_activation_quantize(x, activation, usage, *observed), usage, *requested)
 
 
 def activation_backward_quantize(
@@ -110,9 +110,9 @@ def activation_backward_quantize(
         TypeError, ValueError: See :func:`activation_quantize`. Also if dy does not have the shape of the activation's
             output, or if ``bias_dtype`` is not bfloat16, float16 or float32.
     """
-    usage, observed, operands = _asked(dy, cast, cast_args)
+    usage, requested, observed = asked_by(dy, cast, cast_args)
     results = _activation_backward_quantize(dy, x, activation, bias_dtype, usage, *observed)
-    return operands(results), results[4] if bias_dtype else None
+    return operands_of(results, usage, *requested), results[4] if bias_dtype else None
 
 
 def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
@@ -128,8 +128,8 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
         TypeError, ValueError: See :func:`activation_quantize`. Also if the activation is gated, or if the shape or
             dtype of ``factor`` is not x's.
     """
-    usage, observed, operands = _asked(x, cast, cast_args)
-    return operands(_gated_quantize(x, factor, activation, usage, *observed))
+    usage, requested, observed = asked_by(x, cast, cast_args)
+    return operands_of(_gated_quantize(x, factor, activation, usage, *observed), usage, *requested)
 
 
 def gated_backward_quantize(
@@ -153,22 +153,10 @@ def gated_backward_quantize(
         "columnwise": of_x.get("columnwise", False) or of_factor.get("columnwise", False),
         "scale_is_nonzero": of_x.get("scale_is_nonzero", False) and of_factor.get("scale_is_nonzero", False),
     }
-    usage, _, operands = _asked(x, cast, args)
+    usage, requested, _ = asked_by(x, cast, args)
     observed = (each.get(name) for name in ("scale", "amax") for each in (of_x, of_factor))
     results = _gated_backward_quantize(dy, x, factor, activation, usage, *observed)
-    return operands(results[:4]), operands(results[4:])
-
-
-def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
-    """The cast and the other arguments to pass to an op, and the function that converts its results to operands."""
-    rowwise, columnwise = args.get("rowwise", True), args.get("columnwise", False)
-    usage = asked(x, cast, rowwise, columnwise, args.get("scale_is_nonzero", False))
-    observed = args.get("scale"), args.get("amax"), args.get("overflow_counts")
-    return usage, observed, lambda results: operands_of(results, usage, rowwise, columnwise)
-
-
-Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""``scale``, ``amax`` and ``overflow_counts``."""
+    return operands_of(results[:4], usage, *requested), operands_of(results[4:], usage, *requested)
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------

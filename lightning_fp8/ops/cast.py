@@ -126,6 +126,13 @@ def asked(x: Tensor | None, cast: Cast, rowwise: bool, columnwise: bool, scale_i
     return cast.usage(rowwise, columnwise, scale_is_nonzero)
 
 
+def asked_by(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, tuple[bool, bool], tuple[Tensor | None, ...]]:
+    """:func:`asked` of keyword arguments. Also which operands they request, and the last arguments of the op."""
+    requested = args.get("rowwise", True), args.get("columnwise", False)
+    usage = asked(x, cast, *requested, args.get("scale_is_nonzero", False))
+    return usage, requested, (args.get("scale"), args.get("amax"), args.get("overflow_counts"))
+
+
 def gives_a_view(x: Tensor | None, cast: Cast) -> bool:
     """Whether the operand of xᵀ is a view. Both must share scales, and GEMMs on a GPU do not read transposed codes."""
     return cast.layout.transposes and x is not None and not x.is_cuda
