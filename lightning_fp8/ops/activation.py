@@ -141,7 +141,7 @@ def gated_backward_quantize(
         dy: ``[R, F]``, the gradient of the result, in x's dtype.
         x, factor, activation: see :func:`gated_quantize`.
         cast: the format and layout of both.
-        of_x, of_factor: the other arguments of each cast, but ``overflow_counts``. Both have a scale, or none has. A
+        of_x, of_factor: the other arguments of each cast. Both have a scale, or none has. A
             copy that one of them asks for is made of both.
 
     Raises:
@@ -198,8 +198,8 @@ def _check_gated_backward(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> None:
     scale, factor_scale, amax, factor_amax = observed
-    _check_gated(x, factor, activation, cast, scale, amax, None)
-    check_cast(x, cast, factor_scale, factor_amax, None)
+    _check_gated(x, factor, activation, cast, scale, amax)
+    check_cast(x, cast, factor_scale, factor_amax)
     if (scale is None) != (factor_scale is None):
         raise ValueError("scale and factor_scale must both be given, or neither; a value of 0 computes it")
     require("dy", dy, x.dtype, x.shape, x.device)
@@ -387,8 +387,8 @@ def reference_gated_backward(
 ) -> GatedGradients:
     """See :func:`gated_backward_quantize`."""
     scale, factor_scale, amax, factor_amax = observed
-    of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
-    of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
+    of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax)
+    of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax)
     return GatedGradients(*joined(of_x, of_factor))
 
 

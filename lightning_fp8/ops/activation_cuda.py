@@ -83,7 +83,7 @@ def _backward_plan(
     no_bias = empty_tensor(device, torch.float32)
 
     def run(dy: Tensor, x: Tensor, *args: Any) -> GradientOutputs:
-        return GradientOutputs(*cast((pointer(x), x_stride, pointer(dy), dy_stride), *args[-3:]), no_bias)
+        return GradientOutputs(*cast((pointer(x), x_stride, pointer(dy), dy_stride), *args[-2:]), no_bias)
 
     if bias_dtype is None:
         return run
@@ -94,7 +94,7 @@ def _backward_plan(
         loader_args = pointer(x), x_stride, pointer(dy), dy_stride
         dbias, partials = allocate(*of_dbias), sums.partials()
         partials_ptr = pointer(partials)
-        outputs = cast(loader_args, *args[-3:], (*loader_args, partials_ptr))
+        outputs = cast(loader_args, *args[-2:], (*loader_args, partials_ptr))
         sums.reduce(partials_ptr, pointer(dbias), 0, sums.stride)
         return GradientOutputs(*outputs, dbias)
 

@@ -59,7 +59,6 @@ class CastVariant(NamedTuple):
     cast: Cast
     has_scale: bool
     has_amax: bool
-    has_overflow_counts: bool
 
     @property
     def current_scaling(self) -> dict[str, int | float]:
@@ -77,14 +76,14 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.cast.scale_is_nonzero
 
 
-def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None) -> Any:
+def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Any:
     """The part of a plan's key that :func:`variant_of` converts to a :class:`CastVariant`."""
-    return *cast.key, scale is not None, amax is not None, overflow_counts is not None
+    return *cast.key, scale is not None, amax is not None
 
 
 def variant_of(key: Sequence[Any]) -> CastVariant:
     """The variant of a :func:`variant_key`."""
-    return CastVariant(Cast.from_flat(*key[:-3]), *key[-3:])
+    return CastVariant(Cast.from_flat(*key[:-2]), *key[-2:])
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------
@@ -159,11 +158,9 @@ def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) 
     return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
 
 
-Addresses = tuple[
-    LoaderArgs, LoaderArgs, Sequence[Argument], Sequence[Argument], Argument, Sequence[Argument]
-]  # fmt: skip
-"""The arguments of both loaders, and the addresses of scales, of amaxes, of counts and of results: 0 for what is not
-given; those of two tensors alternate."""
+Addresses = tuple[LoaderArgs, LoaderArgs, Sequence[Argument], Sequence[Argument], Sequence[Argument]]
+"""The arguments of both loaders, and the addresses of scales, of amaxes and of results: 0 for what is not given. Those
+of two tensors alternate."""
 
 
 class CastLaunches:
@@ -216,7 +213,6 @@ class CastLaunches:
         loader_args: LoaderArgs,
         scale: Tensor | None,
         amax: Tensor | None,
-        overflow_counts: Tensor | None,
         store_args: LoaderArgs | None = None,
     ) -> Outputs:
         """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
@@ -226,7 +222,6 @@ class CastLaunches:
             loader_args, store_args or loader_args,
             (0 if scale is None else pointer(scale),),
             (0 if amax is None else pointer(amax),),
-            0 if overflow_counts is None else pointer(overflow_counts),
             (pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t)),
         ))  # fmt: skip
         return outputs
@@ -237,7 +232,7 @@ class CastLaunches:
         made = self.outputs.allocate(), self.outputs.allocate()
         given = [0 if x is None else pointer(x) for x in observed]
         results = [pointer(result) for pair in zip(*made) for result in pair]
-        self._launch((loader_args, loader_args, given[:2], given[2:], 0, results))
+        self._launch((loader_args, loader_args, given[:2], given[2:], results))
         return joined(*made)
 
     def _launch(self, given: Addresses) -> None:
@@ -256,14 +251,13 @@ class TensorCast(CastLaunches):
         if not variant.scale_is_known:
             self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
         kernel = quantize_tensor_kernel(
-            store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax,
-            variant.has_overflow_counts,
-        )  # fmt: skip
+            store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
+        )
         strides = self.outputs.strides
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
-            ("scale_ptr", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
+            ("scale_ptr", "block_amax", "amax_out", "out", "out_scale_inv", "out_t"),
             num_block_amax=blocks,
             **variant.current_scaling,
             out_stride=strides.out_stride,
@@ -271,13 +265,13 @@ class TensorCast(CastLaunches):
         )
 
     def _launch(self, given: Addresses) -> None:
-        loader_args, store_args, scales, amaxes, counts, results = given
+        loader_args, store_args, scales, amaxes, results = given
         block_amax_ptr: Argument = 0
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
             self._find_amax(*loader_args, *scales, block_amax_ptr)  # at once if the scale is not 0
-        self._store(*store_args, *scales, block_amax_ptr, *amaxes, counts, *results[: 3 * self._tensors])
+        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: 3 * self._tensors])
 
 
 class RowCast(CastLaunches):
@@ -292,20 +286,20 @@ class RowCast(CastLaunches):
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
         self._zero = launch.zeroing(self.device, num_amaxes)
         self._store = self._bind(
-            quantize_rows_kernel(store_loader, cast.float8.name.lower(), *usage, variant.has_overflow_counts),
+            quantize_rows_kernel(store_loader, cast.float8.name.lower(), *usage),
             tiles,
-            ("amaxes", "counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            ("amaxes", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
             **self.outputs.strides._asdict(),
         )
 
     def _launch(self, given: Addresses) -> None:
-        loader_args, store_args, _, _, counts, results = given
+        loader_args, store_args, _, _, results = given
         row_amaxes = self._new_amaxes()
         row_amaxes_ptr = self.pointer(row_amaxes)
         self._zero(row_amaxes_ptr)
         self._find_amaxes(*loader_args, row_amaxes_ptr)
-        self._store(*store_args, row_amaxes_ptr, counts, *results)
+        self._store(*store_args, row_amaxes_ptr, *results)
 
 
 class BlockCast(CastLaunches):
@@ -315,19 +309,19 @@ class BlockCast(CastLaunches):
         cast = variant.cast
         kernel = quantize_blocks_kernel(
             store_loader, cast.float8.name.lower(), cast.layout.block, cast.layout.scale_dtype == E8M0_DTYPE,
-            cast.rowwise, cast.columnwise, variant.has_overflow_counts,
+            cast.rowwise, cast.columnwise,
         )  # fmt: skip
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
-            ("counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            ("out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
             **self.outputs.strides._asdict(),
         )
 
     def _launch(self, given: Addresses) -> None:
-        _, store_args, _, _, counts, results = given
-        self._store(*store_args, counts, *results)
+        _, store_args, _, _, results = given
+        self._store(*store_args, *results)
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
@@ -339,7 +333,7 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 
 
 def planned_cast(
-    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 3
+    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 2
 ) -> tuple[Run, Callable[..., Run]]:
     """A cast of values that tile loaders compute: ``(*tensors, *options, cast, *observed)``.
 
@@ -350,7 +344,7 @@ def planned_cast(
         name: the name of its plans.
         reference: computes the same without kernels.
         loaders: returns the tile loaders of the values, given ``(*tensor_keys, *options)``.
-        num_observed: 3 for ``scale, amax, overflow_counts``; 4 for ``scale, scale, amax, amax`` of two casts.
+        num_observed: 2 for ``scale, amax``; 4 for ``scale, scale, amax, amax`` of two casts.
     """
 
     @planned(fallback=with_kernel_strides(reference), name=name)
@@ -367,23 +361,23 @@ def planned_cast(
         store_loader = loader if narrow else wide or loader
         make = cast_launches(variant.cast.layout)
         launches = make(device, amax_loader, keys[0].rows, columns, variant, store_loader)
-        cast: Run = launches.cast if num_observed == 3 else launches.cast_two
+        cast: Run = launches.cast if num_observed == 2 else launches.cast_two
         pointer, stride, strides = launch.address_on(device), keys[0].stride, [each.stride for each in keys]
         if num_tensors > 1:
             return lambda *args: cast(
                 [n for x, stride in zip(args, strides) for n in (pointer(x), stride)], *args[-num_observed:]
             )
         if options:
-            return lambda x, *args: cast((pointer(x), stride), *args[-3:])
-        return lambda x, _, scale, amax, overflow_counts: cast((pointer(x), stride), scale, amax, overflow_counts)
+            return lambda x, *args: cast((pointer(x), stride), *args[-2:])
+        return lambda x, _, scale, amax: cast((pointer(x), stride), scale, amax)
 
     def op(*args: Any) -> tuple[Tensor, ...]:
-        *others, cast, scale, amax, overflow_counts = args
-        if num_observed == 4:  # both casts have a scale, or none
-            *others, cast = others
-            amax, overflow_counts = overflow_counts if amax is None else amax, None
+        *others, cast = args[:-num_observed]
+        scale, amax = args[-num_observed], args[-1]
+        if num_observed == 4 and amax is None:  # both casts have a scale, or none; one may have an amax
+            amax = args[-2]
         x, *more = others[:num_tensors]
-        key = *cast.key, scale is not None, amax is not None, overflow_counts is not None
+        key = *cast.key, scale is not None, amax is not None
         current = x.is_cuda and current_device()
         run = plan(x.device, current, tensor_key(x), *map(tensor_key, more), key, *others[num_tensors:])
         return run(*args)  # type: ignore[no-any-return]

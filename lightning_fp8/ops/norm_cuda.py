@@ -79,7 +79,7 @@ def one_read_norm(x_key: TensorKey, spec: NormSpec, norm: Norm, row_layout: RowL
     x_stride, of_rows, of_block_amaxes = x_key.stride, _statistics(norm, x_key), ((blocks,), (1,), torch.float32)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> NormOutputs:
-        scale, amax, _ = args[-3:]
+        scale, amax = args[-2:]
         outputs = data, scale_inv, data_t, _ = made.allocate()
         statistics = allocate(*of_rows)
         block_amax_ptr: Argument = 0
@@ -124,7 +124,7 @@ def two_read_norm(
         find_statistics(x_ptr, stride, statistics_ptr)
         bias_ptr = 0 if bias is None else pointer(bias)
         loader_args = x_ptr, stride, pointer(weight), bias_ptr, statistics_ptr, offset
-        return NormOutputs(*cast(loader_args, *args[-3:]), statistics)
+        return NormOutputs(*cast(loader_args, *args[-2:]), statistics)
 
     return run
 
@@ -180,8 +180,7 @@ def _plan(
     row_layout = None
     if x_key.is_vectorizable(8, ALIGNMENT) and weight_key.is_vectorizable(8, ALIGNMENT):
         row_layout = cast_row_layout(spec.dtype, x_key.columns)
-    one_scale = variant.cast.layout.has_one_scale and not variant.has_overflow_counts
-    if row_layout and one_scale and variant.cast.rowwise:
+    if row_layout and variant.cast.layout.has_one_scale and variant.cast.rowwise:
         return one_read_norm(x_key, spec, norm, row_layout, variant)
     aligned = x_key.is_vectorizable(4) and weight_key.is_vectorizable(4)
     return two_read_norm(x_key, spec, norm, row_layout, aligned, variant)

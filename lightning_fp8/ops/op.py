@@ -24,7 +24,7 @@ from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 NAMESPACE = "lightning_fp8"
 UNOBSERVED = "_unobserved"
 """The suffix of the name of an op's twin, which does not have the optional tensors that the op may write to."""
-OBSERVED = "scale", "amax", "overflow_counts"
+OBSERVED = "scale", "amax"
 """The last parameters of an op that casts, which its signature declares as ``*observed: Tensor | None``."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -252,7 +252,7 @@ def op(
     """Decorator of the function that returns an op's results on fake and meta tensors. Its signature is the op's.
 
     The parameters are tensors, numbers, dtypes and specs. An op that casts ends with ``*observed``, which are
-    :data:`OBSERVED`; it writes to the last two, and has a twin. A spec class has ``schema``, its fields in the syntax
+    :data:`OBSERVED`; it writes to the amax, and has a twin. A spec class has ``schema``, its fields in the syntax
     of schemas, ``flat``, their values in this order, and ``from_flat(*values)``. The last of several results may be a
     NamedTuple of tensors, as in ``tuple[Tensor, Kept]``; the op of the dispatcher returns its fields one by one.
 
