@@ -204,7 +204,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
 def _given(x: Tensor, amax: bool = True) -> Observed:
     """A given scale, and the amax so far if it is observed."""
-    return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None, None
+    return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None
 
 
 def update_scales(target: dict[str, float]) -> Operation:

@@ -154,7 +154,7 @@ OPS: dict[str, Case] = {
         {1: OF_HISTORY, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
     ),
     "norm": (
-        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST, ONE, ONE.clone(), None),
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST, *BESIDE),
         {1: OF_NORM, **{at: wrong for at, wrong in beside_a_cast(5).items() if at < 7}},
     ),
     "norm, nothing known": (
@@ -162,7 +162,7 @@ OPS: dict[str, Case] = {
         {1: OF_NORM, **beside_a_cast(5)},
     ),
     "norm, transposed": (
-        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), ONE, ONE.clone(), None),
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), *BESIDE),
         {1: OF_NORM, 5: named("scale", SCALAR), 6: named("amax", SCALAR)},
     ),
     "RMSNorm": (rms_norm_op, (X, WEIGHT, Norm(1e-5), torch.float32, True), {1: OF_NORM}),

@@ -217,7 +217,7 @@ def test_the_dispatcher_gets_the_op_that_writes_only_where_it_does(observed: boo
     scale = torch.ones(())
     with Noted():
         data, *_ = quantize_op(
-            torch.ones(2, 2), Cast(E4M3, Layout.TENSOR), scale, torch.zeros(()) if observed else None, None
+            torch.ones(2, 2), Cast(E4M3, Layout.TENSOR), scale, torch.zeros(()) if observed else None
         )
     assert data.float().tolist() == [[1, 1], [1, 1]]
     assert [each for each in seen if "lightning_fp8" in each] == [f"lightning_fp8::{name}"]
