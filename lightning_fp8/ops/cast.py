@@ -337,11 +337,7 @@ def _saturated(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
 def _saturating_bytes(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
     """:func:`saturating_cast` as bytes. Compiled code for GPUs below 8.9 has no FP8 type, or one that rounds twice."""
     saturated = _saturated(values, scale, float8)
-    return encode(saturated, float8) if torch.compiler.is_compiling() else _as_bytes(saturated.to(float8.dtype))
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)
+    return encode(saturated, float8) if torch.compiler.is_compiling() else saturated.to(float8.dtype).view(torch.uint8)
 
 
 def absolute_max(x: Tensor, dim: int) -> Tensor:

@@ -64,7 +64,7 @@ def test_the_specification_passes_and_one_wrong_code_or_scale_does_not(
     layout: Layout, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     x, cast = hostile(*shape, dtype), Cast(E4M3, layout, columnwise=True)
-    args = x, cast, None, None, None
+    args = x, cast, None, None
     assert looked_at(quantize_op, args)
     assert looked_at(quantize_op, (x, cast.usage(False, True), None, None))
     places = {(0, 0), (shape[0] - 1, shape[1] - 1)}
