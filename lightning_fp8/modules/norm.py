@@ -70,7 +70,7 @@ class _GammaModule(GroupTaker):
     zero_centered_gamma: bool
     sequence_parallel: bool = False
     weight: Any  # None without elementwise_affine
-    eps: float  # never None
+    eps: Any  # a float; torch.nn.RMSNorm allows None
     normalized_shape: tuple[int, ...]
 
     def forward(self, input: Tensor) -> Tensor:

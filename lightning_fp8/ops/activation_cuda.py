@@ -94,7 +94,8 @@ def _backward_plan(
         loader_args = pointer(x), x_stride, pointer(dy), dy_stride
         dbias, partials = allocate(*of_dbias), sums.partials()
         partials_ptr = pointer(partials)
-        outputs = cast(loader_args, *args[-2:], (*loader_args, partials_ptr))
+        scale, amax = args[-2:]
+        outputs = cast(loader_args, scale, amax, (*loader_args, partials_ptr))
         sums.reduce(partials_ptr, pointer(dbias), 0, sums.stride)
         return GradientOutputs(*outputs, dbias)
 

@@ -349,7 +349,8 @@ def planned_cast(
 
     @planned(fallback=with_kernel_strides(reference), name=name)
     def plan(device: torch.device, *key: Any) -> Run:
-        keys = [TensorKey(*plain_key, device) for plain_key in key[:num_tensors]]
+        plain_keys: Sequence[PlainKey] = key[:num_tensors]
+        keys = [TensorKey(*plain_key, device) for plain_key in plain_keys]
         variant, options = variant_of(key[num_tensors]), key[num_tensors + 1 :]
         check_not_empty(keys[0].shape)
         if not all(each.has_contiguous_rows for each in keys):

@@ -144,8 +144,8 @@ def _keys(device: torch.device, weight_dtype: torch.dtype, misalignment: int, *k
     check_not_empty(keys[0][1])
     for key in keys:
         misalignment |= key[3]
-    of_weight = weight_dtype, keys[0][1][1:], (1,)
-    return [TensorKey(*key[:3], misalignment, device) for key in (*keys, of_weight)]
+    weight_key = TensorKey(weight_dtype, keys[0][1][1:], (1,), misalignment, device)
+    return [*(TensorKey(*key, device)._replace(misalignment=misalignment) for key in keys), weight_key]
 
 
 def norm_on_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> NormOutputs:

@@ -212,9 +212,10 @@ class LayerNormMLP(NormedLayer):
         parameters = weights[0], biases[0], weights[1], biases[1]
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         products, dtype = self._products(x, weights, tensors, context, is_first_microbatch)
-        self._refuse_backward_override(products[0], _NO_OVERRIDE)
+        fc1, fc2 = products
+        self._refuse_backward_override(fc1, _NO_OVERRIDE)
         if self.activation in ops.ACTIVATIONS:
-            mlp = MLP(self.norm, self.activation, *products, dtype, self.checkpoint, self.return_layernorm_output)
+            mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
             return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
 
         def multiply(gemm: int, x: Tensor) -> Tensor:
