@@ -85,7 +85,7 @@ class Stage(NamedTuple):
 KERNELS = (
     "amax",
     "quantize",
-    "quantize, own scale, counted",
+    "quantize, own scale",
     "quantize ragged rows",
     "quantize rows",
     "quantize 1x128",

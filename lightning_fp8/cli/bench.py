@@ -82,7 +82,7 @@ def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmCh
     def operand(role: Role, rows: int) -> tuple[Tensor, Tensor]:
         cast = recipe.cast(role)
         x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
-        data, scale_inv, *_ = quantize_op.call(x, cast, None, None, None)
+        data, scale_inv, *_ = quantize_op.call(x, cast, None, None)
         return aligned_operand(data, scale_inv, cast.layout)
 
     operands = *operand(gemm.a, gemm.m), *operand(gemm.b, gemm.n)

@@ -22,7 +22,7 @@ from tests.tiers import covering
 
 KERNELS = {
     "amax": amax_kernel(tensor_loader("bfloat16", 1), False),
-    "rows": quantize_rows_kernel(tensor_loader("float32", 4), "e4m3", True, True, True),
+    "rows": quantize_rows_kernel(tensor_loader("float32", 4), "e4m3", True, True),
 }
 
 
