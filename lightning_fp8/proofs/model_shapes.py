@@ -32,7 +32,6 @@ from lightning_fp8.proofs.comparing import WrongResult
 from lightning_fp8.proofs.products import parts_of_product
 
 STEPS = 2
-
 CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
     quantize_op: parts_of_cast,
     quantize_columns_op: parts_of_columns,
@@ -54,21 +53,18 @@ class CheckedCalls:
         self.models: Iterable[nn.Module] = ()
         self.steps: set[int] = set()
         self._seen: set[Hashable] = set()
-        self._device_type = device_type
-        self._replaced = {op: (op.implementations[device_type], op.plans.pop(device_type, None)) for op in CHECKS}
-        for op, (compute, _) in self._replaced.items():
-            op.implementations[device_type] = partial(self._checked, op, compute)
+        self._before = [(table, dict(table)) for op in CHECKS for table in (op.implementations, op.plans)]
+        for op in CHECKS:
+            op.plans.pop(device_type, None)
+            op.implementations[device_type] = partial(self._checked, op, op.implementations[device_type])
         plans.replan()  # so that kernels are bound again, and noted
 
     def end(self) -> None:
         """Restore the ops' implementations."""
-        for op, (compute, plan) in self._replaced.items():
-            op.implementations[self._device_type] = compute
-            if plan is not None:
-                op.plans[self._device_type] = plan
-        if self._replaced:
-            forget_plans()
-        self._replaced = {}
+        while self._before:
+            table, before = self._before.pop()
+            table.update(before)
+        forget_plans()
 
     @torch.no_grad()
     def _checked(self, op: Op, compute: Callable[..., Any], *args: Any) -> Any:
@@ -94,8 +90,7 @@ class CheckedCalls:
 
 def _error(op: str, args: Sequence[Any], kernels: Sequence[str], models: Iterable[nn.Module]) -> WrongNumbers:
     """Withdraw the proofs of the kernels, and return the error with the setting with which training can continue."""
-    formats = E4M3.dtype, E5M2.dtype
-    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in formats] or args[:1]
+    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in (E4M3.dtype, E5M2.dtype)] or args[:1]
     shapes = [tuple(operand.shape) for operand in operands]
     call = f"{op} of {' by '.join(str(list(shape)) for shape in shapes)}"
     for kernel in kernels:
@@ -128,19 +123,20 @@ def _layers_of(shapes: Sequence[tuple[int, ...]], models: Iterable[nn.Module]) -
 
 
 _calls: CheckedCalls | None = None
-_paused = False
+_begun = _paused = False
 
 
 def begin(models: Iterable[nn.Module], step: int) -> None:
     """Called before a training forward, after optimizer step ``step``: start the checks once, on a GPU, or end them."""
-    global _calls
-    if _calls is None and torch.cuda.is_available() and os.environ.get(proofs.VARIABLE) != "0":
-        _calls = CheckedCalls()
+    global _begun, _calls
+    if not _begun and torch.cuda.is_available() and os.environ.get(proofs.VARIABLE) != "0":
+        _begun, _calls = True, CheckedCalls()
     if _calls is not None:
         _calls.models = models
         _calls.steps.add(step)
         if len(_calls.steps) > STEPS:
             _calls.end()
+            _calls = None
 
 
 @contextmanager

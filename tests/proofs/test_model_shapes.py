@@ -341,7 +341,7 @@ def test_a_kernel_loses_its_proof(
 
 
 def test_a_process_without_a_card_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_shapes, "_calls", None)
+    monkeypatch.setattr(model_shapes, "_begun", False)
     model_shapes.begin((), 0)
     assert model_shapes._calls is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
