@@ -98,14 +98,7 @@ class Prover:
         except (OSError, TypeError, ValueError) as error:
             self.end()
             return Outcome(f"no process can be started for it ({error})", passing=True)
-        line = self._next(said)
-        while True:
-            if line is None:
-                outcome.problem, outcome.passing = self._death(said)
-                outcome.passing = outcome.passing or not outcome.culprit
-                outcome.hung = self._is_alive() and said == "starting"
-                self.end()
-                return outcome
+        while (line := self._next(said)) is not None:
             message = json.loads(line)
             said = message["what"]
             if said == "loading":
@@ -121,14 +114,17 @@ class Prover:
                 if not message["goes_on"]:
                     self.end()
                 return outcome
-            line = self._next(said)
+        outcome.problem, passing = self._death(said)
+        outcome.passing = passing or not outcome.culprit
+        outcome.hung = self._is_alive() and said == "starting"
+        self.end()
+        return outcome
 
     def _next(self, said: str) -> str | None:
         """The next line of the process; None if it has ended, or exceeds its time limit."""
-        try:
+        with suppress(queue.Empty):
             return self._lines.get(timeout=SECONDS[said])
-        except queue.Empty:
-            return None
+        return None
 
     def _is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
