@@ -198,11 +198,6 @@ def keep(key: str, verdict: Verdict) -> None:
         )
 
 
-def forget() -> None:
-    """Forget the verdicts in memory; files are kept."""
-    _known.clear()
-
-
 @contextmanager
 def one_prover() -> Iterator[None]:
     """Context in which only one process of this machine proves kernels, among those that share the cache's folder.

@@ -89,7 +89,6 @@ class FP8Monitor(Callback):
         self._refuse_folder()
         self.record: Record | None = None
         self.saved_to: Path | None = None
-        self.seconds = 0.0
         self._alarms: Alarms | None = None
         self._recipe: Recipe | None = None
         self._trace: StepTrace | None = None
@@ -132,7 +131,7 @@ class FP8Monitor(Callback):
         plugin = trainer.precision_plugin
         self._stop()
         folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective
-        self._alarms, self.seconds = None, 0.0
+        self._alarms = None
         self._start = self._run_start = trainer.global_step
         self._samples = 0
         self._has_sampled = self._in_sample = False  # in this interval; at this step
@@ -182,7 +181,6 @@ class FP8Monitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        begun = time.perf_counter()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().to(torch.float32 if loss.device.type == "mps" else torch.float64).reshape(())
@@ -195,7 +193,6 @@ class FP8Monitor(Callback):
             self._report(trainer)
             if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
                 self._save(trainer)
-        self.seconds += time.perf_counter() - begun
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

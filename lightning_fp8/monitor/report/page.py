@@ -12,6 +12,7 @@ import numpy as np
 from lightning_fp8.monitor.advice import FLUSHED_BUDGET, LEAST_DECIBELS, cheapest, measured_loss, what_if_losses
 from lightning_fp8.monitor.record import Record
 from lightning_fp8.monitor.report.data import drawn, label
+from lightning_fp8.monitor.table import verdict
 from lightning_fp8.version import __version__
 
 MOST_ROWS = 60
@@ -25,7 +26,7 @@ def page(record: Record, other: Record | None = None) -> str:
     parts = {
         "title": escape(f"{label(record)}: {record.num_steps} steps"),
         "style": (here / "page.css").read_text(encoding="utf-8"),
-        "headline": escape(headline(record)),
+        "headline": escape(verdict(record, len(record.alarms))),
         "recipe": escape(record.recipe_fields or record.recipe),
         "alarms": alarms(record),
         "losses": loss_table(record, other),
@@ -54,15 +55,6 @@ def _finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-def headline(record: Record) -> str:
-    """The run in one sentence."""
-    if not record.names:
-        return f"{record.num_steps} steps without FP8."
-    number = len(record.alarms)
-    found = "no alarm" if not number else f"{number} alarm{'s' * (number > 1)}"
-    return f"{record.num_steps} steps, {len(record.names)} casts of linear layers: {found}."
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
