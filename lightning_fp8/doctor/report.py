@@ -59,9 +59,6 @@ _KNOWN_ERRORS = {
 }
 """Advice by a substring of the error."""
 
-MX_CAPABILITY = (10, 0)
-"""The first compute capability with tensor cores for MXFP8 (Blackwell)."""
-
 LONGEST = 86400
 """Upper limit of ``--seconds``."""
 
@@ -141,7 +138,7 @@ def proofs(dry_run: bool) -> list[Finding]:
     from lightning_fp8.doctor.probes import device, has_fp8
     from lightning_fp8.proofs.report import listed, proven
 
-    if not dry_run and not has_fp8(device()):
+    if not dry_run and not has_fp8():
         way_out = "run lightning-fp8 doctor to list the GPUs"
         return shown([Finding("GPU", "no GPU with FP8 tensor cores", "fail", way_out)])
     keys: dict[str, None] = {}
@@ -217,8 +214,7 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
     facts = json.loads(answer.said) if answered else {"gpus": [], "cuda": None}
     of_torch = list(_torch(facts, has_gpus)) if answered else [tried("torch", answer, seconds)]
     yield from of_torch
-    newest = max((tuple(capability) for _, capability, _ in facts["gpus"]), default=(0, 0))
-    on_fp8 = newest >= FP8_CAPABILITY
+    on_fp8 = any(tuple(capability) >= FP8_CAPABILITY for _, capability, _ in facts["gpus"])
     wanted = compiling or (on_fp8 and not os.environ.get(CARRIED_VARIABLE))
     compilation = list(_compilation(versions, seconds, wanted, facts["cuda"]))
     yield from compilation
@@ -230,8 +226,7 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
         launches.append(("product", "product", {}))
     else:
         launches.append(("product, cuBLASLt", "product", {"LIGHTNING_FP8_GEMM": "cublaslt"}))
-        if newest >= MX_CAPABILITY:
-            launches.append(("product, MXFP8", "product, MXFP8", {}))
+        launches.append(("product, MXFP8", "product, MXFP8", {}))
         if compiles:  # `lightning-fp8 kernels build` does not include these kernels
             launches.append(("product, kernel", "product", {"LIGHTNING_FP8_GEMM": "numba"}))
             launches += [(name, name, {}) for name in KERNELS]

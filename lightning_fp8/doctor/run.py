@@ -39,18 +39,15 @@ def compilation() -> str:
     return f"{kernel.name} for sm_90a: {len(compile_cache.cubin(kernel, '90a')):,} bytes of machine code"
 
 
-def launch(name: str) -> str:
-    """Run one of :data:`lightning_fp8.doctor.probes.PROBES`."""
-    from lightning_fp8.doctor import probes
-
-    probes.refuse_fallbacks()
-    return probes.PROBES[name]()
-
-
 def main(name: str, seconds: str) -> None:
     faulthandler.dump_traceback_later(0.9 * float(seconds))
     try:
-        said = {"torch": torch_facts, "compile": compilation}.get(name, lambda: launch(name))()
+        if name in ("torch", "compile"):
+            said = torch_facts() if name == "torch" else compilation()
+        else:
+            from lightning_fp8.doctor import probes
+
+            said = probes.run(name)
     except Exception as error:
         raise SystemExit(f"\n{MARK}{type(error).__name__}: {' '.join(str(error).split())}") from None
     print(f"\n{MARK}{said}")
