@@ -6,6 +6,7 @@ Each returns a line that describes what ran, or raises the reason it failed.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -90,7 +91,7 @@ def _where() -> str:
     return f"on {'the CPU' if device().type == 'cpu' else launch.name_of(device())}"
 
 
-PROBES = {
+PROBES: dict[str, Callable[[], str]] = {
     "cast": cast,
     "product": partial(product, Layout.TENSOR),
     "product, MXFP8": partial(product, Layout.MX_1X32),

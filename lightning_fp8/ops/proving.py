@@ -160,13 +160,13 @@ class Prover:
             **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1",
             "CUDA_LAUNCH_BLOCKING": "1", **self._variables,
         }  # fmt: skip
-        self._lines = lines = queue.SimpleQueue()
+        self._lines = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, text=True,
             errors="replace", start_new_session=True,
         )  # fmt: skip
-        output = self._process.stdout
+        lines, output = self._lines, self._process.stdout
         assert output is not None
 
         def read() -> None:

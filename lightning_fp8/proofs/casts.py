@@ -113,7 +113,8 @@ def parts_of_cast(
                 rows = x[part] if dim == 0 else x[:, part]
                 with torch.compiler.set_stance("force_eager"):
                     codes, scales = reference_quantize(rows, usage, used, None, None)[of_operand]
-                actual = part_of(*results[of_operand], cast.layout, part)
+                data, scale_inv = results[of_operand]
+                actual = part_of(data, scale_inv, cast.layout, part)
                 assert_same(actual.data, codes, "codes")
                 assert_same(actual.scale_inv, scales, "scale_inv")
         if amax is not None and before is not None:

@@ -25,7 +25,6 @@ from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
-from lightning_fp8.ops.linear import forget_plans
 from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs.casts import parts_of_cast, parts_of_columns
 from lightning_fp8.proofs.comparing import WrongResult
@@ -37,7 +36,7 @@ CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
     quantize_columns_op: parts_of_columns,
     scaled_mm_op: parts_of_product,
     scaled_mm_observed_op: parts_of_product,
-    scaled_mm_accumulate_op: lambda out, *operands: parts_of_product(*operands, out=out),
+    scaled_mm_accumulate_op: lambda out, *operands: parts_of_product(*operands, None, None, out),
 }
 """By op; called with the op's arguments before it runs, and what this returns with its results."""
 
@@ -64,7 +63,7 @@ class CheckedCalls:
         while self._before:
             table, before = self._before.pop()
             table.update(before)
-        forget_plans()
+        plans.replan()
 
     @torch.no_grad()
     def _checked(self, op: Op, compute: Callable[..., Any], *args: Any) -> Any:
