@@ -36,7 +36,7 @@ CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
     quantize_columns_op: parts_of_columns,
     scaled_mm_op: parts_of_product,
     scaled_mm_observed_op: parts_of_product,
-    scaled_mm_accumulate_op: lambda out, *operands: parts_of_product(*operands, None, None, out),
+    scaled_mm_accumulate_op: lambda out, a, sa, b, sb, gemm: parts_of_product(a, sa, b, sb, gemm, out=out),
 }
 """By op; called with the op's arguments before it runs, and what this returns with its results."""
 
