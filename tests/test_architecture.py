@@ -150,7 +150,7 @@ ROOMS = {
         "weights",
     },
     "proofs": {"attention", "ops"},
-    "doctor": {"attention", "ops", "proofs"},
+    "doctor": {"ops", "proofs"},
     "te_checkpoints": {"convert", "delayed", "modules", "parallel", "te", "transformer"},
     "torchao": {"convert", "fp8_region", "modules", "sharding"},
     "transformer_engine": {

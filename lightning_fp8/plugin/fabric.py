@@ -19,7 +19,6 @@ from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_module
@@ -57,7 +56,7 @@ from lightning_fp8.delayed.update import (
     update_waiting,
 )
 from lightning_fp8.delayed.watch import uses_begin
-from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
+from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.plugin.dtypes import (
@@ -78,7 +77,7 @@ from lightning_fp8.plugin.states import (
     with_equal_names,
     without_state,
 )
-from lightning_fp8.proofs import first_steps
+from lightning_fp8.proofs import model_shapes
 
 
 class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
@@ -365,7 +364,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
             if self._observes and torch.is_grad_enabled():
-                first_steps.begin(self._models)
+                model_shapes.begin(self._models, optimizer_step_number())
                 for history in histories if isinstance(self.recipe, DelayedScaling) else ():
                     history.training_forward_begins(observes=len(histories) == 1)
                 if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
@@ -407,12 +406,10 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
         """Run the hook of torch's optimizers for an ``optimizer`` that is not one of torch's and does not call it."""
         before = optimizer_step_number()
-        first_steps.read(self._models)
         yield
         if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
             after_optimizer_step(optimizer)
             report_after_step(optimizer)
-            _note_step()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -511,21 +508,3 @@ def pieces_of(model: nn.Module) -> str:
     """The layers whose parameters are this rank's shards as plain tensors, as the subject of a message; or empty."""
     names = [name for name, module in model.named_modules() if isinstance(module, CutLayer) and module.cuts]
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
-
-
-@torch.compiler.disable
-def _note_step(*_: Any) -> None:
-    if in_backward():
-        first_steps.steps_in_backward()
-    else:
-        first_steps.stepped()
-
-
-@torch.compiler.disable
-def _look_before_step(*_: Any) -> None:
-    if not in_backward():
-        first_steps.read(())
-
-
-register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_note_step)

@@ -29,7 +29,7 @@ from lightning_fp8.modules.record import any_traced
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
-from lightning_fp8.proofs import first_steps
+from lightning_fp8.proofs import model_shapes
 from lightning_fp8.te.keys import has_te_state
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.masters import with_master_weights
@@ -136,7 +136,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     def _evaluating(self) -> Iterator[None]:
         self._observes = False
         try:
-            with self.forward_context(), first_steps.paused():
+            with self.forward_context(), model_shapes.paused():
                 yield
         finally:
             self._observes = True
@@ -227,7 +227,6 @@ class TrainerHooks(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Called after the closure of the step, before the parameters change."""
         backward_ended()
-        first_steps.read([pl_module])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

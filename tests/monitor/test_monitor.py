@@ -176,7 +176,7 @@ def test_every_recipe_is_sampled(recipe: str, tmp_path: Path) -> None:
     assert record.recipe == recipe
     assert len(record.names) == 9
     assert record.num_steps == 15
-    assert record.num_samples == 3
+    assert sum(bool(each["casts"].any()) for each in record.intervals) == 3
     for interval in record.intervals:
         assert (interval["casts"] == 1).all()
         assert (interval["elements"] >= ROWS * WIDTH).all()
