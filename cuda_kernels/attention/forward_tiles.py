@@ -30,7 +30,7 @@ from cuda_kernels.attention.backward.statistics import SMALLEST
 from cuda_kernels.attention.block import HALF_TILE, TILE, per_stage, placed
 from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax
-from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, AttentionSpec
+from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
 from cuda_kernels.attention.warp_roles import accumulator_origin
@@ -135,34 +135,40 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
         return scores_of(zero_scores(), desc_q, smem_descriptor(smem + k_offset + stage_idx * k_bytes), 0)
 
     @device
-    def start_part(registers, words, desc_v):
-        """Issue the product of a tile's probabilities and 128 channels of V."""
+    def start_part(block, scores, words, stage_idx):
+        """Issue the product of a tile's probabilities and V, into the registers of the tile's ``scores``."""
         wgmma_fence()
-        return times_v(registers, words, desc_v, 0)
+        return times_v(scores, words, smem_descriptor(block[0] + v_offset + stage_idx * v_bytes), 0)
 
     @device
-    def values(block, stage_idx):
-        return smem_descriptor(block[0] + v_offset + stage_idx * v_bytes)
+    def masked(block, j, scores):
+        """Scores of tile ``j``, -inf where they are hidden."""
+        visible, whole_first, whole_last = block[4], block[5], block[6]
+        return hide(scores, visible, i32(j * ROWS)) if j < whole_first or j >= whole_last else scores
 
     @device
     def with_maxima(block, j, scores, key_scale_inv, softmax_state):
-        """Scores of tile ``j``, masked with -inf, and the maxima and factors for their exponentials."""
-        query_factor, visible, whole_first, whole_last = block[3], block[4], block[5], block[6]
-        if j < whole_first or j >= whole_last:
-            scores = hide(scores, visible, i32(j * ROWS))
-        factor = float_max(query_factor * key_scale_inv, SMALLEST)
+        """Scores of tile ``j``, and the maxima and factors for their exponentials."""
+        scores = masked(block, j, scores)
+        factor = float_max(block[3] * key_scale_inv, SMALLEST)
         softmax_state, offsets, alphas = rebase(scores, factor, softmax_state)
         return scores, factor, offsets, alphas, softmax_state
 
     @device
-    def add_part(acc_o, unit, part, alphas, value_scale_inv):
-        """Add a tile's product to the sums in float32, by the instruction that rescales them."""
+    def in_unit(part, value_scale_inv, unit):
+        """A tile's product in the unit of the sums, which may change; that unit, and the factor of previous sums."""
         ratio = _ONE
         if _can_be_unit(value_scale_inv):
             ratio = unit * reciprocal_approx(value_scale_inv)
             unit = value_scale_inv
         else:
             part = scaled(part, value_scale_inv * reciprocal_approx(unit))
+        return part, unit, ratio
+
+    @device
+    def add_part(acc_o, unit, part, alphas, value_scale_inv):
+        """Add a tile's product to the sums in float32, by the instruction that rescales them."""
+        part, unit, ratio = in_unit(part, value_scale_inv, unit)
         return rescale_add(acc_o, part, alphas[0] * ratio, alphas[1] * ratio), unit
 
     @device
@@ -176,7 +182,7 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
         next_scores = start_scores(block, next_idx, next_phase)
         words, softmax_state = probabilities(scores, factor, offsets, alphas, softmax_state)
         named_barrier_arrive(_TURN + 1 - wg_idx, 256)
-        part = start_part(scores, words, values(block, stage_idx))
+        part = start_part(block, scores, words, stage_idx)
         next_scores = scores_wait_1(next_scores)
         release(smem + empty_k + 8 * next_idx)
         next_tile = with_maxima(block, i32(j + 1), next_scores, key_scale_inv, softmax_state)
@@ -190,7 +196,7 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
 
     @device
     def consume_overlapped(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
-        first_tile, last_tile = tile[TILE_FIRST], tile[TILE_LAST]
+        first_tile, last_tile, _, _ = visited_tiles(tile)
         block = begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c)
         acc_o, unit, softmax_state = zero_acc(), _ONE, START
         if wg_idx == 1:  # the other warpgroup has the first turn
@@ -212,15 +218,23 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
             j, stage_idx, _, (scores, factor, offsets, alphas, softmax_state), acc_o, unit = state
             value_scale_inv = load_f32(scale_inv_v + i64(j) * 4)
             words, softmax_state = probabilities(scores, factor, offsets, alphas, softmax_state)
-            part = acc_wait_0(start_part(scores, words, values(block, stage_idx)))
+            part = acc_wait_0(start_part(block, scores, words, stage_idx))
             acc_o, unit = add_part(acc_o, unit, part, alphas, value_scale_inv)
         return acc_o, unit, softmax_state
 
     @device
+    def values_of(words, desc_v):
+        """The product of P's codes with 128 channels of V."""
+        wgmma_fence()
+        return acc_wait_0(times_v(zero_acc(), words, desc_v, 0))
+
+    @device
     def consume_in_turns(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
-        first_tile, last_tile = tile[TILE_FIRST], tile[TILE_LAST]
+        first_tile, last_tile, _, _ = visited_tiles(tile)
+        wg_thread = cuda.threadIdx.x & 127
         block = begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c)
-        acc_o, acc_o_high, unit, softmax_state = zero_acc(), zero_acc(), _ONE, START
+        desc_q, query_factor = block[2], block[3]
+        softmax_state, acc_o, acc_o_high, unit = START, zero_acc(), zero_acc(), _ONE
         next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
         next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)
@@ -228,23 +242,34 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
             named_barrier_arrive(_TURN, 256)
         mbarrier_wait(smem + full_q, 0)
         for j in range(first_tile, last_tile):
-            key_scale_inv, value_scale_inv = next_key_scale_inv, next_value_scale_inv
+            factor = float_max(query_factor * next_key_scale_inv, SMALLEST)
+            value_scale_inv = next_value_scale_inv
             # Coherent loads, which are not moved across barriers: scales of the next tile, a whole tile ahead.
             ahead = i64(min(i32(j + 1), i32(last_tile - 1))) * 4
             next_key_scale_inv, next_value_scale_inv = load_f32(scale_inv_k + ahead), load_f32(scale_inv_v + ahead)
-            scores = scores_wait_0(start_scores(block, stage_idx, phase))
-            release(smem + empty_k + 8 * stage_idx)
-            scores, factor, offsets, alphas, softmax_state = with_maxima(block, j, scores, key_scale_inv, softmax_state)
+            desc_k = smem_descriptor(smem + k_offset + stage_idx * k_bytes)
+            desc_v = smem_descriptor(smem + v_offset + stage_idx * v_bytes)
+            mbarrier_wait(smem + full_k + 8 * stage_idx, phase)
+            named_barrier(_TURN + wg_idx, 256)
+            wgmma_fence()
+            scores = scores_wait_0(scores_of(zero_scores(), desc_q, desc_k, 0))
+            if wg_thread == 0:
+                mbarrier_arrive(smem + empty_k + 8 * stage_idx)
+            scores = masked(block, j, scores)
+            softmax_state, offsets, alphas = rebase(scores, factor, softmax_state)
             named_barrier_arrive(_TURN + 1 - wg_idx, 256)
             words, softmax_state = probabilities(scores, factor, offsets, alphas, softmax_state)
+            alpha, alpha_below = alphas
             mbarrier_wait(smem + full_v + 8 * stage_idx, phase)
-            desc_v, earlier_unit = values(block, stage_idx), unit
-            part = acc_wait_0(start_part(zero_acc(), words, desc_v))
-            acc_o, unit = add_part(acc_o, earlier_unit, part, alphas, value_scale_inv)
+            part, unit, ratio = in_unit(values_of(words, desc_v), value_scale_inv, unit)
+            acc_o = rescale_add(acc_o, part, alpha * ratio, alpha_below * ratio)
             if two_halves:
-                part = acc_wait_0(start_part(zero_acc(), words, advance_descriptor(desc_v, TILE)))
-                acc_o_high, unit = add_part(acc_o_high, earlier_unit, part, alphas, value_scale_inv)
-            release(smem + empty_v + 8 * stage_idx)
+                part = values_of(words, advance_descriptor(desc_v, TILE))
+                if not _can_be_unit(value_scale_inv):
+                    part = scaled(part, value_scale_inv * reciprocal_approx(unit))
+                acc_o_high = rescale_add(acc_o_high, part, alpha * ratio, alpha_below * ratio)
+            if wg_thread == 0:
+                mbarrier_arrive(smem + empty_v + 8 * stage_idx)
             stage_idx, phase = next_stage(stage_idx, phase)
         return (acc_o, acc_o_high), unit, softmax_state
 
