@@ -5,10 +5,10 @@ V. Both warpgroups need the same unit for exponentials, so they take turns: one'
 products and maxima (FlashAttention-3, arXiv:2407.08608, section 3.1). If the turn were passed before the maxima, both
 would compute maxima at the same time, on the same unit.
 
-**With 128 channels** products also overlap with other work of their own warpgroup. It issues the scores of the next tile
-before the exponentials of the current one, and the current tile's product with V before the maxima of the next one.
-This is FlashAttention-3's intra-warpgroup pipelining (section 3.2), with the scores one step earlier: there a warpgroup
-waits for them.
+**With 128 channels** products also overlap with other work of their own warpgroup. It issues the scores of the next
+tile before the exponentials of the current one, and the current tile's product with V before the maxima of the next
+one. This is FlashAttention-3's intra-warpgroup pipelining (section 3.2), with the scores one step earlier: there a
+warpgroup waits for them.
 
 Scores of two tiles and the sums take 192 of a thread's 240 registers. Therefore a tile's product with V uses the
 registers of its scores, whose exponentials are codes by then, and the scores of the tile after the next one those of
@@ -48,7 +48,7 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 
-OVERLAPPED_CHANNELS = 128
+_OVERLAPPED = 128
 """Channels of a head for which the scores of a tile and its product with V take the same number of registers."""
 _TURN = 2
 """The first of two named barriers, one for each warpgroup's turn."""
@@ -112,7 +112,7 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
 
     @device
     def begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):
-        """What does not change in the loop; the other warpgroup's first turn is announced."""
+        """What does not change in the loop over the keys."""
         _, _, whole_first, whole_last = visited_tiles(tile)
         row_in_tile, col_in_tile = accumulator_origin(wg_idx)
         visible = visible_columns(tile, row_in_tile, col_in_tile, left, right)
@@ -279,6 +279,6 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
         if two_halves:
             store_high(sums[1], s, t, i, j, shared, out, tile, head, warp, strides)
 
-    if spec.head_dim == OVERLAPPED_CHANNELS:
+    if spec.head_dim == _OVERLAPPED:
         return ForwardTiles(consume_overlapped, store_low)
     return ForwardTiles(consume_in_turns, store)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.host.backward import BackwardTables
 from cuda_kernels.attention.host.forward import CastTables, Visible
 from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table
 from cuda_kernels.attention.spec import ROW_FIELDS, SEQUENCE_FIELDS, TILE_FIELDS
@@ -18,22 +17,27 @@ class BatchTables(NamedTuple):
 
     Attributes:
         queries, keys: the tables for the casts of queries, and of keys and values.
-        tiles: the tables for the kernels that multiply.
+        tiles_of_queries: tiles of 128 queries with the tiles of 128 keys they attend to.
+        tiles_of_keys: tiles of 128 keys with the tiles of 64 queries that attend to them; None for a forward pass.
     """
 
     queries: CastTables
     keys: CastTables
-    tiles: BackwardTables
+    tiles_of_queries: Tensor
+    tiles_of_keys: Tensor | None
 
     @classmethod
-    def of(cls, queries: PackedRows, keys: PackedRows, visible: Visible, mean_rows: int | None) -> BatchTables:
+    def of(
+        cls, queries: PackedRows, keys: PackedRows, visible: Visible, mean_rows: int | None, backward: bool = True
+    ) -> BatchTables:
         """The tables of a batch under a mask; ``mean_rows``: of keys, see :meth:`CastTables.of`."""
-        tiles = BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
-        return cls(CastTables(cast_table(queries)), CastTables.of(keys, mean_rows), tiles)
+        tiles_of_keys = visible.tiles_of_keys(keys, queries) if backward else None
+        casts = CastTables(cast_table(queries)), CastTables.of(keys, mean_rows)
+        return cls(*casts, visible.tiles_of_queries(queries, keys), tiles_of_keys)
 
     def joined(self) -> Tensor:
         """The tables concatenated: int32, in the order of :meth:`split`, with :func:`joined_numel` elements."""
-        tables = *self.tiles, self.queries.blocks, *self.keys
+        tables = self.tiles_of_queries, self.tiles_of_keys, self.queries.blocks, *self.keys
         return torch.cat([table.flatten() for table in tables if table is not None])
 
     @classmethod
@@ -42,7 +46,7 @@ class BatchTables(NamedTuple):
         shapes = _shapes(queries, keys, mean_rows)
         parts = joined.split([rows * fields for rows, fields in shapes])
         of_queries, of_keys, queries_cast, *keys_cast = (part.view(shape) for part, shape in zip(parts, shapes))
-        return cls(CastTables(queries_cast), CastTables(*keys_cast), BackwardTables(of_queries, of_keys))
+        return cls(CastTables(queries_cast), CastTables(*keys_cast), of_queries, of_keys)
 
 
 def joined_numel(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> int:
