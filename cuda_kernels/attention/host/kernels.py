@@ -7,15 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
-from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+from cuda_kernels.attention.backward.dkv import attention_dkv_256_kernel, attention_dkv_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.mma import operands as mma
-from cuda_kernels.attention.mma.dkv import RESULTS, mma_attention_dkv_kernel
-from cuda_kernels.attention.mma.dkv_256 import make_wide_dkv
-from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
-from cuda_kernels.attention.mma.dq_256 import make_wide_dq
+from cuda_kernels.attention.mma.dkv import RESULTS, make_wide_dkv, mma_attention_dkv_kernel
+from cuda_kernels.attention.mma.dq import make_wide_dq, mma_attention_dq_kernel
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, Box, address_on, architecture_of

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
-from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+from cuda_kernels.attention.backward.dkv import attention_dkv_256_kernel, attention_dkv_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.host.backward import BackwardLaunch
 from cuda_kernels.attention.host.forward import AttentionProblem, Visible
