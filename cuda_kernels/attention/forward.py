@@ -16,12 +16,19 @@ from __future__ import annotations
 
 from functools import cache
 
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring, make_row_load
+from cuda_kernels.attention.block import (
+    PRODUCER,
+    TILE,
+    attention_on_hopper,
+    fill_stage,
+    init_ring,
+    make_row_load,
+    make_warp_specialized,
+)
 from cuda_kernels.attention.forward_tiles import forward_offsets, forward_stages, make_forward_tiles
 from cuda_kernels.attention.softmax import store_statistics
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import tile_again
-from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, quotient
 from cuda_kernels.device.ring import stage_counters

@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuda_kernels.attention.backward.statistics import SMALLEST
-from cuda_kernels.attention.block import HALF_TILE, TILE, per_stage, placed
+from cuda_kernels.attention.block import HALF_TILE, TILE, accumulator_origin, per_stage, placed
 from cuda_kernels.attention.products import make_product, make_register_product
 from cuda_kernels.attention.softmax import START, make_softmax
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.attention.stores import WARP_BYTES, make_result_store
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
-from cuda_kernels.attention.warp_roles import accumulator_origin
 from cuda_kernels.device.fragments import rescale_add_rows, scale_all, zeros
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import float_max, from_bits, load_4_if, load_f32, reciprocal_approx

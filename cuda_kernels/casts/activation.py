@@ -1,8 +1,9 @@
 """Activations, their gradients, and both times a second tensor, as tile loaders, which compute them while loading.
 
-All is computed in float32. Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and reciprocal. If both were
-correctly rounded, values of SiLU and both GELUs would be within a relative 2e-7 max(1, |z|) of float64, mostly due to
-the rounding of the exponent; the unit adds at most 2 and 1 float32 ulps. Values below 1e-36 may be flushed to zero.
+All is computed in float32. Sigmoids are ``1 / (1 + 2**(-z log2 e))`` with the special-function unit's exponential and
+reciprocal. If both were correctly rounded, values of SiLU and both GELUs would be within a relative 2e-7 max(1, |z|) of
+float64, mostly due to the rounding of the exponent; the unit adds at most 2 and 1 float32 ulps. Values below 1e-36 may
+be flushed to zero.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ fractional bits, truncated, sums of equal sign shrink by up to 1 % in 1024 produ
 The interval is 1024 because the tensor cores take some 16,000 cycles for it, and the 128 KB of a block some thousand.
 
 **With 256 channels** the sums take 128 registers per thread, so only one of dK and dV fits. Each has its own launch,
-which recomputes the probabilities: 10 products of 64 by 64 by 256 instead of 8. If two warpgroups shared the channels of
-both, there would be 12, with twice the reads for each. The codes of 128 queries take 32 KB per copy. Q, for dK also dO,
-and a transposed copy share the stages of a ring of :data:`.memory.WIDE_STAGES`, each refilled as soon as it is empty.
+which recomputes the probabilities: 10 products of 64 by 64 by 256 instead of 8. If two warpgroups shared the channels
+of both, there would be 12, with twice the reads for each. The codes of 128 queries take 32 KB per copy. Q, for dK also
+dO, and a transposed copy share the stages of a ring of :data:`.memory.WIDE_STAGES`, each refilled as soon as it is
+empty.
 
 Numerics: the reference's ``_dk_dv``.
 """
@@ -55,18 +56,23 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import HALF_TILE, TILE, fill_stage, init_ring, make_own_load, make_row_load
+from cuda_kernels.attention.block import (
+    HALF_TILE,
+    MULTIPLYING,
+    PRODUCER,
+    TILE,
+    accumulator_origin,
+    attention_on_hopper,
+    fill_stage,
+    init_ring,
+    make_own_load,
+    make_row_load,
+    make_warp_specialized,
+)
 from cuda_kernels.attention.products import found_again, make_product, make_register_product, thread_again
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
 from cuda_kernels.attention.tiles import block_index, make_band_mask, tile_again, visible_columns, visited_tiles
-from cuda_kernels.attention.warp_roles import (
-    MULTIPLYING,
-    PRODUCER,
-    accumulator_origin,
-    attention_on_hopper,
-    make_warp_specialized,
-)
 from cuda_kernels.device.fragments import (
     exp2_columns,
     pack_a_words,

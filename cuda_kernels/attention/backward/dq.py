@@ -17,8 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.backward.dq_256 import make_wide_tiles
-from cuda_kernels.attention.backward.dq_tiles import make_tiles
+from cuda_kernels.attention.backward.dq_tiles import make_tiles, make_wide_tiles
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
@@ -27,12 +26,11 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import make_own_load
+from cuda_kernels.attention.block import PRODUCER, attention_on_hopper, make_own_load, make_warp_specialized
 from cuda_kernels.attention.products import thread_again
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import tile_again
-from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
 from cuda_kernels.device.sm90 import address_of, mbarrier_init

@@ -1,8 +1,9 @@
-"""A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
+"""E4M3 codes of a fragment's rows, with a scale per row of one tile, or of many.
 
-The limit starts as :data:`HEADROOM` times the largest magnitude of the first tile in which the row exceeds
-:data:`START`. Sums in units of the scale are rescaled when it changes, by powers of two and so exactly, except when the
-limit starts. As the reference's ``round_rows_running``.
+The scale of many tiles is 448 over a limit that is doubled when a tile's largest magnitude exceeds it. The limit starts
+as :data:`HEADROOM` times the largest magnitude of the first tile in which the row exceeds :data:`START`. Sums in units
+of the scale are rescaled when it changes, by powers of two and so exactly, except when the limit starts. As the
+reference's ``round_rows_running``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX
-from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.device.codec import INFINITY_BITS
-from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, scale_rows
+from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, pack_a_words, scale_rows
 from cuda_kernels.device.language import device
-from cuda_kernels.device.ptx import bits, float_min, from_bits, reciprocal_approx, warp_any
+from cuda_kernels.device.ptx import bits, float_max, float_min, from_bits, reciprocal_approx, warp_any
 
 START = NO_AMAX
 """The limit of a row that has been at most this so far."""
@@ -29,6 +29,33 @@ HEADROOM = np.float32(8)
 _ONE, _INFINITY, _LARGEST = np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
 _TWO_TO_127 = np.uint32(0x7F000000)
+
+
+@device
+def tile_scales(amax, amax_below):
+    """Scales of two rows of a tile, and their inverses: ``scale, scale_below, unit, unit_below``.
+
+    ``amax``, ``amax_below``: the rows' largest magnitudes in this thread's columns. A scale is 448 over the row's.
+    """
+    amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
+    return (
+        LARGEST_CODE * reciprocal_approx(amax),
+        LARGEST_CODE * reciprocal_approx(amax_below),
+        amax * CODE_UNIT,
+        amax_below * CODE_UNIT,
+    )
+
+
+@cache
+def make_row_codes(num_registers: int) -> Any:
+    """A device function ``(x, scale, scale_below) -> words``: ``num_registers`` float32 as codes, an operand A."""
+    scale_x, pack = scale_rows(num_registers), pack_a_words(num_registers, "e4m3")
+
+    @device
+    def codes_of(x, scale, scale_below):
+        return pack(scale_x(x, scale, scale_below))
+
+    return codes_of
 
 
 @device

@@ -14,10 +14,10 @@ range (:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's produc
 tensor cores of these GPUs are slow enough for the additions to take no extra time. Numerics: the reference's
 ``_dk_dv``.
 
-**With 256 channels** dV and dK have a launch each as well, and each half of a result has its own block, which recomputes
-the probabilities: 16 products of 128 channels per tile instead of eight. Codes of K and, for dK, of V take 32 KB each of
-a block's 99 KB. Q of 64 queries, for dK also dO, and 128 channels of a transposed copy share a ring of two stages; one
-is copied while the other is multiplied.
+**With 256 channels** dV and dK have a launch each as well, and each half of a result has its own block, which
+recomputes the probabilities: 16 products of 128 channels per tile instead of eight. Codes of K and, for dK, of V take
+32 KB each of a block's 99 KB. Q of 64 queries, for dK also dO, and 128 channels of a transposed copy share a ring of
+two stages; one is copied while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuda_kernels.attention.backward.running_scale import START, refitted, row_scale
+from cuda_kernels.attention.backward.running_scale import START, make_row_codes, refitted, row_scale
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
@@ -40,7 +40,6 @@ from cuda_kernels.attention.backward.statistics import (
 from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_half_copy, make_row_copy
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
-from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles

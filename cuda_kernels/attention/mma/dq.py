@@ -19,6 +19,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.backward.running_scale import make_row_codes, tile_scales
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
@@ -39,7 +40,6 @@ from cuda_kernels.attention.mma.operands import (
 )
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
-from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
