@@ -28,12 +28,12 @@ from cuda_kernels.attention.block import (
 from cuda_kernels.attention.forward_tiles import forward_offsets, forward_stages, make_forward_tiles
 from cuda_kernels.attention.softmax import store_statistics
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import tile_again
-from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
+from cuda_kernels.attention.tiles import parameters_of_pass, tile_again
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import dynamic_shared, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import address_of, mbarrier_arrive_expect_tx, mbarrier_init, tma_load
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 
 @cache
@@ -109,11 +109,5 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             shared = smem + out_offset
             store(sums, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
-    parameters = {
-        **typed(tensor_map, "map_q map_k map_v"),
-        **typed(i64, "table scale_inv_q scale_inv_k scale_inv_v out m l"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        "c": f32,
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass("map_q map_k map_v", "table scale_inv_q scale_inv_k scale_inv_v out m l", "c")
     return attention_on_hopper(f"attention_forward({spec}, {stages=})", attention_forward, parameters, offsets)

@@ -22,7 +22,7 @@ products.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -56,21 +56,6 @@ _STAGES = {64: 4, 96: 3, 128: 3, 256: 2}
 _LEAST_UNIT, _LARGEST_UNIT = np.float32(2.0**-24), np.float32(2.0**24)
 
 
-class ForwardTiles(NamedTuple):
-    """How a block processes the keys.
-
-    Attributes:
-        consume: a device function ``(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c) ->
-            sums, unit, softmax_state``: this thread's sums, their unit, and the softmax's state. ``scale_inv``:
-            addresses of the scales of the block's queries, and of the sequence's first keys.
-        store: a device function ``(sums, s, t, i, j, shared, out, tile, head, warp, strides)``, as made by
-            :func:`cuda_kernels.attention.stores.make_result_store`.
-    """
-
-    consume: Any
-    store: Any
-
-
 def forward_stages(spec: AttentionSpec) -> int:
     """Number of stages of the ring of keys and values."""
     return _STAGES[spec.head_dim]
@@ -90,8 +75,15 @@ def _can_be_unit(value_scale_inv):
     return _LEAST_UNIT <= value_scale_inv <= _LARGEST_UNIT
 
 
-def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
-    """The sums are a pair unless products overlap; the second is for channels beyond 128."""
+def make_forward_tiles(spec: AttentionSpec) -> tuple[Any, Any]:
+    """Device functions that process the keys, and store the result.
+
+    The first is ``(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c) -> sums, unit,
+    softmax_state``: this thread's sums, their unit, and the softmax's state. ``scale_inv``: addresses of the scales of
+    the block's queries, and of the sequence's first keys. Unless products overlap, the sums are a pair; the second is
+    for channels beyond 128. The second function is ``(sums, s, t, i, j, shared, out, tile, head, warp, strides)``, as
+    made by :func:`cuda_kernels.attention.stores.make_result_store`.
+    """
     offsets = forward_offsets(spec)
     q_offset, k_offset, v_offset, full_q, full_k, full_v, empty_k, empty_v = (
         offsets[name] for name in ("q", "k", "v", "full_q", "full_k", "full_v", "empty_k", "empty_v")
@@ -279,5 +271,5 @@ def make_forward_tiles(spec: AttentionSpec) -> ForwardTiles:
             store_high(sums[1], s, t, i, j, shared, out, tile, head, warp, strides)
 
     if spec.head_dim == _OVERLAPPED:
-        return ForwardTiles(consume_overlapped, store_low)
-    return ForwardTiles(consume_in_turns, store)
+        return consume_overlapped, store_low
+    return consume_in_turns, store

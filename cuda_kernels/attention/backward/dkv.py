@@ -72,7 +72,14 @@ from cuda_kernels.attention.block import (
 from cuda_kernels.attention.products import found_again, make_product, make_register_product, thread_again
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.stores import make_gradient_store
-from cuda_kernels.attention.tiles import block_index, make_band_mask, tile_again, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import (
+    block_index,
+    make_band_mask,
+    parameters_of_pass,
+    tile_again,
+    visible_columns,
+    visited_tiles,
+)
 from cuda_kernels.device.fragments import (
     exp2_columns,
     pack_a_words,
@@ -81,7 +88,7 @@ from cuda_kernels.device.fragments import (
     score_gradients_columns,
     zeros,
 )
-from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import dynamic_shared, float_max, from_bits, load_f32, shared_load_4
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
@@ -97,7 +104,7 @@ from cuda_kernels.device.sm90 import (
     wgmma_wait,
 )
 from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 _ONE = np.float32(1)
 
@@ -202,13 +209,11 @@ def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: D
             store(sums, softmax_scale, smem + out_offset, dk_out, dv_out, tile, head, warp, strides)
 
     attention_dkv.__name__ = attention_dkv.__qualname__ = function_name
-    parameters = {
-        **typed(tensor_map, "map_k map_v map_q map_do map_qt map_dot map_statistics"),
-        **typed(i64, "table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass(
+        "map_k map_v map_q map_do map_qt map_dot map_statistics",
+        "table scale_inv_k scale_inv_v dk_out dv_out scratch",
+        "c softmax_scale",
+    )
     return attention_on_hopper(variant, attention_dkv, parameters, offsets)
 
 

@@ -42,7 +42,7 @@ from cuda_kernels.attention.mma.products import STEP, make_add_product, make_pro
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_columns,
     rows_amax,
@@ -51,7 +51,7 @@ from cuda_kernels.device.fragments import (
     slice_fragment,
     zeros,
 )
-from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import (
     cp_async_16,
     cp_async_commit,
@@ -64,7 +64,7 @@ from cuda_kernels.device.ptx import (
     warp_any,
 )
 from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 QUERIES = 64
 """Queries of a tile."""
@@ -266,12 +266,9 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         if with_dk:
             store(dk, softmax_scale, dk_out, tile, head, first_channel, strides)
 
-    parameters = {
-        **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass(
+        "", "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch", "c softmax_scale"
+    )
     return attention_by_mma(f"mma_attention_dkv({spec}, {result})", mma_attention_dkv, parameters, shared_bytes)
 
 

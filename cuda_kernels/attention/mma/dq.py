@@ -42,7 +42,7 @@ from cuda_kernels.attention.mma.products import STEP, make_add_product, make_pro
 from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
     rows_amax,
@@ -61,7 +61,7 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 KEYS = 32
 """Keys whose scores and dP are in registers at a time."""
@@ -179,12 +179,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             store_f32(mine + CORRECTED * stat_bytes + 32, load_f32(mine + DELTA * stat_bytes + 32) + rest_below)
         store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
-    parameters = {
-        **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass("", "q do k v k_t table scale_inv_k scale_inv_v statistics out", "c softmax_scale")
     return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, shared_bytes)
 
 

@@ -42,12 +42,19 @@ from cuda_kernels.attention.spec import (
     TILE_SEQUENCE,
     AttentionSpec,
 )
-from cuda_kernels.attention.tiles import make_band_mask, tile_again, tile_of, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import (
+    make_band_mask,
+    parameters_of_pass,
+    tile_again,
+    tile_of,
+    visible_columns,
+    visited_tiles,
+)
 from cuda_kernels.device.fragments import scale_rows, scale_seen_rows, store_fragment_global, zeros
-from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import cp_async_commit, cp_async_wait, dynamic_shared, float_max, load_f32, quotient
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 STAGES = {64: 3, 96: 2, 128: 2}
 """Stages of the ring of keys and values, by channels of a head."""
@@ -221,10 +228,5 @@ def _forward_pass(spec: AttentionSpec, name: str, attend: Any, shared_bytes: int
             out + (place + first_channel) * item, stride_l, row_in_tile, out_rows, i32(2 * (lane & 3)), i32(channels),
         )  # fmt: skip
 
-    parameters = {
-        **typed(i64, "q k v_t table scale_inv_q scale_inv_k scale_inv_v out m l"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        "c": f32,
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass("", "q k v_t table scale_inv_q scale_inv_k scale_inv_v out m l", "c")
     return attention_by_mma(name, mma_attention_forward, parameters, shared_bytes)

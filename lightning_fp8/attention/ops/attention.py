@@ -71,20 +71,13 @@ class Attention(NamedTuple):
         return self.qkv_format, band.left, band.right, band.bottom_right, self.centered, self.longest_query
 
     @classmethod
-    def from_flat(
-        cls,
-        qkv_format: str,
-        left: int | None,
-        right: int | None,
-        bottom_right: bool,
-        centered: bool,
-        longest_query: int | None,
-    ) -> Attention:
+    def from_flat(cls, *flat: Any) -> Attention:
         """The inverse of :attr:`flat`.
 
         Raises:
             ValueError: If a limit of the band is negative.
         """
+        qkv_format, left, right, bottom_right, centered, longest_query = flat
         return cls(qkv_format, Band(left, right, bottom_right), centered, longest_query)
 
 

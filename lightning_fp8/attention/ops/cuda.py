@@ -60,11 +60,6 @@ from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.memory import PlainKey, tensor_key
 from lightning_fp8.ops.plans import EmptyTensor, Fallback, cached, check_not_empty, current_device, planned
 
-Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
-"""``(q, k, v, call) -> (o, kept)``"""
-Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
-"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: the length of keys, or T for ``thd``."""
-
 CallKey = tuple[tuple[Any, ...], float | None, int | None]
 """The options, flattened; the softmax scale; and the number of sequences if a call passes their lengths."""
 
@@ -400,7 +395,7 @@ def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int,
 @planned(reference_attention_forward, name="attention_forward")
 def _forward_plan(
     device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
-) -> Forward:
+) -> Callable[..., tuple[Tensor, Kept]]:
     flat, softmax_scale, sequences_given = call_key
     call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
     qkv_format, sequences = _sequences(call.attention, sequences_given)
@@ -412,7 +407,9 @@ def _forward_plan(
 
 
 @planned(reference_attention_backward, name="attention_backward")
-def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey) -> Backward:
+def _backward_plan(
+    device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
+) -> Callable[..., Gradients]:
     flat, softmax_scale, sequences_given = call_key
     call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
     qkv_format, sequences = _sequences(call.attention, sequences_given)
@@ -483,9 +480,13 @@ def _sequences(attention: Attention, sequences: int | None) -> tuple[str, int]:
 
 
 def tables_of_lengths(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, attention: Attention, query_rows: int, key_rows: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    attention: Attention,
+    query_rows: int,
+    key_rows: int,
     device: torch.device,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Implements the op ``attention_tables``."""
     queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
     _, band, _, longest_query = attention
