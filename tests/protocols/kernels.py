@@ -11,7 +11,8 @@ import torch
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.backward.statistics import STATISTICS
 from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes
+from cuda_kernels.attention.host.tiles import Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.gemm.spec import SCALE_N, TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns

@@ -18,8 +18,8 @@ from cuda_kernels.attention.host.forward import (
     require_aligned_rows,
     stride_parameters,
 )
-from cuda_kernels.attention.host.kernels import blocks_of_tile, dkv_kernels, dq_kernel, operand_on, uses_scratch
-from cuda_kernels.attention.host.tiles import RowSpace, most_seen
+from cuda_kernels.attention.host.kernels import blocks_of_tile, dkv_kernels, dq_kernel, multiplies_in_warps, operand_on
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import ROWS
 from cuda_kernels.host.launch import Box, address_on, named_launch
 
@@ -64,7 +64,7 @@ class GradientLaunch:
     ) -> tuple[PackedCodes, Tensor]:  # fmt: skip
         """Both copies of dO's codes, and statistics of queries, float32 ``[H, 5, R]``; see ``backward/statistics.py``.
 
-        ``blocks``: of :class:`~cuda_kernels.attention.host.forward.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
+        ``blocks``: of :class:`~cuda_kernels.attention.host.tiles.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
         come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
         """
         assert o.dtype == torch.bfloat16
@@ -111,8 +111,8 @@ class BackwardLaunch:
             require_aligned_rows(strides)
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
-        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
-        needs_scratch = uses_scratch(device) and seen_by_a_key > flush
+        seen_by_a_key = seeing.most_seen(problem.queries, problem.longest_query) * group
+        needs_scratch = not multiplies_in_warps(device) and seen_by_a_key > flush
         self._scratch_floats = problem.keys.blocks * heads[1] * scratch_floats(spec) if needs_scratch else 0
         scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
         of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
@@ -133,7 +133,7 @@ class BackwardLaunch:
     def run_dq(self, tiles: Tensor, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
         """Write ``dq``, and ``CORRECTED`` of the ``statistics`` of :class:`GradientLaunch`.
 
-        ``tiles``: :meth:`~cuda_kernels.attention.host.forward.Visible.tiles_of_queries`.
+        ``tiles``: :meth:`~cuda_kernels.attention.host.tiles.Visible.tiles_of_queries`.
         """
         do, q, k, v = operands
         if self._dq.blocks:
@@ -147,7 +147,7 @@ class BackwardLaunch:
     def run_dkv(self, tiles: Tensor, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write ``dk`` and ``dv``, after :meth:`run_dq`.
 
-        ``tiles``: :meth:`~cuda_kernels.attention.host.forward.Visible.tiles_of_keys`.
+        ``tiles``: :meth:`~cuda_kernels.attention.host.tiles.Visible.tiles_of_keys`.
         """
         do, q, k, v = operands
         if self._problem.keys.blocks:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward.memory import QUERIES
 from cuda_kernels.attention.casts.cast import quantize_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
 from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
 from cuda_kernels.attention.host.order import Order, order_of
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, limits, mean_tables, tile_table
+from cuda_kernels.attention.host.tiles import CastTables, RowSpace, Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.device.sizes import ITEM_BYTES
 from cuda_kernels.host.launch import Box, address_on, named_launch
@@ -60,50 +59,6 @@ class PackedCodes(NamedTuple):
         """The transposed copy of all heads: ``[H * D, R]``."""
         assert self.data_t is not None
         return self.data_t.flatten(0, 1)
-
-
-class CastTables(NamedTuple):
-    """Locations of the sequences of a batch, for casts.
-
-    Attributes:
-        blocks: :func:`~cuda_kernels.attention.host.tiles.cast_table`.
-        summed, counts: :func:`~cuda_kernels.attention.host.tiles.mean_tables`, if a cast is centered.
-    """
-
-    blocks: Tensor
-    summed: Tensor | None = None
-    counts: Tensor | None = None
-
-    @classmethod
-    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
-        """The tables of a cast that is centered by the mean of each sequence's first ``mean_rows`` rows, or of all."""
-        blocks = cast_table(packed)
-        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
-
-
-class Visible(NamedTuple):
-    """The keys that a query attends to: see :func:`cuda_kernels.attention.host.tiles.tile_table`."""
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-
-    def transposed(self) -> Visible:
-        """The queries that attend to a key."""
-        return Visible(self.right, self.left, self.bottom_right)
-
-    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """Tiles of 128 queries with the tiles of 128 keys they attend to."""
-        return tile_table(queries, keys, *self)
-
-    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
-        """Tiles of 128 keys with the tiles of 64 queries that attend to them."""
-        return tile_table(keys, queries, *self.transposed(), QUERIES)
-
-    def limits(self) -> dict[str, int]:
-        """The limits as kernel parameters, by name."""
-        left, right = limits(self.left, self.right)
-        return {"left": left, "right": right}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_kernels.attention.host.batch import joined_numel
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.tiles import RowSpace, joined_numel
 from lightning_fp8.attention.ops.casts import cast, rows_of_mean
 from lightning_fp8.attention.ops.layouts import FORMATS, Packing, from_heads, row_space, to_heads
 from lightning_fp8.attention.ops.masks import Band, Lengths

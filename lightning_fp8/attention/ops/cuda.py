@@ -17,18 +17,23 @@ from torch import Tensor
 
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
-from cuda_kernels.attention.host.batch import BatchTables
 from cuda_kernels.attention.host.forward import (
     AttentionProblem,
     CastLaunch,
-    CastTables,
     ForwardLaunch,
     PackedCodes,
     Strides,
     TransposeLaunch,
-    Visible,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, packed_rows
+from cuda_kernels.attention.host.tiles import (
+    BatchTables,
+    CastTables,
+    PackedRows,
+    RowSpace,
+    Visible,
+    cast_table,
+    packed_rows,
+)
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, AttentionSpec
 from cuda_kernels.device.sizes import DtypeName

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from cuda_kernels.attention.host.backward import BackwardLaunch
-from cuda_kernels.attention.host.batch import BatchTables
-from cuda_kernels.attention.host.forward import AttentionProblem, Visible
-from cuda_kernels.attention.host.tiles import RowSpace, packed_rows
+from cuda_kernels.attention.host.forward import AttentionProblem
+from cuda_kernels.attention.host.tiles import BatchTables, RowSpace, Visible, packed_rows
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import executing
 from lightning_fp8 import DotProductAttention, fp8_autocast

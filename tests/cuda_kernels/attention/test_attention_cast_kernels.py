@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cuda_kernels.attention.casts.heads import HeadsSpec
-from cuda_kernels.attention.host.forward import CastLaunch, CastTables
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.forward import CastLaunch
+from cuda_kernels.attention.host.tiles import CastTables, RowSpace
 from cuda_kernels.attention.spec import ORDER_A
 from lightning_fp8.attention.ops import cast
 from lightning_fp8.proofs.cases import Case

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes
+from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import launch, tensor_maps
 from cuda_kernels.host.launch import executing

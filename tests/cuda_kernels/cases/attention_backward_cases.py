@@ -18,8 +18,8 @@ from cuda_kernels.attention.backward import statistics as fields
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, Visible
-from cuda_kernels.attention.host.tiles import PackedRows, cast_table
+from cuda_kernels.attention.host.forward import AttentionProblem
+from cuda_kernels.attention.host.tiles import PackedRows, Visible, cast_table
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, backward, cast, forward, pack
 from lightning_fp8.proofs.cases import Case

@@ -12,13 +12,11 @@ from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.forward import (
     AttentionProblem,
     CastLaunch,
-    CastTables,
     ForwardLaunch,
     PackedCodes,
     TransposeLaunch,
-    Visible,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.attention.host.tiles import CastTables, PackedRows, RowSpace, Visible, packed_rows
 from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, cast, forward, unpack
 from lightning_fp8.proofs.cases import Case
