@@ -7,13 +7,14 @@ With one scale per tensor, both copies share it. Kernels use the tiles of ``tile
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, magnitude, update_amax
-from cuda_kernels.device.language import cuda, f32, i32, i64, u32
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
+    atomic_add,
     divide,
     dynamic_shared,
     float8x4,
@@ -22,6 +23,7 @@ from cuda_kernels.device.ptx import (
     load_f32,
     shuffle,
     store_f32,
+    warp_sum,
 )
 from cuda_kernels.device.tile import (
     THREADS,
@@ -37,6 +39,54 @@ from cuda_kernels.device.tile import (
 from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
+
+
+_SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
+_ZERO = np.float32(0)
+
+
+def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:
+    """Blocks per multiprocessor that registers allow; a second cast keeps the float32 values of the first."""
+    return max(1, loader.min_blocks_per_sm - int(count) - (casts - 1))
+
+
+@cache
+def counting_cast(fp8: str, count: bool) -> Any:
+    """A device function ``(quad, scale_a, scale_b, scale_c, scale_d) -> codes, overflows`` that casts four float32.
+
+    ``codes``: a register with the four codes. ``overflows``: the number of saturated values (overflow) in the low half,
+    and of values flushed to zero (underflow) in the high half; 0 unless ``count``.
+    """
+    pack = float8x4[fp8]
+    largest = FP8_MAX[fp8]
+    half_smallest = _SMALLEST[fp8] / np.float32(2)
+
+    @device
+    def count_one(value, scale):
+        product = abs(value * scale)
+        saturated = u32(1) if product > largest else u32(0)
+        # Half of the smallest value is a tie, which rounds to zero.
+        flushed = u32(0x10000) if product <= half_smallest and value != _ZERO else u32(0)
+        return saturated + flushed
+
+    @device
+    def cast(quad, scale_a, scale_b, scale_c, scale_d):
+        a, b, c, d = quad
+        codes, overflows = pack(a * scale_a, b * scale_b, c * scale_c, d * scale_d), u32(0)
+        if count:
+            overflows = count_one(a, scale_a) + count_one(b, scale_b) + count_one(c, scale_c) + count_one(d, scale_d)
+        return codes, overflows
+
+    return cast
+
+
+@device
+def add_overflow_counts(counts, overflows, lane):
+    """Add a warp's packed counts to the int64 ``counts [2]``: saturated, flushed to zero."""
+    saturated, flushed = warp_sum(overflows & u32(0xFFFF)), warp_sum(overflows >> u32(16))
+    if lane == 0:
+        atomic_add(counts, i64(saturated))
+        atomic_add(counts + 8, i64(flushed))
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.quantize import add_overflow_counts, counting_cast, min_blocks_per_sm
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (

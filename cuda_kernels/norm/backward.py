@@ -89,25 +89,18 @@ def _dot(x, y):
     return _sum(x[0] * y[0], x[1] * y[1], x[2] * y[2], x[3] * y[3])
 
 
-def _gradient(spec: NormSpec) -> Any:
-    """A device function ``(g, normalized, mean_of_g, mean_of_product, rstd) -> dx`` of one element."""
-    has_mean = spec.has_mean
-
-    @device
-    def gradient(g, normalized, mean_of_g, mean_of_product, rstd):
-        g = g - mean_of_g if has_mean else g
-        return rstd * (g - normalized * mean_of_product)
-
-    return gradient
-
-
 def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
     """A device function that stores four elements of dx at an address, from ``column`` on.
 
     ``full``: no column is outside the row.
     """
-    gradient = _gradient(spec)
+    has_mean = spec.has_mean
     store = quad_storer(spec.dtype, aligned)
+
+    @device
+    def gradient(g, normalized, mean_of_g, mean_of_product, rstd):
+        g = g - mean_of_g if has_mean else g
+        return rstd * (g - normalized * mean_of_product)
 
     @device
     def store_gradient(address, column, columns, g, normalized, mean_of_g, mean_of_product, rstd):

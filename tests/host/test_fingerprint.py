@@ -33,7 +33,7 @@ class NoCompiler:
 sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.attention import forward
 from cuda_kernels.attention.backward import delta, dkv, dq
-from cuda_kernels.attention.casts import cast as heads_cast, heads, means, transpose
+from cuda_kernels.attention.casts import cast as heads_cast, heads, means
 from cuda_kernels.attention.mma import dkv as mma_dkv, dq as mma_dq
 from cuda_kernels.attention.mma import forward as mma_forward
 from cuda_kernels.attention.spec import AttentionSpec
@@ -86,7 +86,7 @@ kernels = {
     "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_dq_256": mma_dq.make_wide_dq(AttentionSpec(256, "bfloat16")),
     "attention_mma_dkv_256": mma_dkv.make_wide_dkv(AttentionSpec(256, "bfloat16"), "dk"),
-    "transpose_heads": transpose.transpose_heads_kernel(64),
+    "transpose_heads": heads_cast.transpose_heads_kernel(64),
     "quantize_heads": heads_cast.quantize_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4), True, True, True),
     "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
     "mean_heads": means.mean_heads_kernel(64),
@@ -137,7 +137,7 @@ ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize"}),
-    ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
+    ("casts/quantize.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
     ("gemm/epilogue.py", "thread >> 5) * 16", "thread >> 5) * 8", set()),  # stores from registers are in none of these
     ("gemm/epilogue.py", "start + 2 * (lane & 3)", "start + 4 * (lane & 3)", PRODUCTS),

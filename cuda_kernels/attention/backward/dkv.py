@@ -31,7 +31,7 @@ Numerics: the reference's ``_dk_dv``.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -109,23 +109,14 @@ from cuda_kernels.kernel import Kernel
 _ONE = np.float32(1)
 
 
-class StageStatistics(NamedTuple):
-    """Device functions for the statistics of 128 queries in a stage of shared memory.
-
-    Attributes:
-        load: ``(smem, tensor, barrier, stage_idx, query, head)``: starts to copy them, from packed row ``query`` on.
-        statistic_address: ``(smem, stage_idx, which, query)``: address of a statistic of query ``query`` of the stage.
-        scales: ``(smem, stage_idx, query)``: Q's and dO's ``scale_inv``.
-    """
-
-    load: Any
-    statistic_address: Any
-    scales: Any
-
-
 @cache
-def make_stage_statistics(offset: int) -> StageStatistics:
-    """``offset``: offset of the first stage's statistics in shared memory."""
+def make_stage_statistics(offset: int) -> tuple[Any, Any, Any]:
+    """Device functions for the statistics of 128 queries in a stage; the first stage's are at ``offset``.
+
+    The first, ``(smem, tensor, barrier, stage_idx, query, head)``, starts to copy them, from packed row ``query`` on.
+    The second, ``(smem, stage_idx, which, query)``, is the address of a statistic of query ``query`` of the stage. The
+    third, ``(smem, stage_idx, query)``, gives Q's and dO's ``scale_inv``.
+    """
 
     @device
     def place(stage_idx, which, query):
@@ -146,13 +137,19 @@ def make_stage_statistics(offset: int) -> StageStatistics:
             from_bits(shared_load_4(smem + place(stage_idx, GRADIENT_SCALE_INV, query))),
         )
 
-    return StageStatistics(load, statistic_address, scales)
+    return load, statistic_address, scales
 
 
-class DkvTiles(NamedTuple):
-    """The parts of the kernels for dK and dV that depend on the number of channels.
+def _dkv_pass(
+    spec: AttentionSpec, function_name: str, variant: str, offsets: dict[str, int],
+    init_rings: Any, produce: Any, consume: Any, store: Any,
+) -> Kernel:  # fmt: skip
+    """The kernel for dK and dV, or one of them; see :func:`attention_dkv_kernel` for its parameters.
 
-    Attributes:
+    Args:
+        spec: compile-time options.
+        function_name: name of the kernel's function, shown by profilers.
+        variant: the kernel's name.
         offsets: the offsets of the block's buffers in shared memory, including ``out``.
         init_rings: a device function of shared memory's address that initializes the rings' barriers.
         produce: a device function ``(smem, maps, tile, kv_head, shape)`` for the thread that copies.
@@ -160,24 +157,6 @@ class DkvTiles(NamedTuple):
             sums`` of this thread, without the softmax scale. ``key_factor``: K's ``scale_inv`` times c.
         store: a device function ``(sums, softmax_scale, shared, dk_out, dv_out, tile, head, warp, strides)``.
     """
-
-    offsets: dict[str, int]
-    init_rings: Any
-    produce: Any
-    consume: Any
-    store: Any
-
-
-def dkv_of_tiles(spec: AttentionSpec, function_name: str, variant: str, tiles: DkvTiles) -> Kernel:
-    """The kernel for dK and dV that uses ``tiles``; see :func:`attention_dkv_kernel` for its parameters.
-
-    Args:
-        spec: compile-time options.
-        function_name: name of the kernel's function, shown by profilers.
-        variant: the kernel's name.
-        tiles: the parts that depend on the number of channels.
-    """
-    offsets, init_rings, produce, consume, store = tiles
     out_offset, full_kv = offsets["out"], offsets["full_kv"]
     wide = spec.panels > 1
 
@@ -251,12 +230,9 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     scores_of, add_products = make_product(QUERIES, spec.k_steps), make_register_product(head_dim, QUERIES // 32)
     scores_wait_2, scores_wait_1 = wgmma_wait(scores_count, 2), wgmma_wait(scores_count, 1)
     sums_wait_1, sums_wait_0 = wgmma_wait(sums_count, 1), wgmma_wait(sums_count, 0)
-    hide, exp2, gradients_of = (
-        make_band_mask(scores_count),
-        exp2_columns(scores_count),
-        score_gradients_columns(scores_count),
-    )
-    max_of, amax_of, codes_of = rows_max(scores_count), rows_amax(scores_count), pack_a_words(scores_count, "e4m3")
+    hide, exp2 = make_band_mask(scores_count), exp2_columns(scores_count)
+    gradients_of, max_of, amax_of = (make(scores_count) for make in (score_gradients_columns, rows_max, rows_amax))
+    codes_of = pack_a_words(scores_count, "e4m3")
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_own = make_own_load(spec.panels)
@@ -374,8 +350,8 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
         store_dv(dv, _ONE, shared, dv_out, tile, head, warp, strides)
         store_dk(dk, softmax_scale, shared, dk_out, tile, head, warp, strides)
 
-    tiles = DkvTiles(offsets, init_rings, produce, consume, store)
-    return dkv_of_tiles(spec, "attention_dkv", f"attention_dkv({spec}, {stages=}, {flush=})", tiles)
+    name = f"attention_dkv({spec}, {stages=}, {flush=})"
+    return _dkv_pass(spec, "attention_dkv", name, offsets, init_rings, produce, consume, store)
 
 
 @cache
@@ -522,5 +498,5 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
         factor, out = (softmax_scale, dk_out) if is_dk else (_ONE, dv_out)
         store_rows(sums, factor, shared, out, tile, head, warp, strides)
 
-    tiles = DkvTiles(offsets, init_rings, produce, consume, store)
-    return dkv_of_tiles(spec, "attention_dkv_256", f"attention_{result}({spec}, stages={WIDE_STAGES}, {flush=})", tiles)
+    name = f"attention_{result}({spec}, stages={WIDE_STAGES}, {flush=})"
+    return _dkv_pass(spec, "attention_dkv_256", name, offsets, init_rings, produce, consume, store)

@@ -12,7 +12,7 @@ the assembler from starting one before the previous sums are added.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,28 +44,19 @@ _NEXT_CHANNELS = 64 * ROW_BYTES
 """Bytes from 64 channels of transposed K to the next 64."""
 
 
-class DqTiles(NamedTuple):
-    """The parts of the kernel for dQ that depend on the number of channels.
+DqTiles = tuple[dict[str, int], int, Any, Any, Any, Any]
+"""The parts of the kernel for dQ that depend on the number of channels:
 
-    Attributes:
-        offsets: the offsets of the block's buffers in shared memory, including ``out``.
-        stages: the number of stages of the ring.
-        init_ring: a device function of shared memory's address that initializes the ring's barriers.
-        load_keys: a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` for the thread that copies.
-        consume: a device function ``(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right)
-            -> dq, rest, rest_below``: this thread's dQ, without the softmax scale, and the sums of dS of both rows in
-            its columns. ``row_terms``: Q's ``scale_inv`` times c, dO's, and for both rows the total and D;
-            ``key_block``: the sequence's first block of scales.
-        store: a device function as :func:`cuda_kernels.attention.stores.make_gradient_store` makes it, for the result
-            of ``consume``.
-    """
-
-    offsets: dict[str, int]
-    stages: int
-    init_ring: Any
-    load_keys: Any
-    consume: Any
-    store: Any
+- the offsets of the block's buffers in shared memory, including ``out``;
+- the number of stages of the ring;
+- a device function of shared memory's address that initializes the ring's barriers;
+- a device function ``(smem, map_k, map_v, map_kt, tile, kv_head, rows_k)`` for the thread that copies;
+- a device function ``(smem, tile, wg_idx, row_terms, scale_inv_k, scale_inv_v, key_block, left, right) -> dq, rest,
+  rest_below``: this thread's dQ, without the softmax scale, and the sums of dS of both rows in its columns.
+  ``row_terms``: Q's ``scale_inv`` times c, dO's, and for both rows the total and D; ``key_block``: the sequence's first
+  block of scales;
+- a device function that stores dQ, as :func:`cuda_kernels.attention.stores.make_gradient_store` makes it.
+"""
 
 
 def make_tiles(spec: AttentionSpec) -> DqTiles:
@@ -211,29 +202,16 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
             dq = promote(dq, part, units[0] * key_scale_inv, units[1] * key_scale_inv)
         return dq, rests[0], rests[1]
 
-    return DqTiles(
-        offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out_dtype)
-    )
+    return offsets, stages, init_ring_of_keys, load_keys, consume, make_gradient_store(head_dim, spec.out_dtype)
 
 
-class _Part(NamedTuple):
+def _part(spec: AttentionSpec, num_keys: int) -> tuple[Any, Any, Any, Any]:
     """Device functions for some keys of a tile: dS, its rows' largest magnitudes and sums, and its codes."""
-
-    gradients: Any
-    amax: Any
-    sum: Any
-    codes: Any
-
-
-def _part(spec: AttentionSpec, num_keys: int) -> _Part:
     num_registers = num_keys // 2
     zero_scores, scores_of = zeros(num_registers), make_product(num_keys, spec.k_steps, spec.panels)
     scores_wait_1, scores_wait_0 = wgmma_wait(num_registers, 1), wgmma_wait(num_registers, 0)
-    hide, exp2, gradients_of = (
-        make_band_mask(num_registers),
-        exp2_rows(num_registers),
-        score_gradients_rows(num_registers),
-    )
+    hide, exp2 = make_band_mask(num_registers), exp2_rows(num_registers)
+    gradients_of = score_gradients_rows(num_registers)
 
     @device
     def gradients(own, k, v, factor, gradient_factor, row_terms, seen, start, hidden):
@@ -252,7 +230,7 @@ def _part(spec: AttentionSpec, num_keys: int) -> _Part:
         p = exp2(scores, factor, -total, -total_below)
         return gradients_of(scores_wait_0(dp), p, gradient_factor, delta, delta_below)
 
-    return _Part(gradients, rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers))
+    return gradients, rows_amax(num_registers), rows_sum(num_registers), make_row_codes(num_registers)
 
 
 def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
@@ -260,13 +238,12 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     offsets = wide_dq_offsets()
     q_offset, ring, full_q, full, empty = (offsets[name] for name in ("q", "ring", "full_q", "full", "empty"))
     zero_sums, sums_wait_0, promote = zeros(32), wgmma_wait(32, 0), add_rows(32)
-    first_part, part = _part(spec, 64), _part(spec, 32)
     products_of = make_register_product(64, ROWS // 32)
     store_0, store_1, store_2, store_3 = (
         make_gradient_store(64, spec.out_dtype, start, again=start > 0) for start in range(0, 256, 64)
     )
-    gradients, amax_of, sum_of, codes = first_part
-    gradients_32, amax_of_32, sum_of_32, codes_32 = part
+    gradients, amax_of, sum_of, codes = _part(spec, 64)
+    gradients_32, amax_of_32, sum_of_32, codes_32 = _part(spec, 32)
     next_stage, _ = stage_counters(WIDE_STAGES)
 
     @device
@@ -381,4 +358,4 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
         store_2(dq[2], factor, shared, out, tile, head, warp, strides)
         store_3(dq[3], factor, shared, out, tile, head, warp, strides)
 
-    return DqTiles(offsets, WIDE_STAGES, init_ring, load_keys, consume, store)
+    return offsets, WIDE_STAGES, init_ring, load_keys, consume, store

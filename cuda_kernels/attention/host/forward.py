@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.casts.cast import quantize_heads_kernel
+from cuda_kernels.attention.casts.cast import quantize_heads_kernel, transpose_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
-from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
 from cuda_kernels.attention.host.order import Order, order_of
 from cuda_kernels.attention.host.tiles import CastTables, RowSpace, Visible

@@ -37,9 +37,18 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import CHANNELS, LINE, TILE, attention_by_mma, make_half_copy, make_row_copy
+from cuda_kernels.attention.mma.operands import (
+    CHANNELS,
+    LINE,
+    TILE,
+    attention_by_mma,
+    make_gradient_store,
+    make_half_copy,
+    make_part_of,
+    make_row_copy,
+    own_place,
+)
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
@@ -279,14 +288,9 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
     It computes the queries from ``start`` on. The addresses of V, without ``v_offset``, and dO are those for ldmatrix;
     their product times ``factor`` is dP. ``delta``: the address of D of the thread's first column.
     """
-    product, num_registers = (
-        make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0)),
-        _AT_ONCE // 2,
-    )
-    part, gradients_of = (
-        slice_fragment(QUERIES // 2, start // 2, num_registers),
-        score_gradients_columns(num_registers),
-    )
+    num_registers = _AT_ONCE // 2
+    product = make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0))
+    part, gradients_of = slice_fragment(QUERIES // 2, start // 2, num_registers), score_gradients_columns(num_registers)
 
     @device
     def some(p, v_address, do_address, factor, delta):

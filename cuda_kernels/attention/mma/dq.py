@@ -35,11 +35,13 @@ from cuda_kernels.attention.mma.operands import (
     TILE,
     attention_by_mma,
     make_copy,
+    make_gradient_store,
+    make_part_of,
     make_row_copy,
+    own_place,
     scale_invs_of_block,
 )
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
 from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
@@ -230,11 +232,8 @@ def make_gradients_of(product: Any, start: int) -> Any:
     D. ``masked``: whether ``visible`` is used. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
-    hide, exp2, gradients_of = (
-        make_band_mask(num_registers),
-        exp2_rows(num_registers),
-        score_gradients_rows(num_registers),
-    )
+    hide, exp2 = make_band_mask(num_registers), exp2_rows(num_registers)
+    gradients_of = score_gradients_rows(num_registers)
 
     @device
     def some(addresses, scale_invs, row_terms, masked, visible, first_key):
@@ -256,11 +255,8 @@ def make_wide_dq(spec: AttentionSpec) -> Kernel:
     """:func:`mma_attention_dq_kernel` with 256 channels; a tile of a head has two consecutive blocks."""
     head_dim, panels = spec.head_dim, spec.panels
     do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
-    copy_rows, copy_some, copy_columns = (
-        make_row_copy(ROWS, head_dim),
-        make_row_copy(KEYS, head_dim),
-        make_copy(CHANNELS, ROWS),
-    )
+    copy_rows, copy_some = make_row_copy(ROWS, head_dim), make_row_copy(KEYS, head_dim)
+    copy_columns = make_copy(CHANNELS, ROWS)
     product = make_product(KEYS, spec.k_steps, panels=panels, panel_rows=KEYS)
     add_product = make_add_product(CHANNELS, ROWS // STEP)
     rounded, zero_sums = make_rounded(ROWS // 2), zeros(CHANNELS // 2)

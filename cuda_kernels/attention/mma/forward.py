@@ -28,10 +28,10 @@ from cuda_kernels.attention.mma.operands import (
     attention_by_mma,
     make_copy,
     make_row_copy,
+    own_place,
     scale_invs_of_block,
 )
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.mma.results import own_place
 from cuda_kernels.attention.softmax import START, make_whole_softmax, store_statistics
 from cuda_kernels.attention.spec import (
     ROWS,
