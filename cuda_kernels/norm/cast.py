@@ -124,9 +124,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     rstd_pointer = rstd_address(spec.has_mean)
     registers_of_row = row_registers(spec.dtype, row_layout)
     itemsize = ITEM_BYTES[spec.dtype]
-    row_thread_mask = row_layout.threads_per_row - 1
-    shift = row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     larger = larger_magnitudes["float32"]
     code_address = quad_address(1, row_layout)
 
@@ -199,9 +197,7 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
     has_mean = spec.has_mean
     fp8_max = FP8_MAX[fp8]
     rstd_pointer = rstd_address(spec.has_mean)
-    row_thread_mask = row_layout.threads_per_row - 1
-    shift = row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
@@ -262,8 +258,7 @@ def rms_norm_kernel(spec: NormSpec, out_dtype: DtypeName, rounds_first: bool, ro
     itemsize, out_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[out_dtype]
     weight_address = quad_address(ITEM_BYTES[spec.weight_dtype], row_layout)
     out_address = quad_address(out_itemsize, row_layout)
-    row_thread_mask, shift = row_layout.threads_per_row - 1, row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     pack = pack_halves.get(spec.dtype)
     rounds = rounds_first and pack is not None
 

@@ -9,7 +9,7 @@ reference's ``round_rows_running``.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -88,32 +88,26 @@ def row_scale(factor, limit):
     return float_min(factor * LARGEST_CODE * reciprocal_approx(limit), _LARGEST)
 
 
-class RunningRows(NamedTuple):
+@cache
+def make_running_rows(
+    scores_count: int, sums_count: int, threads: int, early: bool = True
+) -> tuple[Any, Any, Any, Any]:
     """Device functions for a thread's two rows, whose scales all tiles share, and for sums in units of these.
 
     ``limits``: of both rows' scales. ``sums``: accumulated by the tensor cores.
 
-    Attributes:
-        rounded: ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows,
-            times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a
-            row exceeds its limit, ``sums`` and ``limits`` change.
-        leave: ``(sums, limits, scratch, first)``: adds the sums, in float32, to this thread's sums in global memory,
-            whose previous contents are ignored if ``first``.
-        finished: ``(sums, limits) -> sums`` in float32.
-        come_back: ``(sums, scratch) -> sums``: adds the sums in global memory.
-    """
+    - ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows, times
+      ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a row exceeds
+      its limit, ``sums`` and ``limits`` change.
+    - ``(sums, limits, scratch, first)`` adds the sums, in float32, to this thread's sums in global memory, whose
+      previous contents are ignored if ``first``.
+    - ``(sums, limits) -> sums`` in float32.
+    - ``(sums, scratch) -> sums`` adds the sums in global memory.
 
-    rounded: Any
-    leave: Any
-    finished: Any
-    come_back: Any
-
-
-@cache
-def make_running_rows(scores_count: int, sums_count: int, threads: int, early: bool = True) -> RunningRows:
-    """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads.
-
-    ``early``: codes do not wait for the vote on new limits. They then need registers of their own.
+    Args:
+        scores_count, sums_count: registers of a tile, and of the sums.
+        threads: scratch memory is for so many.
+        early: codes do not wait for the vote on new limits. They then need registers of their own.
     """
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
@@ -148,4 +142,4 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int, early: b
     def finished(sums, limits):
         return scale_sums(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT)
 
-    return RunningRows(rounded, leave, finished, come_back)
+    return rounded, leave, finished, come_back

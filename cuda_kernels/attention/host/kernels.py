@@ -11,8 +11,8 @@ from cuda_kernels.attention.backward.dkv import attention_dkv_256_kernel, attent
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.forward import attention_forward_kernel
 from cuda_kernels.attention.mma import operands as mma
-from cuda_kernels.attention.mma.dkv import RESULTS, make_wide_dkv, mma_attention_dkv_kernel
-from cuda_kernels.attention.mma.dq import make_wide_dq, mma_attention_dq_kernel
+from cuda_kernels.attention.mma.dkv import RESULTS, mma_attention_dkv_kernel
+from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, Box, address_on, architecture_of
@@ -37,7 +37,7 @@ def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
     """The kernel for dQ; see :func:`forward_kernels`."""
     if not multiplies_in_warps(device):
         return attention_dq_kernel(spec)
-    return mma_attention_dq_kernel(spec) if spec.panels == 1 else make_wide_dq(spec)
+    return mma_attention_dq_kernel(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:
@@ -46,9 +46,7 @@ def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[K
     ``flush`` is for kernels that use scratch memory.
     """
     if multiplies_in_warps(device):
-        if spec.panels == 1:
-            return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
-        return [make_wide_dkv(spec, "dv"), make_wide_dkv(spec, "dk")]
+        return [mma_attention_dkv_kernel(spec, result) for result in RESULTS[spec.head_dim]]
     if spec.panels == 1:
         return [attention_dkv_kernel(spec, flush)]
     return [attention_dkv_256_kernel(spec, "dv", flush), attention_dkv_256_kernel(spec, "dk", flush)]

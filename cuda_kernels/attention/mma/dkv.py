@@ -88,7 +88,7 @@ STATISTICS_BYTES = (STATISTICS - CORRECTED) * _OF_EACH
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 Result = Literal["dv", "dk", "both"]
-RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk")}
+RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk"), 256: ("dv", "dk")}
 """Results of the launches for dK and dV, by channels of a head."""
 
 
@@ -151,7 +151,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses instead of
     tensor maps; ``scratch`` is not used. Operands that ``result`` does not depend on are not read.
     """
-    assert spec.panels == 1, "there are no registers for sums of more channels"
+    if spec.panels > 1:
+        return _make_wide_dkv(spec, result)
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
@@ -307,9 +308,9 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
     return gradients
 
 
-@cache
-def make_wide_dkv(spec: AttentionSpec, result: Literal["dk", "dv"]) -> Kernel:
-    """:func:`mma_attention_dkv_kernel` with 256 channels; a tile of a head has two consecutive blocks."""
+def _make_wide_dkv(spec: AttentionSpec, result: Result) -> Kernel:
+    """:func:`mma_attention_dkv_kernel` with 256 channels, of dK or dV; a tile of a head has two consecutive blocks."""
+    assert result != "both", "there are no registers for sums of more channels"
     is_dk, head_dim, panels = result == "dk", spec.head_dim, spec.panels
     v_offset = panels * TILE
     ring = 2 * v_offset if is_dk else v_offset

@@ -76,9 +76,10 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses instead of
-    tensor maps.
+    tensor maps; with 256 channels a tile of a head has two consecutive blocks.
     """
-    assert spec.panels == 1, "there are no registers for sums of more channels"
+    if spec.panels > 1:
+        return _make_wide_dq(spec)
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
@@ -250,9 +251,8 @@ def make_gradients_of(product: Any, start: int) -> Any:
     return some
 
 
-@cache
-def make_wide_dq(spec: AttentionSpec) -> Kernel:
-    """:func:`mma_attention_dq_kernel` with 256 channels; a tile of a head has two consecutive blocks."""
+def _make_wide_dq(spec: AttentionSpec) -> Kernel:
+    """:func:`mma_attention_dq_kernel` with 256 channels."""
     head_dim, panels = spec.head_dim, spec.panels
     do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
     copy_rows, copy_some = make_row_copy(ROWS, head_dim), make_row_copy(KEYS, head_dim)

@@ -147,9 +147,6 @@ class Kept(NamedTuple):
         return cls(*flat)
 
 
-# --- The public functions ---------------------------------------------------------------------------------------------
-
-
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """``softmax(c q kᵀ) v`` of high-precision tensors, which the op casts to FP8.
 
@@ -200,9 +197,6 @@ def attention_tables(
     return _attention_tables(  # type: ignore[no-any-return]
         cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, device
     )
-
-
-# --- The ops ----------------------------------------------------------------------------------------------------------
 
 
 def _check_call(call: AttentionCall) -> None:
@@ -273,9 +267,6 @@ def spaces_of(
     return queries, keys
 
 
-# --- The specification ------------------------------------------------------------------------------------------------
-
-
 def reference_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """Cast, compute :func:`~lightning_fp8.attention.ops.reference.forward`, and pack the codes."""
     qkv_format, band, centered, _ = call.attention
@@ -316,9 +307,6 @@ def reference_attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: in
 
 attention_forward_op.implement("cpu", reference_attention_forward)
 attention_backward_op.implement("cpu", reference_attention_backward)
-
-
-# --- Floating-point operations, for torch.utils.flop_counter ----------------------------------------------------------
 
 
 @register_flop_formula(attention_forward_op.overload.overloadpacket)

@@ -69,9 +69,6 @@ CallKey = tuple[tuple[Any, ...], float | None, int | None]
 """The options, flattened; the softmax scale; and the number of sequences if a call passes their lengths."""
 
 
-# --- The problem, as the kernels' launches define it ------------------------------------------------------------------
-
-
 class Heads(NamedTuple):
     """Metadata of an attention tensor in one of Transformer Engine's QKV formats, with contiguous channels.
 
@@ -202,9 +199,6 @@ def rows_on(
 def visible(band: Band) -> Visible:
     """Converts ``band`` for launches."""
     return Visible(band.left, band.right, band.bottom_right)
-
-
-# --- The plans --------------------------------------------------------------------------------------------------------
 
 
 class _AnyForwardPlan:
@@ -377,9 +371,6 @@ def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
     return PackedCodes(data.view(torch.uint8), None, scale_inv)
 
 
-# --- The ops ----------------------------------------------------------------------------------------------------------
-
-
 def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """Implements the op ``attention_forward``."""
     q, k, v = map(_with_channels_side_by_side, (q, k, v))
@@ -401,28 +392,24 @@ def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int,
 def _forward_plan(
     device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
 ) -> Callable[..., tuple[Tensor, Kept]]:
-    flat, softmax_scale, sequences_given = call_key
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
-    qkv_format, sequences = _sequences(call.attention, sequences_given)
+    call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(key, qkv_format, sequences) for key in (q_key, k_key, v_key))
     require_operands(q, k, v)
     require_kernel(device, q.head_dim)
-    return ForwardPlan(device, LaunchedProblem.of(q, k, call, sequences_given is not None), q, k, v)
+    return ForwardPlan(device, LaunchedProblem.of(q, k, call, call_key[2] is not None), q, k, v)
 
 
 @planned(reference_attention_backward, name="attention_backward")
 def _backward_plan(
     device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
 ) -> Callable[..., Gradients]:
-    flat, softmax_scale, sequences_given = call_key
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
-    qkv_format, sequences = _sequences(call.attention, sequences_given)
+    call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*do_key[1], heads, key_rows, sequences))
     do = Heads.of(do_key, qkv_format, sequences)
     keys = do.contiguous(qkv_format, heads, key_rows)
     require_kernel(device, do.head_dim)
-    return BackwardPlan(device, LaunchedProblem.of(do, keys, call, sequences_given is not None), do, keys)
+    return BackwardPlan(device, LaunchedProblem.of(do, keys, call, call_key[2] is not None), do, keys)
 
 
 def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -456,12 +443,11 @@ def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[
 def _forward_of_codes_plan(
     device: torch.device, q_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
 ) -> Callable[..., tuple[Tensor, QueriesKept]]:
-    flat, softmax_scale, _ = call_key
+    call, *_ = _call_of(call_key)
     check_not_empty((*q_key[1], heads, key_rows))
     q = Heads.of(q_key, "bshd", 1)
     keys = q.contiguous("bshd", heads, key_rows)
     require_kernel(device, q.head_dim)
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
     return ForwardOfCodesPlan(device, LaunchedProblem.of(q, keys, call, False), q, keys)
 
 
@@ -474,14 +460,15 @@ def _call_key(call: AttentionCall) -> CallKey:
     return call.attention.flat, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _sequences(attention: Attention, sequences: int | None) -> tuple[str, int]:
-    """The format, and the number of sequences for ``thd``; 1 for formats whose shape contains it."""
-    qkv_format = attention.qkv_format
-    if qkv_format != "thd":
-        return qkv_format, 1
+def _call_of(call_key: CallKey) -> tuple[AttentionCall, str, int]:
+    """The call, its format, and the number of sequences for ``thd``; 1 for formats whose shape contains it."""
+    flat, softmax_scale, sequences = call_key
+    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    if call.attention.qkv_format != "thd":
+        return call, call.attention.qkv_format, 1
     if sequences is None:
         raise EmptyTensor  # the specification raises the error for missing lengths
-    return qkv_format, sequences
+    return call, "thd", sequences
 
 
 def tables_of_lengths(
