@@ -1,7 +1,8 @@
 """Casts to FP8, rowwise and transposed, from one read, with one scale per tensor, per row, or per column.
 
-With one scale per tensor, both copies share it. Kernels use the tiles of ``tile.py``. ``out [rows, columns]`` and
-``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the padding is filled with zeros.
+With one scale per tensor, both copies share it. Casts may count overflows and underflows. Kernels use the tiles of
+``tile.py``. ``out [rows, columns]`` and ``out_t [columns, rows]`` have strides that are multiples of 16 bytes; the
+padding is filled with zeros.
 """
 
 from __future__ import annotations
@@ -39,10 +40,7 @@ from cuda_kernels.device.tile import (
 from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
-
-
 _SMALLEST = {"e4m3": np.float32(2.0**-9), "e5m2": np.float32(2.0**-16)}
-_ZERO = np.float32(0)
 
 
 def min_blocks_per_sm(loader: TileLoader, count: bool, casts: int = 1) -> int:

@@ -2,7 +2,8 @@
 
 The numerics are those of the reference's ``cast``: non-finite values become NaN and are ignored in scales; a mean over
 the sequence may be subtracted first. A block holds 128 rows of a head in registers. A thread has four channels of 16
-rows, which it transposes to four columns of 16 codes by itself.
+rows, which it transposes to four columns of 16 codes by itself. The transposed copy can also be made later, from the
+codes of the row copy.
 """
 
 from __future__ import annotations

@@ -28,16 +28,13 @@ def forward_kernels(spec: AttentionSpec, device: torch.device) -> list[Kernel]:
     """
     if not multiplies_in_warps(device):
         return [attention_forward_kernel(spec)]
-    return [
-        mma_attention_forward_kernel(spec, first_channel) for first_channel in range(0, spec.head_dim, mma.CHANNELS)
-    ]
+    first_channels = range(0, spec.head_dim, mma.CHANNELS)
+    return [mma_attention_forward_kernel(spec, first_channel) for first_channel in first_channels]
 
 
 def dq_kernel(spec: AttentionSpec, device: torch.device) -> Kernel:
     """The kernel for dQ; see :func:`forward_kernels`."""
-    if not multiplies_in_warps(device):
-        return attention_dq_kernel(spec)
-    return mma_attention_dq_kernel(spec)
+    return mma_attention_dq_kernel(spec) if multiplies_in_warps(device) else attention_dq_kernel(spec)
 
 
 def dkv_kernels(spec: AttentionSpec, device: torch.device, flush: int) -> list[Kernel]:

@@ -34,11 +34,9 @@ class RowSpace(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of 128 packed rows; for ragged sequences enough for any lengths."""
-        return (
-            self.length_or_total // ROWS + self.sequences
-            if self.ragged
-            else self.sequences * ceil_div(self.length_or_total, ROWS)
-        )
+        if self.ragged:
+            return self.length_or_total // ROWS + self.sequences
+        return self.sequences * ceil_div(self.length_or_total, ROWS)
 
     @property
     def total(self) -> int:

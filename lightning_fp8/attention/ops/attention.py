@@ -33,9 +33,7 @@ from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.op import op, spec
 
 Shape = Sequence[int]
-
 Gradients = tuple[Tensor, Tensor, Tensor]
-
 
 _OPTIONS = "str qkv_format, int? left, int? right, bool bottom_right, bool centered, int? longest_query"
 
