@@ -225,7 +225,8 @@ def make_forward_tiles(spec: AttentionSpec) -> tuple[Any, Any]:
         wg_thread = cuda.threadIdx.x & 127
         block = begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c)
         desc_q, query_factor = block[2], block[3]
-        softmax_state, acc_o, acc_o_high, unit = START, zero_acc(), zero_acc(), _ONE
+        softmax_state, unit = START, _ONE
+        acc_o, acc_o_high = zero_acc(), zero_acc()
         next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
         next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)
