@@ -152,13 +152,12 @@ class CastLaunch:
         self._pointer, self._device = address_on(device), device
         kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
         of_batch, of_x = {"heads": heads, "packed_rows": space.total}, stride_parameters(strides)
-        sequences = space.sequences
-        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
+        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=space.sequences, **of_x)
         self._sum = self._mean = None
         if mean_blocks:
             self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
             mean = mean_heads_kernel(spec.head_dim)
-            self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
+            self._mean = named_launch(mean, space.sequences * heads, device, **of_batch, sequences=space.sequences)
 
     def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; copies that were not requested are None."""

@@ -173,8 +173,9 @@ class LaunchedProblem(NamedTuple):
         """
         spaces, mask = (self.kernels.queries, self.kernels.keys), (self.kernels.visible, self.mean_rows)
         if not self.ragged:
-            made = BatchTables.of(*(packed_rows(space, None, torch.device("cpu")) for space in spaces), *mask)
-            tables = BatchTables.split(made.joined().to(device), *spaces, self.mean_rows)
+            queries, keys = (packed_rows(space, None, torch.device("cpu")) for space in spaces)
+            joined = BatchTables.of(queries, keys, *mask).joined().to(device)
+            tables = BatchTables.split(joined, *spaces, self.mean_rows)
             return lambda call: tables
 
         def of(call: AttentionCall) -> BatchTables:
