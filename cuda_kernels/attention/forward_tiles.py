@@ -225,8 +225,9 @@ def make_forward_tiles(spec: AttentionSpec) -> tuple[Any, Any]:
         wg_thread = cuda.threadIdx.x & 127
         block = begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c)
         desc_q, query_factor = block[2], block[3]
-        softmax_state, unit = START, _ONE
+        softmax_state = START
         acc_o, acc_o_high = zero_acc(), zero_acc()
+        unit = _ONE
         next_key_scale_inv = from_bits(load_4_if(scale_inv_k + i64(first_tile) * 4, first_tile < last_tile))
         next_value_scale_inv = from_bits(load_4_if(scale_inv_v + i64(first_tile) * 4, first_tile < last_tile))
         stage_idx, phase = i32(0), i32(0)

@@ -152,11 +152,9 @@ class LaunchedProblem(NamedTuple):
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
         """The problem of queries (or the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = call.attention
-        spec = AttentionSpec(q.head_dim, q.dtype)
-        softmax_scale = call.softmax_scale_of(q.head_dim)
-        kernels = AttentionProblem(
-            spec, (q.heads, k.heads), q.space, k.space, visible(band), softmax_scale, longest_query
-        )
+        spec, softmax_scale = AttentionSpec(q.head_dim, q.dtype), call.softmax_scale_of(q.head_dim)
+        heads, mask = (q.heads, k.heads), visible(band)
+        kernels = AttentionProblem(spec, heads, q.space, k.space, mask, softmax_scale, longest_query)
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
     @property
