@@ -54,7 +54,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     q_bytes, k_bytes, v_bytes = spec.panels * TILE, spec.panels * TILE, head_dim * 128
     consume, store = make_forward_tiles(spec)
     load_rows = make_row_load(spec.panels)
-    next_stage, _ = stage_counters(stages)
+    next_stage = stage_counters(stages)
 
     @device
     def init_barriers(smem):

@@ -99,7 +99,7 @@ def make_forward_tiles(spec: AttentionSpec) -> tuple[Any, Any]:
     scaled, rescale_add = scale_all(acc_count), rescale_add_rows(acc_count)
     store_low = make_result_store(columns, spec.out_dtype)
     store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
-    next_stage, _ = stage_counters(forward_stages(spec))
+    next_stage = stage_counters(forward_stages(spec))
 
     @device
     def begin(smem, tile, wg_idx, scale_inv_q, scale_inv_k, scale_inv_v, left, right, c):

@@ -76,7 +76,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     hide, exp2, gradients_of = make_band_mask(scores_count), exp2_rows(scores_count), score_gradients_rows(scores_count)
     amax_of, sum_of = rows_amax(scores_count), rows_sum(scores_count)
     codes_of, promote = make_row_codes(scores_count), add_rows(sums_count)
-    next_stage, _ = stage_counters(stages)
+    next_stage = stage_counters(stages)
 
     @device
     def init_ring_of_keys(smem):
@@ -244,7 +244,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     )
     gradients, amax_of, sum_of, codes = _part(spec, 64)
     gradients_32, amax_of_32, sum_of_32, codes_32 = _part(spec, 32)
-    next_stage, _ = stage_counters(WIDE_STAGES)
+    next_stage = stage_counters(WIDE_STAGES)
 
     @device
     def open_stage(smem, stage_idx, phase):
