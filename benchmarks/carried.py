@@ -24,8 +24,8 @@ from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.cli.kernels import build, doctors_kernels, kernels_of_layer, noted
-from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
 
 
 def kernels(arch: str) -> list[Kernel]:

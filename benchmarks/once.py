@@ -18,7 +18,7 @@ from benchmarks.contenders.attention_problems import BACKWARD, FORWARD, inputs
 from benchmarks.contenders.operations import Call
 from benchmarks.measuring.plan import Plan
 from benchmarks.suites import attention, casts, products
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 
 ATTENTION = {"attention forward": FORWARD, "attention dQ": BACKWARD, "attention dK and dV": BACKWARD}

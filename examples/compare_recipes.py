@@ -41,7 +41,7 @@ from train_gpt import GPT, StdlibBytes
 
 from lightning_fp8 import FP8Precision
 from lightning_fp8.convert.summary import ATTENTION
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 plt.switch_backend("Agg")  # no screen needed
 

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fp8 import FP8Precision
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.parallel.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from lightning_fp8.recipes import RECIPES
 
 try:
     from examples.train_gpt import BYTES, StdlibBytes  # from YAML, in the repository's root

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_fp8 import FP8Precision, TransformerLayer
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 BYTES = 256
 

@@ -16,29 +16,17 @@ from lightning_fp8.version import __version__
 if TYPE_CHECKING:
     from lightning_fp8.attention.context_parallel import get_batch_on_this_cp_rank
     from lightning_fp8.attention.modules import DotProductAttention
-    from lightning_fp8.callbacks import FP8Callback
     from lightning_fp8.convert.conversion import convert_module
     from lightning_fp8.convert.first_step import conversion_summary
     from lightning_fp8.export.context import onnx_export
-    from lightning_fp8.formats import Format
     from lightning_fp8.fp8_region import autocast, fp8_autocast
-    from lightning_fp8.master_weights import with_master_weights
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
     from lightning_fp8.modules.norm import LayerNorm, RMSNorm
     from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, reset_fp8_scales, update_fp8_scales
-    from lightning_fp8.modules.transformer import (
-        InferenceParams,
-        MultiheadAttention,
-        RotaryPositionEmbedding,
-        TransformerLayer,
-    )
     from lightning_fp8.monitor.callback import FP8Monitor
-    from lightning_fp8.parallel.checkpoint import checkpoint
-    from lightning_fp8.plugin.fabric import FP8FabricPrecision
-    from lightning_fp8.plugin.precision import FP8Precision
-    from lightning_fp8.primary_weights import fp8_model_init
-    from lightning_fp8.recipes import (
+    from lightning_fp8.numerics.formats import Format
+    from lightning_fp8.numerics.recipes import (
         DelayedScaling,
         Float8BlockScaling,
         Float8CurrentScaling,
@@ -46,46 +34,58 @@ if TYPE_CHECKING:
         MXFP8BlockScaling,
         make_recipe,
     )
-    from lightning_fp8.te.export import export_te_state_dict
-    from lightning_fp8.te.load import load_te_state_dict
+    from lightning_fp8.parallel.checkpoint import checkpoint
+    from lightning_fp8.plugin.callback import FP8Callback
+    from lightning_fp8.plugin.fabric import FP8FabricPrecision
+    from lightning_fp8.plugin.precision import FP8Precision
+    from lightning_fp8.te_checkpoints.export import export_te_state_dict
+    from lightning_fp8.te_checkpoints.load import load_te_state_dict
+    from lightning_fp8.transformer import (
+        InferenceParams,
+        MultiheadAttention,
+        RotaryPositionEmbedding,
+        TransformerLayer,
+    )
+    from lightning_fp8.weights.masters import with_master_weights
+    from lightning_fp8.weights.model_init import fp8_model_init
 
 _HOMES = {
-    "DelayedScaling": "recipes",
+    "DelayedScaling": "numerics.recipes",
     "DotProductAttention": "attention.modules",
-    "FP8Callback": "callbacks",
+    "FP8Callback": "plugin.callback",
     "FP8FabricPrecision": "plugin.fabric",
     "FP8Monitor": "monitor.callback",
     "FP8Precision": "plugin.precision",
-    "Float8BlockScaling": "recipes",
-    "Float8CurrentScaling": "recipes",
-    "Float8RowwiseScaling": "recipes",
-    "Format": "formats",
-    "InferenceParams": "modules.transformer",
+    "Float8BlockScaling": "numerics.recipes",
+    "Float8CurrentScaling": "numerics.recipes",
+    "Float8RowwiseScaling": "numerics.recipes",
+    "Format": "numerics.formats",
+    "InferenceParams": "transformer",
     "LayerNorm": "modules.norm",
     "LayerNormLinear": "modules.fused",
     "LayerNormMLP": "modules.fused",
     "Linear": "modules.linear",
-    "MXFP8BlockScaling": "recipes",
-    "MultiheadAttention": "modules.transformer",
+    "MXFP8BlockScaling": "numerics.recipes",
+    "MultiheadAttention": "transformer",
     "RMSNorm": "modules.norm",
-    "RotaryPositionEmbedding": "modules.transformer",
-    "TransformerLayer": "modules.transformer",
+    "RotaryPositionEmbedding": "transformer",
+    "TransformerLayer": "transformer",
     "autocast": "fp8_region",
     "checkpoint": "parallel.checkpoint",
     "conversion_summary": "convert.first_step",
     "convert_module": "convert.conversion",
-    "export_te_state_dict": "te.export",
+    "export_te_state_dict": "te_checkpoints.export",
     "fp8_autocast": "fp8_region",
-    "fp8_model_init": "primary_weights",
+    "fp8_model_init": "weights.model_init",
     "fp8_state_dict": "modules.state",
     "get_batch_on_this_cp_rank": "attention.context_parallel",
     "load_fp8_state_dict": "modules.state",
     "update_fp8_scales": "modules.state",
     "reset_fp8_scales": "modules.state",
-    "load_te_state_dict": "te.load",
-    "make_recipe": "recipes",
+    "load_te_state_dict": "te_checkpoints.load",
+    "make_recipe": "numerics.recipes",
     "onnx_export": "export.context",
-    "with_master_weights": "master_weights",
+    "with_master_weights": "weights.masters",
 }
 """The module of each public name."""
 

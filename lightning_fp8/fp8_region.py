@@ -18,7 +18,7 @@ from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import any_history
 from lightning_fp8.delayed.update import region_begins, update_calibrated
 from lightning_fp8.functions.shared_input import forget_inputs
-from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 
 
 @dataclass(frozen=True)

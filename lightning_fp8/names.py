@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,8 @@ def _in_room(module: str, room: str) -> bool:
 
 
 def _room_of(module: str) -> str:
-    """The room of a module of lightning_fp8: the one with the longest name that it is in."""
-    homes = {part: room for room in (*VALUES, *ROOMS) for part in FEATURE_MODULES.get(room, (room,))}
-    found = [part for part in homes if _in_room(module, f"lightning_fp8.{part}")]
-    assert found, f"{module} is in no room"
-    return homes[max(found, key=len)]
+    """The room of a module of lightning_fp8: the folder or file directly under the package that it is in."""
+    return module.split(".")[1]
 
 
 def _room(name: str) -> list[str]:
@@ -70,10 +68,13 @@ def _room(name: str) -> list[str]:
     return modules
 
 
+IMPORT_PATHS = {"lightning_fp8.parallel.styles": "lightning_fp8.sharding.styles"}
+"""Public import paths of files that are in a room above."""
+
+
 def _is_ours(module: str) -> bool:
-    """Whether ``module`` is in a room of lightning_fp8, and no mere folder of several."""
-    folders = "lightning_fp8.__main__", "lightning_fp8.attention", "lightning_fp8.parallel"
-    return module.startswith("lightning_fp8.") and module not in folders
+    """Whether ``module`` is in a room of lightning_fp8."""
+    return module.startswith("lightning_fp8.") and module not in IMPORT_PATHS
 
 
 def test_the_parser_sees_every_kind_of_import() -> None:
@@ -105,7 +106,7 @@ def later():
 
 
 def test_the_arrow_points_from_plugin_to_ops() -> None:
-    assert "lightning_fp8.plugin.precision" in _reached("lightning_fp8.callbacks.fp8")
+    assert "lightning_fp8.plugin.precision" in _reached("lightning_fp8.callbacks")
     assert "lightning_fp8.convert.conversion" in _reached("lightning_fp8.plugin.precision")
     assert "lightning_fp8.modules.linear" in _reached("lightning_fp8.convert.conversion")
     assert "lightning_fp8.functions.linear" in _reached("lightning_fp8.modules.linear")
@@ -117,172 +118,81 @@ VALUES = {
     "arguments": set(),
     "capture": set(),
     "files": set(),
-    "formats": set(),
-    "scaling": set(),
-    "scaled": {"formats"},
-    "names": {"scaled"},
-    "recipe_arguments": {"arguments"},
-    "recipes": {"arguments", "formats", "recipe_arguments", "scaled", "scaling"},
     "foreign_names": set(),
     "faster": set(),
+    "numerics": {"arguments"},
+    "names": {"numerics"},
 }
-"""Leaves: values, formulas and checks that every room may import, and what they import of each other."""
+"""Values, formulas and checks that every room may import, and what they import of each other."""
 
 ROOMS = {
-    "te": set(),
     "ops": set(),
-    "attention.ops": {"ops"},
-    "proofs": {"attention.ops", "ops"},
-    "fp8_tensor": {"ops"},
-    "primary_weights": {"fp8_tensor"},
-    "master_weights": {"fp8_tensor"},
+    "te": set(),
     "delayed": {"ops"},
-    "functions": {"delayed", "fp8_tensor", "ops"},
-    "parallel.agreement": set(),
-    "parallel.collectives": {"ops"},
-    "parallel.function": {"fp8_tensor", "functions", "ops", "parallel.agreement", "parallel.collectives"},
-    "parallel.pieces": set(),
-    "parallel.regions": {"parallel.collectives", "parallel.function"},
-    "attention.sequence_tables": {"attention.ops"},
-    "attention.function": {"attention.ops", "attention.sequence_tables", "functions", "ops"},
-    "parallel.sharded_linear": {"fp8_tensor", "functions", "parallel.function"},
-    "attention.context_parallel": {"attention.ops", "parallel.agreement", "parallel.collectives"},
+    "weights": {"ops"},
+    "functions": {"delayed", "ops", "weights"},
     "fp8_region": {"delayed", "functions"},
-    "parallel.checkpoint": {"parallel.collectives"},
-    "export": {"attention.ops", "fp8_region", "delayed", "ops"},
-    "modules": {
-        "fp8_region",
-        "delayed",
-        "fp8_tensor",
-        "functions",
-        "ops",
-        "parallel.collectives",
-        "parallel.function",
-        "parallel.pieces",
-        "parallel.regions",
-        "parallel.sharded_linear",
-        "primary_weights",
-        "te",
-    },
-    "parallel.styles": {
-        "fp8_tensor",
-        "functions",
-        "modules",
-        "ops",
-        "parallel.collectives",
-        "parallel.function",
-        "parallel.sharded_linear",
-    },
-    "parallel.fsdp": {
-        "fp8_region",
-        "delayed",
-        "fp8_tensor",
-        "functions",
-        "modules",
-        "ops",
-        "parallel.agreement",
-        "parallel.collectives",
-    },
-    "attention.modules": {
-        "attention.context_parallel",
-        "attention.function",
-        "attention.ops",
-        "attention.sequence_tables",
-        "fp8_region",
-        "delayed",
-        "functions",
-        "modules",
-        "ops",
-        "parallel.checkpoint",
-        "parallel.pieces",
-        "te",
-    },
-    "modules.transformer": {"attention.modules", "attention.ops", "fp8_region", "modules", "te"},
-    "attention.models": {
-        "attention.function",
-        "attention.modules",
-        "attention.ops",
-        "attention.sequence_tables",
-        "fp8_region",
-        "modules",
-    },
-    "hf_fusion": {"fp8_region", "fp8_tensor", "functions", "modules", "ops"},
-    "convert.table": set(),
-    "convert.summary": {"convert.table"},
-    "convert.blocks": {"modules"},
-    "hf_fusion.plan": {"convert.summary", "hf_fusion", "modules"},
-    "attention.plan": {"attention.models", "attention.modules", "convert.blocks", "convert.summary", "modules"},
+    "parallel": {"functions", "ops", "weights"},
+    "modules": {"delayed", "fp8_region", "functions", "ops", "parallel", "te", "weights"},
+    "attention": {"delayed", "fp8_region", "functions", "modules", "ops", "parallel", "te"},
+    "sharding": {"delayed", "fp8_region", "functions", "modules", "ops", "parallel", "weights"},
+    "export": {"attention", "delayed", "fp8_region", "ops"},
+    "transformer": {"attention", "modules", "te"},
     "convert": {
-        "attention.models",
-        "attention.modules",
-        "attention.plan",
-        "fp8_region",
-        "convert.blocks",
-        "convert.summary",
+        "attention",
         "delayed",
-        "fp8_tensor",
-        "hf_fusion",
-        "hf_fusion.plan",
+        "fp8_region",
+        "functions",
         "modules",
         "ops",
-        "parallel.agreement",
-        "parallel.fsdp",
-        "parallel.sharded_linear",
-        "primary_weights",
+        "parallel",
+        "sharding",
+        "weights",
     },
-    "te.tensor_parallel": {"modules", "parallel.collectives", "parallel.pieces", "te"},
-    "te.model": {"convert", "delayed", "modules", "modules.transformer", "te", "te.tensor_parallel"},
+    "proofs": {"attention", "ops"},
+    "doctor": {"attention", "ops", "proofs"},
+    "te_checkpoints": {"convert", "delayed", "modules", "parallel", "te", "transformer"},
+    "torchao": {"convert", "fp8_region", "modules", "sharding"},
     "transformer_engine": {
-        "attention.modules",
+        "attention",
         "delayed",
         "export",
         "fp8_region",
         "modules",
-        "modules.transformer",
         "ops",
-        "parallel.checkpoint",
-        "primary_weights",
+        "parallel",
+        "transformer",
+        "weights",
     },
-    "torchao": {"convert", "fp8_region", "modules", "parallel.styles"},
     "plugin": {
-        "attention.models",
-        "fp8_region",
         "convert",
-        "convert.summary",
         "delayed",
-        "fp8_tensor",
-        "master_weights",
+        "fp8_region",
         "modules",
         "ops",
         "proofs",
         "te",
+        "te_checkpoints",
+        "weights",
     },
-    "callbacks": {"convert", "convert.summary", "delayed", "modules", "plugin", "proofs", "te", "te.model"},
+    "callbacks": {"plugin"},
     "monitor": {"delayed", "modules", "ops", "plugin"},
     "sensitivity": {"convert", "fp8_region", "modules"},
-    "doctor": {"attention.function", "attention.ops", "ops", "proofs"},
     "cli": {
-        "fp8_region",
         "delayed",
         "doctor",
+        "fp8_region",
         "modules",
         "monitor",
         "ops",
         "plugin",
         "sensitivity",
         "te",
-        "te.model",
+        "te_checkpoints",
     },
+    "__main__": {"cli"},
 }
-"""The rooms of lightning_fp8 upwards, and what each may import of those below it.
-
-A feature, as attention, has a folder for all its layers; each of them is a room here.
-"""
-
-FEATURE_MODULES = {
-    "te.model": ("te.export", "te.load", "te.remap"),
-}
-"""Rooms that are some modules of a folder."""
+"""The rooms of lightning_fp8 upwards, and what each may import of those below it beside values."""
 
 PLUGIN = ("plugin", "callbacks", "monitor", "cli")
 """The rooms that know Lightning."""
@@ -305,6 +215,24 @@ def test_no_rooms_import_each_other() -> None:
         assert all(order.index(other) < order.index(room) for other in below), room
 
 
+def test_no_files_import_each_other() -> None:
+    """A file that imports a module of a package needs the package's ``__init__``, but none of its names."""
+    modules = {name: {each for each in IMPORTS[name] & set(FILES)} for name in FILES}
+    needed = {
+        name: {each for each in found if not any(other.startswith(f"{each}.") for other in found)}
+        for name, found in modules.items()
+    }
+    assert [*TopologicalSorter(needed).static_order()]  # which raises a CycleError that names the files
+
+
+@pytest.mark.parametrize("module", IMPORT_PATHS)
+def test_an_import_path_only_gives_the_names_of_another_file(module: str) -> None:
+    tree = ast.parse(FILES[module].read_text())
+    assert [type(node) for node in tree.body] == [ast.Expr, ast.ImportFrom]
+    assert IMPORTS[module] == {IMPORT_PATHS[module], f"{IMPORT_PATHS[module]}.*"}
+    assert not [name for name in FILES if module in IMPORTS[name]]
+
+
 def test_every_module_is_in_a_room() -> None:
     assert {_room_of(module) for module in FILES if _is_ours(module)} == {*VALUES, *ROOMS}
 
@@ -313,9 +241,9 @@ def test_transformer_engines_files_are_read_without_the_rest() -> None:
     """Bytes to values: what reads them needs the roles of tensors alone, and the names of slots for them."""
     ours = {name for name in _reached("lightning_fp8.te.te_state") if not _in_room(name, "lightning_fp8.te")}
     assert ours == {
-        "lightning_fp8.scaled",
+        "lightning_fp8.numerics.scaled",
         "lightning_fp8.names",
-        "lightning_fp8.formats",
+        "lightning_fp8.numerics.formats",
         "cuda_kernels.device.sizes",
     }
 
@@ -477,4 +405,4 @@ def test_only_formats_says_the_largest_values() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in (448, 57344)
     }
-    assert saying == {"lightning_fp8.formats"}
+    assert saying == {"lightning_fp8.numerics.formats"}

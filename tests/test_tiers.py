@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests import tiers
 from tests.cuda_kernels.cases.all_cases import kernels_of_case
 from tests.cuda_kernels.emulated import builders

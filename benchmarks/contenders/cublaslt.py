@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_fp8.scaled import Layout, ScaledTensor
+from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 
 WORKSPACE = 32 << 20
 """Bytes; as recommended by the documentation for Hopper, and used by torch there."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders.cublaslt import Matmul, scales_where_read
-from lightning_fp8.scaled import ScaledTensor
+from lightning_fp8.numerics.scaled import ScaledTensor
 
 
 def scaled_mm(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import float8_of
+from lightning_fp8.numerics.formats import float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.activation import activation_backward_quantize_op, activation_quantize_op
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
@@ -18,7 +19,6 @@ from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
 from lightning_fp8.ops.transpose import transpose_op
-from lightning_fp8.scaled import Cast, Layout
 
 SCALE = 100.0
 """The given scale, with which E4M3 saturates a few normal values."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders.operations import SCALE, codes
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import reference_quantize
-from lightning_fp8.scaled import Cast, Layout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_fp8.formats import Float8
+from lightning_fp8.numerics.formats import Float8
 
 ELEMENTS = 4096
 ROWS = 32

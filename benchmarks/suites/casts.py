@@ -19,7 +19,7 @@ from benchmarks.measuring.check import close, poisoned, same
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.timing import Clock, Contender, clock_of, measure, measure_on_host
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.ops import plans
 
 SECONDS, SECONDS_ON_HOST = 0.1, 0.02

@@ -21,7 +21,7 @@ from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.measuring.timing import Contender, measure
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 BF16 = "BF16"
 LIMITS = {**dict.fromkeys(RECIPES, 1.6), "mxfp8": 1.7}

@@ -33,8 +33,8 @@ from cuda_kernels.attention import forward, forward_in_turns, forward_overlapped
 from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.host.backward import BackwardLaunch
 from cuda_kernels.device.language import device
-from cuda_kernels.host.launch import Launch, address_on, architecture_of, multiprocessors
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.launch import Box, Launch, address_on, architecture_of, multiprocessors
+from cuda_kernels.host.tensor_maps import map_on
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.attention.ops import cuda as launches
 from lightning_fp8.ops import plans

@@ -24,7 +24,7 @@ from benchmarks.measuring.record import OURS, Result
 from benchmarks.measuring.timing import measure_on_host
 from benchmarks.suites import layer_host
 from benchmarks.suites.layer_host import a_card, cuda_sides_on_cpu
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast_cuda import CastOutputs
 

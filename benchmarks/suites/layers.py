@@ -14,8 +14,8 @@ from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.timing import Contender
 from lightning_fp8 import FP8FabricPrecision, make_recipe
 from lightning_fp8.cli.bench import gemms_of, has_kernels
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
-from lightning_fp8.recipes import RECIPES
 
 BF16 = "BF16"
 

@@ -22,7 +22,7 @@ from lightning_fp8.monitor.alarms import Alarms
 from lightning_fp8.monitor.callback import WHAT_IF_EVERY, FP8Monitor
 from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, step_figures
 from lightning_fp8.monitor.record import Interval
-from lightning_fp8.recipes import DelayedScaling, make_recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, make_recipe
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 LIMIT = 0.01

@@ -21,12 +21,12 @@ from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.side_by_side import timed
 from benchmarks.measuring.timing import Contender, clock_of, measure
 from benchmarks.suites.layers import BF16, LAYERS, LLAMA_8B, TINY_LAYERS, layers
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
 from lightning_fp8.ops.memory import TensorKey
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 if TYPE_CHECKING:
     from cuda_kernels.host.gemm_configs import GemmProblem

@@ -15,7 +15,7 @@ from benchmarks.measuring.record import OURS, Result
 from benchmarks.measuring.timing import Contender, HostClock, measure
 from examples.train_gpt import GPT, StdlibBytes
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 ALL = ("bf16", *RECIPES)
 SECONDS = 4.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.device.sizes import DtypeName
 
 ROWS = 128
 """Rows of a tile, and of a block of scales."""

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import TILE_OUT_ROW, TILE_OUT_ROWS, TILE_SEQUENCE, TILE_VALID
-from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import scale_seen_rows, slice_fragment
 from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import shared_load_16, store_16
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.device.sm90 import syncwarp
 from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store, swizzle_128b
 

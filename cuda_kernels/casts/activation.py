@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, decoded_maxima, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import decoded_maxima, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, exp2_approx, load_2_if, load_4_if, reciprocal_approx
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)

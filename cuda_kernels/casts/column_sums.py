@@ -13,9 +13,10 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, element_storer
+from cuda_kernels.device.codec import element_storer
 from cuda_kernels.device.language import cuda, device, f32, i32, i64
 from cuda_kernels.device.ptx import bits, dynamic_shared, from_bits, load_f32, shared_load_4, shared_store_4, store_16
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.tile import WARP_ROWS, TileLoader
 from cuda_kernels.kernel import Kernel, typed
 

@@ -7,8 +7,9 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.casts.activation import ACTIVATIONS, computed_loader, unpack
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i64
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.tile import TileLoader
 
 

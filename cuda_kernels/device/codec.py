@@ -7,7 +7,7 @@ others. So an integer maximum keeps NaN, and does not depend on the order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +30,10 @@ from cuda_kernels.device.ptx import (
     store_f32,
     unsigned_max,
 )
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 
-DtypeName = Literal["bfloat16", "float16", "float32"]
-"""A dtype by name, since kernels do not import torch."""
-ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 FP8_MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
-"""Largest finite value of each format, since kernels do not import torch; also in ``lightning_fp8.formats``."""
+"""Largest finite value of each format, since kernels do not import torch; also in ``numerics/formats.py``."""
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -70,7 +68,7 @@ def largest_of(a, b, c, d):
 def amax_to_scale(amax, fp8_max, power_2, epsilon):
     """``fp8_max / max(amax, epsilon)`` in float32; 1 if amax is 0, inf or NaN.
 
-    ``power_2`` rounds it down to a power of two. Same as ``current_scale`` of ``lightning_fp8.scaling``.
+    ``power_2`` rounds it down to a power of two. Same as ``current_scale`` of ``lightning_fp8.numerics.scaling``.
     """
     amax = epsilon if epsilon > amax else amax
     scale = divide(fp8_max, amax)
@@ -83,7 +81,7 @@ def amax_to_scale(amax, fp8_max, power_2, epsilon):
 def e8m0_code(amax, reciprocal_max):
     """The E8M0 code of ``amax * reciprocal_max``, rounded up; 254 for inf, 255 for NaN.
 
-    Same as ``e8m0_from_amax`` of ``lightning_fp8.scaling``, which gives the source.
+    Same as ``e8m0_from_amax`` of ``lightning_fp8.numerics.scaling``, which gives the source.
     """
     scaled = bits(amax * reciprocal_max)
     exponent, mantissa = scaled >> np.uint32(23), scaled & _MANTISSA

@@ -10,13 +10,11 @@ wgmma uses :func:`smem_descriptor` and :func:`advance_descriptor`. TMA swizzles 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuda_kernels.device.fragments import store_fragment_shared
 from cuda_kernels.device.language import device, i32
-
-if TYPE_CHECKING:
-    from cuda_kernels.device.codec import DtypeName  # codec reads shared memory, and imports this module
+from cuda_kernels.device.sizes import DtypeName
 
 ROW_BYTES = 128
 """Bytes of a row: the span that the 128-byte swizzle permutes."""

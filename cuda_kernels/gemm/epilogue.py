@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import DtypeName, update_amax
+from cuda_kernels.device.codec import update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
     largest_of_rows,
@@ -17,6 +17,7 @@ from cuda_kernels.device.fragments import (
 )
 from cuda_kernels.device.language import cuda, device, i64, u32
 from cuda_kernels.device.ptx import bits, from_bits, load_4_if, round_to, unsigned_max, warp_max
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.device.sm90 import (
     fence_proxy_async_shared,
     named_barrier,

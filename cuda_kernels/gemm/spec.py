@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
 
-from cuda_kernels.device.codec import DtypeName
-from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.sizes import DtypeName, ceil_div
 from cuda_kernels.device.swizzle import ROW_BYTES
 
 WGMMA_ARCHITECTURES = ("90a",)

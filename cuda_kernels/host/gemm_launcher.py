@@ -13,8 +13,8 @@ from cuda_kernels.gemm.mma import mma_gemm_kernel
 from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
-from cuda_kernels.host.launch import Argument, address_on, bind
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.launch import Argument, Box, address_on, bind
+from cuda_kernels.host.tensor_maps import map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 """``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,34 @@ from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
 from cuda_kernels.host.toolchain import conflicts, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
-if TYPE_CHECKING:
-    from cuda_kernels.host.tensor_maps import Map
 
-Argument = Union[Tensor, "Map", bytes, int]
+class Box(NamedTuple):
+    """The box of a matrix that one copy transfers.
+
+    Attributes:
+        rows, columns: the size of the box.
+        swizzle: whether rows of 128 bytes are swizzled in shared memory, as by
+            :func:`~cuda_kernels.device.swizzle.swizzle_128b`.
+        transposed: whether the matrix is the transposed tensor.
+    """
+
+    rows: int
+    columns: int
+    swizzle: bool = True
+    transposed: bool = False
+
+
+class Map(NamedTuple):
+    """A stand-in for ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
+
+    tensor: Tensor
+    box: Box
+
+
+Argument = Tensor | Map | bytes | int
 Grid = tuple[int, int, int]
 """The number of blocks in each dimension."""
-Executor = Callable[[Kernel, Grid, Sequence["Argument | float"]], None]
+Executor = Callable[[Kernel, Grid, Sequence[Argument | float]], None]
 
 
 class NoKernels(KernelError):

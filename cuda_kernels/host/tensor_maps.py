@@ -6,13 +6,13 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.device.sizes import ceil_div
-from cuda_kernels.host.launch import Argument, is_cuda_device
+from cuda_kernels.host.launch import Argument, Box, Map, is_cuda_device
 from cuda_kernels.kernel import KernelError
 
 _BYTES = 128
@@ -26,29 +26,6 @@ _SWIZZLE_NONE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _OUTSIDE_IS_0 = 0
-
-
-class Box(NamedTuple):
-    """The box of a matrix that one copy transfers.
-
-    Attributes:
-        rows, columns: the size of the box.
-        swizzle: whether rows of 128 bytes are swizzled in shared memory, as by
-            :func:`~cuda_kernels.device.swizzle.swizzle_128b`.
-        transposed: whether the matrix is the transposed tensor.
-    """
-
-    rows: int
-    columns: int
-    swizzle: bool = True
-    transposed: bool = False
-
-
-class Map(NamedTuple):
-    """A stand-in for ``CUtensorMap`` in emulation; ``tensor`` is two-dimensional, with contiguous rows."""
-
-    tensor: Tensor
-    box: Box
 
 
 def map_on(device: torch.device, box: Box) -> Callable[[Tensor], Argument]:

@@ -9,10 +9,10 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda.cgutils import unpack_tuple
 
-from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import UniTuple, i32, i64, void
 from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.device.swizzle import ATOM_BYTES
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 

@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.cgutils import pack_array, unpack_tuple
 
-from cuda_kernels.device.codec import DtypeName
 from cuda_kernels.device.fragments import fragment_type
 from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
 
 _F32 = ir.FloatType()

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_registers
+from cuda_kernels.device.codec import quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import bits, divide, dynamic_shared, load_f32, store_16, store_f32
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_decoder, quad_registers
+from cuda_kernels.device.codec import quad_decoder, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import dynamic_shared, pack_halves, store_f32
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
     THREADS,

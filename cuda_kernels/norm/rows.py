@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, element_storer, quad_decoder, quad_loader, quad_registers
+from cuda_kernels.device.codec import element_storer, quad_decoder, quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
     bits,
@@ -22,7 +22,7 @@ from cuda_kernels.device.ptx import (
     store_8,
     store_16,
 )
-from cuda_kernels.device.sizes import ceil_div
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName, ceil_div
 
 THREADS = 256
 """Threads of a block that casts, shared by one to eight rows."""

@@ -26,7 +26,7 @@ from lightning_fp8.attention.ops import (
 )
 from lightning_fp8.functions.dtypes import converted
 from lightning_fp8.functions.linear import Slots
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 
 LARGEST_HEAD = 256
 """Channels of a head; no kernel has room for more."""

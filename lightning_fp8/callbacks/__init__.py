@@ -1,5 +1,5 @@
-"""Lightning callbacks."""
+"""Lightning callbacks; an import path."""
 
-from lightning_fp8.callbacks.fp8 import FP8Callback
+from lightning_fp8.plugin.callback import FP8Callback
 
 __all__ = ["FP8Callback"]

@@ -26,12 +26,12 @@ from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, save
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import compile_ahead, missing
+from lightning_fp8.numerics.recipes import RECIPES, Recipe, make_recipe
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
 from lightning_fp8.ops.plans import clear_plan_cache
-from lightning_fp8.recipes import RECIPES, Recipe, make_recipe
-from lightning_fp8.scaled import Role
 
 ROUNDS = 21
 """The number of measurements of each choice, of which the median is used."""

@@ -16,7 +16,6 @@ import torch
 from lightning_fp8.delayed.history import validated_state
 from lightning_fp8.files import replacing
 from lightning_fp8.te.keys import EXTRA_STATE, is_grouped
-from lightning_fp8.te.remap import states_by_name
 from lightning_fp8.te.te_state import TensorState, te_states_in
 from lightning_fp8.te.torch_file import (
     DTYPES,
@@ -28,6 +27,7 @@ from lightning_fp8.te.torch_file import (
     TensorRecord,
     open_checkpoint,
 )
+from lightning_fp8.te_checkpoints.remap import states_by_name
 
 PLUGIN = "FP8Precision"
 """The key of the plugin's state in a Lightning checkpoint."""

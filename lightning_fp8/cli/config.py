@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_fp8.formats import Format
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.formats import Format
+from lightning_fp8.numerics.recipes import RECIPES
 
 
 def configuration(name: str) -> str:

@@ -32,11 +32,11 @@ from lightning_fp8.doctor import probes
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.state import update_fp8_scales
+from lightning_fp8.numerics.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import activation, cast, norm, plans, scales
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.transpose import transpose_op
-from lightning_fp8.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
-from lightning_fp8.scaled import Role
 
 MANIFEST = "built.json"
 """The file in a folder of built kernels that lists their names and architectures, and the versions of the compilers."""

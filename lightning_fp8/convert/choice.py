@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fp8.attention.models.owners import SLOWER, Owner, owner_of
+from lightning_fp8.convert.attention_calls.owners import SLOWER, Owner, owner_of
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.faster import AWAITED, HAD, is_slower
 from lightning_fp8.fp8_region import num_enabled_regions

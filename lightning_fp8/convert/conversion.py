@@ -24,9 +24,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.arguments import require_module
-from lightning_fp8.attention.models import attach
 from lightning_fp8.attention.modules import DotProductAttention
-from lightning_fp8.attention.plan import PlannedAttention, place_in, plan_attention, reached_places
+from lightning_fp8.convert.attention_calls import attach
+from lightning_fp8.convert.attention_calls.plan import PlannedAttention, place_in, plan_attention, reached_places
 from lightning_fp8.convert.blocks import (
     features_of,
     find_blocks,
@@ -44,15 +44,13 @@ from lightning_fp8.convert.first_step import (
     uncompiled,
     watch_first_steps,
 )
+from lightning_fp8.convert.fused.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
+from lightning_fp8.convert.fused.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.convert.host_limit import watch_host
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.faster import AWAITED
-from lightning_fp8.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
-from lightning_fp8.fp8_tensor import FP8Tensor
-from lightning_fp8.hf_fusion.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
-from lightning_fp8.hf_fusion.plan import fuse_planned, plan_mlps, plan_norms
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
@@ -60,9 +58,11 @@ from lightning_fp8.modules.record import RegionWatch
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class, swap_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
+from lightning_fp8.numerics.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
+from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.parallel.sharded_linear import is_sharded as is_dtensor
-from lightning_fp8.primary_weights import keep_model_in_fp8
-from lightning_fp8.recipes import Recipe
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.model_init import keep_model_in_fp8
 
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
@@ -241,7 +241,7 @@ def prepare_attention(model: nn.Module, policy: Policy, compares: bool = False) 
     """Set which attention modules of ``model`` run in FP8 in contexts whose recipe enables FP8 attention.
 
     This takes effect at once for modules of this package, and for others after
-    :func:`lightning_fp8.attention.models.attach.attach`. With ``compares``, those others compare FP8 with SDPA.
+    :func:`lightning_fp8.convert.attention_calls.attach.attach`. With ``compares``, those others compare FP8 with SDPA.
     """
     planned = _attentions(model, policy)
     for name, module in model.named_modules():
@@ -491,7 +491,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _gather_in_fp8(model: nn.Module) -> None:
     if is_sharded(model):
-        from lightning_fp8.parallel.fsdp import gather_in_fp8  # imported late: it imports FSDP2
+        from lightning_fp8.sharding.fsdp import gather_in_fp8  # imported late: it imports FSDP2
 
         gather_in_fp8(model)
 
@@ -500,7 +500,7 @@ def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -
     """``summary`` with the reasons why FSDP2 gathers the weights of some FP8 layers in high precision."""
     if not is_sharded(model):
         return summary
-    from lightning_fp8.parallel.fsdp import reasons_for_high_precision
+    from lightning_fp8.sharding.fsdp import reasons_for_high_precision
 
     reasons = reasons_for_high_precision(model, recipe)
     layers = tuple(

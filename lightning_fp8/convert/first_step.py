@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.attention.models.owners import Owner, owner_of, watch
-from lightning_fp8.attention.plan import judged
+from lightning_fp8.convert.attention_calls.owners import Owner, owner_of, watch
+from lightning_fp8.convert.attention_calls.plan import judged
+from lightning_fp8.convert.fused.liger import computed_by_liger
+from lightning_fp8.convert.fused.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
-from lightning_fp8.hf_fusion.liger import computed_by_liger
-from lightning_fp8.hf_fusion.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.record import LayerRecord, was_traced

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.watch import Watch
-from lightning_fp8.formats import Format
-from lightning_fp8.recipes import DelayedScaling, Recipe, float8_for
-from lightning_fp8.scaled import Role
-from lightning_fp8.scaling import FLOAT32_MAX, rescaling
+from lightning_fp8.numerics.formats import Format
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, float8_for
+from lightning_fp8.numerics.scaled import Role
+from lightning_fp8.numerics.scaling import FLOAT32_MAX, rescaling
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ steps inside a backward pass, for example once for each parameter, the end of th
 triggers are ``update_scales()`` of a plugin, ``update_fp8_scales(model)``, and the end of a calibrating region.
 
 First, the amaxes of slots that are not updated are saved and cleared, and the other amaxes are reduced over ranks. Then
-:func:`_advance` converts scales of another format or margin (:func:`lightning_fp8.scaling.rescaling`) and appends the
+:func:`_advance` converts scales of another format or margin (``rescaling`` in ``numerics/scaling.py``) and appends the
 amaxes to each history. The new scale is ``fp8_max 2**-margin / amax``, at most float32's largest value, where amax is
 the history's maximum or its newest step. A tensor whose amax is 0, inf or NaN keeps its scale and its history. This is
-``ops.update_scales``, one launch. Its formulas are :func:`lightning_fp8.scaling.updated_scales`, and its kernel is
+``ops.update_scales``, one launch. Its formulas are ``updated_scales`` in ``numerics/scaling.py``, and its kernel is
 ``cuda_kernels/casts/update_scales.py``.
 
 Ranks share their scales by one collective, by position. If only some ranks began a collective, they would hang. So the
@@ -49,8 +49,8 @@ from lightning_fp8.delayed.owners import (
     slots_without_optimizer,
 )
 from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, uses_begin
-from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.scaling import FLOAT32_MAX, is_usable
+from lightning_fp8.numerics.recipes import DelayedScaling
+from lightning_fp8.numerics.scaling import FLOAT32_MAX, is_usable
 
 # --- Which recipe, and which ranks ------------------------------------------------------------------------------------
 

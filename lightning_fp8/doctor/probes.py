@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lightning_fp8.scaled import ScaledTensor
+    from lightning_fp8.numerics.scaled import ScaledTensor
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with FP8 tensor cores (Ada)."""
@@ -63,7 +63,7 @@ def cast() -> str:
     Raises:
         ArithmeticError: If a value differs.
     """
-    from lightning_fp8.formats import E4M3
+    from lightning_fp8.numerics.formats import E4M3
 
     x = values(*OPERANDS[0])
     codes, transposed = quantized(x.to(device()))
@@ -105,8 +105,8 @@ def block_product() -> str:
         ArithmeticError: If an error exceeds the bound of :func:`product`.
     """
     from lightning_fp8 import ops
-    from lightning_fp8.formats import E4M3
-    from lightning_fp8.scaled import Cast, Layout
+    from lightning_fp8.numerics.formats import E4M3
+    from lightning_fp8.numerics.scaled import Cast, Layout
 
     a, b = (
         ops.quantize(values(*shape).to(device()), Cast(E4M3, layout)).rowwise
@@ -124,9 +124,9 @@ def mx_product() -> str:
         ArithmeticError: If an error exceeds the bound of :func:`product`.
     """
     from lightning_fp8 import ops
-    from lightning_fp8.formats import E4M3
+    from lightning_fp8.numerics.formats import E4M3
+    from lightning_fp8.numerics.scaled import Cast, Layout
     from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
-    from lightning_fp8.scaled import Cast, Layout
 
     if not multiplies_mx_blocks(device()):
         return "plain torch multiplies it on this GPU: it needs compute capability 10.0 and CUDA 12.8"
@@ -145,7 +145,7 @@ def scales() -> str:
     import torch
 
     from lightning_fp8 import ops
-    from lightning_fp8.formats import E4M3
+    from lightning_fp8.numerics.formats import E4M3
 
     tensors, length = 70, 16
     largest = torch.full((tensors,), E4M3.max)
@@ -172,8 +172,8 @@ def norm() -> str:
     import torch.nn.functional as F
 
     from lightning_fp8 import ops
-    from lightning_fp8.formats import E4M3
-    from lightning_fp8.scaled import Cast, Layout
+    from lightning_fp8.numerics.formats import E4M3
+    from lightning_fp8.numerics.scaled import Cast, Layout
 
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(200, 1024, generator=generator).bfloat16() for _ in range(2))
@@ -242,8 +242,8 @@ def _require_close(what: str, found: Tensor, wanted: Tensor, allowed: float, row
 def quantized(x: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
     """The cast tested by :func:`cast` and :func:`product`: ``x [R, K]`` in E4M3, and its transpose."""
     from lightning_fp8 import ops
-    from lightning_fp8.formats import E4M3
-    from lightning_fp8.scaled import Cast, Layout
+    from lightning_fp8.numerics.formats import E4M3
+    from lightning_fp8.numerics.scaled import Cast, Layout
 
     both = ops.quantize(x, Cast(E4M3, Layout.TENSOR), scale=x.new_tensor(SCALE).float(), columnwise=True)
     assert both.rowwise is not None

@@ -22,11 +22,11 @@ from onnxscript import evaluator, ir, opset19, opset21
 from onnxscript import opset18 as op
 
 from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.formats import E8M0_DTYPE, Float8
+from lightning_fp8.numerics.formats import E8M0_DTYPE, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout
+from lightning_fp8.numerics.scaling import FLOAT32_MAX
 from lightning_fp8.ops.activation import activated_shape, is_gated
 from lightning_fp8.ops.gemm import Gemm
-from lightning_fp8.scaled import Cast, Layout
-from lightning_fp8.scaling import FLOAT32_MAX
 
 Value = Any
 """A value of the ONNX graph."""
@@ -293,7 +293,7 @@ def _check_opset(layout: Layout) -> None:
         )
 
 
-# --- Scales from amaxes; see lightning_fp8/scaling.py -----------------------------------------------------------------
+# --- Scales from amaxes; see lightning_fp8/numerics/scaling.py --------------------------------------------------------
 
 
 def _constant(value: Any, dtype: Any = np.float32) -> Value:

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.activation import activated, activated_backward, gated, gated_backward
-from lightning_fp8.scaled import Role
 
 
 class GatedMLP(NamedTuple):

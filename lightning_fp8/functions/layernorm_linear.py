@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Normalized
-from lightning_fp8.scaled import Role
 
 
 def quantized_norm(

@@ -11,9 +11,9 @@ from lightning_fp8 import ops
 from lightning_fp8.functions.layernorm_linear import norm_gradients, quantized_norm
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Normalized, Quantized
 from lightning_fp8.ops.activation import activated, activated_backward
-from lightning_fp8.scaled import Role
 
 
 class MLP(NamedTuple):

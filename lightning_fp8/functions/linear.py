@@ -13,14 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from lightning_fp8 import ops
 from lightning_fp8.delayed.history import Slot, span_of
-from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 from lightning_fp8.functions.shared_input import InputCast
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.linear import KeptPlan, backward_pass, forward_pass, linear_backward, linear_forward
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 
 Slots = dict[Role, Slot]
 Delayed = deque[Callable[[], "Tensor | None"]]

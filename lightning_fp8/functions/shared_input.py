@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot
 from lightning_fp8.delayed.owners import have_the_same_optimizers
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import ScaledTensor
 from lightning_fp8.ops import Quantized
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import ScaledTensor
 
 MOST_INPUTS = 2
 """The number of inputs that a thread keeps. In a parallel block, attention casts another input before the MLP reads."""

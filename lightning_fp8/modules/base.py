@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
-from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import current_context
-from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.te.keys import take_state
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 if TYPE_CHECKING:
     from lightning_fp8.te.te_state import TEState

@@ -18,13 +18,13 @@ from lightning_fp8.arguments import (
 )
 from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import CutLayer, TensorParallel, cut_linear
-from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import (
     ParallelArguments,
     PassesContextParallelGroup,
     checked_arguments,
     refuse_in_forward,
 )
+from lightning_fp8.weights.model_init import keep_weights_in_fp8
 
 
 class Linear(PassesContextParallelGroup, CutLayer, nn.Linear):  # type: ignore[misc]

@@ -15,9 +15,7 @@ from torch.autograd import forward_ad
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.faster import AWAITED, compared, least_rows
-from lightning_fp8.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.fp8_region import DISABLED, FP8Context
-from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.functions.linear import (
     Delayed,
     HighPrecisionGradientsFunction,
@@ -32,10 +30,12 @@ from lightning_fp8.functions.linear import (
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced, note_traced_outside_fp8
 from lightning_fp8.modules.weight_cache import WeightCachingModule
+from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
+from lightning_fp8.numerics.recipes import DelayedScaling
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from lightning_fp8.parallel.sharded_linear import is_sharded, sharded_linear
-from lightning_fp8.primary_weights import concatenated
-from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.model_init import concatenated
 
 _TENSORS = (Tensor, nn.Parameter)
 _functorch_is_active = torch._C._are_functorch_transforms_active

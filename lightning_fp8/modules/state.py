@@ -24,9 +24,9 @@ from lightning_fp8.delayed.update import decide_where_faster, update_slots
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
-from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
-from lightning_fp8.scaled import Role
-from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.scaled import Role
+from lightning_fp8.numerics.scaling import FLOAT32_MAX
 
 
 def fp8_modules(model: nn.Module) -> list[tuple[str, FP8Module]]:

@@ -22,11 +22,11 @@ from lightning_fp8 import ops
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import ObserveGradFunction, Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.parallel.collectives import require_shared_scales
 from lightning_fp8.parallel.function import Parallel, parallel_linear
 from lightning_fp8.parallel.pieces import Cut
 from lightning_fp8.parallel.regions import high_precision_linear, sum_gradients
-from lightning_fp8.scaled import Role
 from lightning_fp8.te.arguments import ParallelArguments
 
 Mode = Literal["column", "row"]

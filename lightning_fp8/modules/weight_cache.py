@@ -20,13 +20,13 @@ from lightning_fp8 import ops
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 from lightning_fp8.functions.linear import Product
 from lightning_fp8.modules.base import FP8Module
+from lightning_fp8.numerics.recipes import DelayedScaling
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
 from lightning_fp8.parallel.sharded_linear import is_sharded
-from lightning_fp8.recipes import DelayedScaling
-from lightning_fp8.scaled import Role
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 
 
 @dataclass

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_fp8.monitor.record import Array, Interval
 from lightning_fp8.names import layer_of_slot
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import Role
 
 WARM_UP = 100
 """The number of steps at the start of a run, or of a resumed run, in which clipping is not an alarm, because scales are

@@ -25,9 +25,9 @@ from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, cli
 from lightning_fp8.monitor.figure import log_figure
 from lightning_fp8.monitor.record import INDEX, Array, Interval, Record, of_ranks
 from lightning_fp8.monitor.table import table
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 from lightning_fp8.ops.sample import COUNTS
 from lightning_fp8.plugin.precision import FP8Precision
-from lightning_fp8.recipes import DelayedScaling, Recipe
 from lightning_fp8.version import __version__
 
 WHAT_IF_EVERY = 10

@@ -14,9 +14,9 @@ from lightning_fp8.delayed.history import AmaxHistory, Sample, Slot
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.monitor.record import INDEX, Array, empty_values
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES, largest_rounded
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import Role
 
 _MORE_STEPS = 16
 """Rows in addition to those of an interval: one batch may step several times. More are allocated when needed."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fp8.files import replacing
-from lightning_fp8.formats import E4M3, E5M2
 from lightning_fp8.names import layer_of_slot
+from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.ops.sample import COUNTS, EXPONENTS, SAMPLED_RECIPES
 
 Array: TypeAlias = NDArray[np.float64]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.cast import (
     CastArgs,
     Outputs,
@@ -28,7 +29,6 @@ from lightning_fp8.ops.cast import (
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
 from lightning_fp8.ops.memory import empty_tensor
 from lightning_fp8.ops.op import op
-from lightning_fp8.scaled import Cast
 
 
 class GradientOutputs(NamedTuple):

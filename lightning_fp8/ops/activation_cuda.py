@@ -13,6 +13,7 @@ from cuda_kernels.casts.column_sums import summed_loader
 from cuda_kernels.casts.gated import gated_backward_loader, gated_loader
 from cuda_kernels.device.tile import TileLoader
 from cuda_kernels.host import launch
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.activation import (
     GatedGradients,
     GradientOutputs,
@@ -41,7 +42,6 @@ from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.column_sums import ColumnSums, num_tile_sums
 from lightning_fp8.ops.memory import PlainKey, TensorKey, allocator, empty_tensor, tensor_key
 from lightning_fp8.ops.plans import Run, check_not_empty, current_device, planned
-from lightning_fp8.scaled import Cast
 
 
 def activation_loaders(x_key: TensorKey, activation: str) -> Loaders:

@@ -3,7 +3,7 @@
 The specification runs on the CPU, and on GPUs without kernels. Kernels are in ``cast_cuda.py``.
 
 Operands are K-major. ``quantize`` takes ``x [R, K]`` and returns the operand of x (``rowwise``) and the operand of xᵀ
-(``columnwise``, ``[K, R]``, scaled along R), as requested by its :class:`~lightning_fp8.scaled.Cast`. An operand that
+(``columnwise``, ``[K, R]``, scaled along R), as requested by its :class:`.Cast`. An operand that
 is not requested is empty. Layout ``tensor`` has one scale for both operands, and ``scale_inv_t`` is empty.
 
 The value of an FP8 code is a BF16 number, and so is its product with a power of two. Without the sign bit, the bits of
@@ -18,13 +18,13 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from lightning_fp8 import scaling
-from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous, require_scalar
 from lightning_fp8.ops.compiled import compiled_on_cards
 from lightning_fp8.ops.memory import Allocation, code_allocation, copy_bits, empty_tensor, operand_allocations
 from lightning_fp8.ops.op import op
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 
 class Quantized(NamedTuple):

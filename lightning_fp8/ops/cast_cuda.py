@@ -19,7 +19,8 @@ from cuda_kernels.device.tile import TileLoader, num_tiles, tensor_loader
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
-from lightning_fp8.formats import E8M0_DTYPE, float8_of
+from lightning_fp8.numerics.formats import E8M0_DTYPE, float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import (
     Outputs,
     kernel_allocations,
@@ -42,7 +43,6 @@ from lightning_fp8.ops.memory import (
     tensor_key,
 )
 from lightning_fp8.ops.plans import Run, check_not_empty, current_device, planned
-from lightning_fp8.scaled import Cast, Layout
 
 LoaderArgs = Sequence[Argument]
 """The arguments of a kernel's tile loader: addresses and strides."""

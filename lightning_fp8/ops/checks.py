@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.device.sizes import DtypeName
 
 DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.bfloat16: "bfloat16",

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_fp8 import scaling
-from lightning_fp8.formats import E8M0_DTYPE
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import E8M0_DTYPE
+from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 from lightning_fp8.ops.bf16_products import bf16_products, multiplies_bf16
 from lightning_fp8.ops.cast import decode, observe_op
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
 from lightning_fp8.ops.op import op, spec
-from lightning_fp8.scaled import Layout, ScaledTensor
 
 Shape = Sequence[int]
 

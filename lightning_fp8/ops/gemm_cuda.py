@@ -26,7 +26,8 @@ from cuda_kernels.host.gemm_configs import (
 )
 from cuda_kernels.host.gemm_launcher import GemmStrides, bind_gemm_kernel
 from cuda_kernels.kernel import KernelError
-from lightning_fp8.formats import float8_of
+from lightning_fp8.numerics.formats import float8_of
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.gemm import Gemm, finish_unfused, implement_gemm, reference_gemm
 from lightning_fp8.ops.memory import (
@@ -51,7 +52,6 @@ from lightning_fp8.ops.torch_scaled_mm import (
     multiply,
     ways_to_fit,
 )
-from lightning_fp8.scaled import Layout
 
 PLAN = "gemm"
 """The name of the plans of GEMMs."""

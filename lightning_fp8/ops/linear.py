@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, kernel_allocations, quantize_op, transposed_operand
 from lightning_fp8.ops.checks import HIGH_PRECISION
@@ -20,10 +21,9 @@ from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.ops.memory import KeyAndDevice, OperandKey, PlainKey, key_and_device, tensor_key
 from lightning_fp8.ops.op import Op, are_plain, increment_version, is_watched
 from lightning_fp8.ops.plans import Run, cached, current_device
-from lightning_fp8.scaled import Cast, Layout
 
 CastKey = tuple[Any, ...]
-"""A cast's :attr:`~lightning_fp8.scaled.Cast.key`."""
+"""A cast's :attr:`~lightning_fp8.numerics.scaled.Cast.key`."""
 
 _HIGH_PRECISION = frozenset(HIGH_PRECISION)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
 from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.scaled import Layout
+from lightning_fp8.numerics.scaled import Layout
 
 ALIGNMENT = 16
 """The alignment of rows of codes in bytes, which TMA and vector loads require."""

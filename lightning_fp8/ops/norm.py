@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.cast import (
     CastArgs,
     Quantized,
@@ -24,7 +25,6 @@ from lightning_fp8.ops.cast import (
 )
 from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous
 from lightning_fp8.ops.op import op, spec
-from lightning_fp8.scaled import Cast
 
 
 @spec("float eps, bool rms, bool zero_centered")

@@ -27,6 +27,7 @@ from cuda_kernels.norm.statistics import (
     statistics_of_long_rows_kernel,
     statistics_of_rows_kernel,
 )
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.cast_cuda import (
     CastOutputs,
     CastVariant,
@@ -50,7 +51,6 @@ from lightning_fp8.ops.norm import (
     rms_norm_op,
 )
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned
-from lightning_fp8.scaled import Cast
 
 
 class NormLaunches:

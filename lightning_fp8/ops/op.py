@@ -4,7 +4,7 @@ The signature is that of the function that returns the op's results on fake and 
 the error under vmap, and the fast call, which bypasses torch's dispatcher if that would only select the device. The
 dispatcher takes more host time than a launch.
 
-A parameter may be a spec, a frozen description such as :class:`lightning_fp8.scaled.Cast`. The schema contains the
+A parameter may be a spec, a frozen description such as :class:`.Cast`. The schema contains the
 fields of a spec one by one, while implementations and callers use the object.
 """
 

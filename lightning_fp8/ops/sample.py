@@ -11,19 +11,19 @@ from math import log2
 import torch
 from torch import Tensor
 
-from lightning_fp8 import scaling
-from lightning_fp8.formats import E4M3, E8M0_DTYPE, Float8, float8_of
-from lightning_fp8.ops.cast import absolute_max, saturating_cast
-from lightning_fp8.ops.checks import HIGH_PRECISION
-from lightning_fp8.ops.op import op
-from lightning_fp8.recipes import (
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.numerics.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     Recipe,
 )
-from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
+from lightning_fp8.numerics.scaled import Cast, Layout, Role, ScaledTensor
+from lightning_fp8.ops.cast import absolute_max, saturating_cast
+from lightning_fp8.ops.checks import HIGH_PRECISION
+from lightning_fp8.ops.op import op
 
 MOST_ELEMENTS = 2**18
 """The number of elements above which a tensor with at least 256 rows is sampled. About as many are then counted."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from cuda_kernels.casts.update_scales import SLOTS, update_scales_kernel
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch
-from lightning_fp8 import scaling
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.scaling import AmaxAlgorithm
 from lightning_fp8.ops.checks import require, require_contiguous
 from lightning_fp8.ops.op import op
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned
-from lightning_fp8.scaling import AmaxAlgorithm
 
 
 def update_scales(
@@ -72,7 +72,7 @@ _update_scales = update_scales_op.call
 def reference_update(
     amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
 ) -> None:
-    """The specification in plain torch, by the formulas of :mod:`lightning_fp8.scaling`."""
+    """The specification in plain torch, by the formulas of :mod:`lightning_fp8.numerics.scaling`."""
     new_scale, new_history = scaling.updated_scales(
         amax, amax_history, scale, fp8_max, margin, "max" if algorithm == "max" else "most_recent"
     )

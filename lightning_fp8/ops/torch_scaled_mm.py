@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cuda_kernels.device.sizes import ceil_div
-from lightning_fp8.formats import E8M0_DTYPE
-from lightning_fp8.scaled import Layout
+from lightning_fp8.numerics.formats import E8M0_DTYPE
+from lightning_fp8.numerics.scaled import Layout
 
 SIZE_MULTIPLE = 16
 """``torch._scaled_mm`` requires that N and K are multiples of this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_fp8.formats import FORMATS
+from lightning_fp8.numerics.formats import FORMATS
 from lightning_fp8.ops.memory import code_allocation, copy_bits
 from lightning_fp8.ops.op import op
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from cuda_kernels.casts.transpose import transpose_kernel
 from cuda_kernels.device.tile import num_tiles
 from cuda_kernels.host import launch
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops.memory import PlainKey, TensorKey, maker, operand_allocations, tensor_key
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned
 from lightning_fp8.ops.transpose import reference_transpose, transpose_op
-from lightning_fp8.scaled import Layout
 
 
 def transpose_on_cuda(codes: Tensor) -> Tensor:

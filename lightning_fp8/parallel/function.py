@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8 import ops, scaling
-from lightning_fp8.fp8_tensor import transposed
+from lightning_fp8 import ops
 from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import Role, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.parallel.agreement import require_same
 from lightning_fp8.parallel.collectives import Pending, amax_of_all, start_gather, start_scatter_of_sum, start_sum
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import Role, ScaledTensor
+from lightning_fp8.weights.fp8_tensor import transposed
 
 
 @dataclass(frozen=True)

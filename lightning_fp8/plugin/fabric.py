@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from typing_extensions import override
 
 from lightning_fp8.arguments import plain, require_module
-from lightning_fp8.attention.models.attach import attach, detach
+from lightning_fp8.convert.attention_calls.attach import attach, detach
 from lightning_fp8.convert.conversion import (
     ConversionSummary,
     apply_conversion,
@@ -59,6 +59,7 @@ from lightning_fp8.delayed.update import (
 from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.tensor_parallel import CutLayer
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.plugin.dtypes import (
     Dtypes,
     cast_floating_point,
@@ -78,7 +79,6 @@ from lightning_fp8.plugin.states import (
     without_state,
 )
 from lightning_fp8.proofs import first_steps
-from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
 
 
 class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak
@@ -216,8 +216,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             rank_zero_warn(
                 f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
                 "cannot resume from its checkpoints. Save gather_tensor_parallel(model), of "
-                "lightning_fp8.te.tensor_parallel, and each rank's optimizer yourself, or shard the model with "
-                "parallelize_module under ModelParallelStrategy"
+                "lightning_fp8.te_checkpoints.tensor_parallel, and each rank's optimizer yourself, or shard the model "
+                "with parallelize_module under ModelParallelStrategy"
             )
         history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_warn)
         if attention:

@@ -16,8 +16,8 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, NoReturn
 
+from lightning_fp8.numerics.recipes import RECIPES, Recipe
 from lightning_fp8.plugin.fabric import FP8FabricPrecision
-from lightning_fp8.recipes import RECIPES, Recipe
 
 Spec = tuple[type[FP8FabricPrecision], Mapping[str, Any]]
 """The class of a plugin and its arguments, as YAML has them."""

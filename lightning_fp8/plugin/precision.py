@@ -1,14 +1,15 @@
-"""FP8 as a precision plugin of the Trainer."""
+"""FP8 as a precision plugin of the Trainer, and the callback by which the Trainer reports its steps to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,19 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.attention.models.owners import any_traced as any_attention_traced
-from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.convert.attention_calls.owners import any_traced as any_attention_traced
 from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
+from lightning_fp8.convert.host_limit import backward_ended
+from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.delayed.owners import owned_by
+from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.fp8_region import FP8Context, fp8_context
-from lightning_fp8.fp8_tensor import FP8Tensor
-from lightning_fp8.master_weights import with_master_weights
 from lightning_fp8.modules.record import any_traced
+from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
-from lightning_fp8.plugin.trainer_hooks import TrainerHooks
 from lightning_fp8.proofs import first_steps
 from lightning_fp8.te.keys import has_te_state
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.masters import with_master_weights
 
 _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
 
@@ -180,3 +184,105 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         )
         with fp8_context(FP8Context(self.recipe)), one_thread, self._counted():
             super().backward(tensor, model, *args, **kwargs)
+
+
+class TrainerHooks(Callback):
+    """Calls the Trainer's :class:`lightning_fp8.FP8Precision`, which adds it to the callbacks of each run.
+
+    After the first training step, the plugin's table shows which layers ran in FP8, and a warning lists those that did
+    not. Layers that were not called are listed only at the end of the first epoch, or after 50 steps.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
+        summary = _plugin(trainer).summary
+        if pl_module.device.type == "cpu" and summary is not None and summary.num_fp8:
+            rank_zero_info(
+                "FP8 is emulated on the CPU: it computes what a GPU would, at a speed that depends on "
+                "the processor and the model; small layers are slower than in BF16"
+            )
+        layers = [(name, module) for name, module in fp8_modules(pl_module) if module.fp8 and not module.training]
+        idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
+        if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
+            for history in _plugin(trainer).histories.values():
+                history.watch.has_warned_of_eval = True  # the warning below names them
+            rank_zero_warn(
+                f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
+                "which delayed scaling observes nothing: their scales become stale. Call model.train() before fit; "
+                "Lightning does not change the mode, and transformers' from_pretrained returns models in eval mode"
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = _plugin(trainer)
+        plugin.kept_weights.epoch_begins()
+        for history in plugin.histories.values():
+            history.watch.patience = PATIENCE * trainer.accumulate_grad_batches
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        plugin = _plugin(trainer)
+        plugin.kept_weights.micro_batch_begins(pl_module, trainer.accumulate_grad_batches)
+        if plugin.watched is not None and not plugin.watched.begun:
+            plugin.watched.begin()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Called after the closure of the step, before the parameters change."""
+        backward_ended()
+        first_steps.read([pl_module])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the plan with the layers that ran."""
+        _report(_plugin(trainer), FirstStep.after_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report layers that were not called in a whole epoch."""
+        _report(_plugin(trainer), FirstStep.settle)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what has changed since the first training step."""
+        _report(_plugin(trainer), FirstStep.later)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn != "fit":
+            _say_if_scales_are_missing(trainer)
+        _plugin(trainer).kept_weights.evaluation_begins()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _plugin(trainer).kept_weights.validation_ends()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
+        _plugin(trainer).kept_weights.evaluation_begins()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_if_scales_are_missing(trainer)
+        _plugin(trainer).kept_weights.evaluation_begins()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _plugin(trainer).release()
+        if type(self) is TrainerHooks:  # which the plugin has added
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+
+
+def _report(plugin: FP8Precision, find: Callable[[FirstStep], ConversionSummary | None]) -> None:
+    if plugin.watched is not None and (summary := find(plugin.watched)) is not None:
+        plugin.report_first_step(summary)
+
+
+def _say_if_scales_are_missing(trainer: Trainer) -> None:
+    """Report that weights were loaded without the scales of delayed scaling."""
+    plugin = _plugin(trainer)
+    scales = [history.scale for history in plugin.histories.values() if history.scale.numel()]
+    if trainer.ckpt_path and isinstance(plugin.recipe, DelayedScaling) and scales and not any(map(torch.any, scales)):
+        rank_zero_info(
+            f"{trainer.ckpt_path} has no FP8 scales: they start empty, and until the first update each tensor is "
+            "scaled by its own amax"
+        )
+
+
+def _plugin(trainer: Trainer) -> FP8Precision:
+    return trainer.precision_plugin  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fp8.arguments import require_mapping
 from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.modules.state import state_for
-from lightning_fp8.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 
 
 def validated_states(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import KernelConfig, Library, fastest_by_estimate, legal_configs
 from lightning_fp8.attention.ops import Band
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.activation import (
     activated_shape,
     activation_backward_quantize_op,
@@ -51,7 +52,6 @@ from lightning_fp8.proofs.casts import (
 )
 from lightning_fp8.proofs.drawing import every_code, like, sample, values, with_peaks
 from lightning_fp8.proofs.products import check_product
-from lightning_fp8.scaled import Cast
 
 LARGE = 2**21
 """Elements of a large tensor."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.activation import gated_backward_quantize_op
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op
 from lightning_fp8.ops.norm import Norm, norm_backward_op, rms_norm_op
@@ -31,7 +32,6 @@ from lightning_fp8.proofs.comparing import (
     require,
 )
 from lightning_fp8.proofs.drawing import moved
-from lightning_fp8.scaled import Cast
 
 
 def check_cast(

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from cuda_kernels.device.sizes import ceil_div
 from cuda_kernels.host import launch, proofs
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
-from lightning_fp8 import scaling
 from lightning_fp8.capture import is_capturing
-from lightning_fp8.formats import FORMATS, float8_of
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import FORMATS, float8_of
+from lightning_fp8.numerics.scaled import Cast, ScaledTensor
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize, tensor_amax
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
 from lightning_fp8.ops.linear import forget_plans
 from lightning_fp8.ops.op import Op
-from lightning_fp8.scaled import Cast, ScaledTensor
 
 STEPS = 2
 ROWS = 128

@@ -16,13 +16,13 @@ from cuda_kernels.gemm.spec import MMA_ARCHITECTURES, WGMMA_ARCHITECTURES
 from cuda_kernels.host import launch
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8.attention.ops import Attention, Band
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.memory import OperandKey, PlainKey, operand_allocations
 from lightning_fp8.ops.plans import clear_plan_cache
 from lightning_fp8.proofs.cases import Case, cases_of
 from lightning_fp8.proofs.comparing import WrongResult
-from lightning_fp8.scaled import Cast, Layout
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ATTENTION = (*WGMMA_ARCHITECTURES, *MMA_ARCHITECTURES)

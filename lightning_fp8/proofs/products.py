@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import E4M3, float8_of
+from lightning_fp8.numerics.formats import E4M3, float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
 from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, reference_of, require
 from lightning_fp8.proofs.drawing import apart, moved, numbers, sizes_of_blocks
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 
 BF16 = torch.bfloat16
 TENSOR_CORE = {False: 2.0**-6, True: 2.0**-4}

@@ -23,7 +23,7 @@ from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, update_fp8_scales
-from lightning_fp8.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.sensitivity.result import Check, Row, Sensitivity, require_budget
 
 Loss = Callable[[Any, Any], Tensor]

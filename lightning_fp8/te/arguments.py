@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.arguments import one_of, require_bool, require_number, require_positive
-from lightning_fp8.scaling import FLOAT32_MAX
+from lightning_fp8.numerics.scaling import FLOAT32_MAX
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -19,7 +19,7 @@ Parameters and states of a module named ``p``:
 
 The value of a state has a column for each tensor, which :func:`column_of` returns. :func:`slots_of_gemms` returns the
 slot for it. The rows of attention's projections may be fused or not, and ordered by heads or by names, see
-:class:`ProjectionRows`. :mod:`lightning_fp8.te.remap` maps keys to the modules of a model. Modules of this package have
+:class:`ProjectionRows`. ``te_checkpoints/remap.py`` maps keys to the modules of a model. Modules of this package have
 the same keys, and load their states by :func:`take_state` in torch's ``load_state_dict``.
 """
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.names import slot_name
-from lightning_fp8.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
+from lightning_fp8.numerics.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 
 # --- States -----------------------------------------------------------------------------------------------------------
 

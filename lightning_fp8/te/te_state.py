@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, is_state, slots_of_state
 from lightning_fp8.te.torch_file import CheckpointError, Standin, TensorRecord, read_archive, read_pickle
 

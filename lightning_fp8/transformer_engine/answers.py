@@ -10,7 +10,7 @@ _FOUR_BITS = "no recipe casts to four bits; the nearest is MXFP8BlockScaling"
 _QUANTIZERS = (
     "a recipe sets the cast of each tensor, and layers cast it; torch.ops.lightning_fp8.quantize casts a tensor"
 )
-_WEIGHTS = "weights in FP8 are made by fp8_model_init, and are tensors of lightning_fp8.fp8_tensor"
+_WEIGHTS = "weights in FP8 are made by fp8_model_init, and are tensors of lightning_fp8.weights.fp8_tensor"
 _EXPERTS = "write the experts as a ModuleList of Linear, whose products run one after the other"
 _OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu around the forward"

@@ -12,7 +12,7 @@ import torch
 from lightning_fp8 import DotProductAttention, MultiheadAttention, TransformerLayer, fp8_autocast, make_recipe
 from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 FP8: dict[str, Any] = {"fp8_recipe": {"name": "tensorwise", "fp8_dpa": True}}
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fp8 import DotProductAttention, fp8_autocast, make_recipe
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.attention.attention_modules import (
     EVEN,
     MASKS,

@@ -20,10 +20,10 @@ from benchmarks.contenders.operations import Operation
 from benchmarks.measuring import report
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.suites import casts, host
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import quantize_op
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Cast, Layout
 from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]

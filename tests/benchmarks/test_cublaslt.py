@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.contenders import cublaslt
 from benchmarks.contenders.cublaslt import Matmul
+from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 from lightning_fp8.proofs.drawing import numbers
 from lightning_fp8.proofs.products import aligned, operand
-from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.benchmarks import cublaslt_stand_in as library
 from tests.benchmarks.cublaslt_stand_in import CublasLt, Refused, stand_in
 from tests.cuda_kernels.cases.gemm_cases import PAIRS

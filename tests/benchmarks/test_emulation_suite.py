@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.measuring import report
 from benchmarks.measuring.record import Result
 from benchmarks.measuring.timing import Times
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.tiers import thorough
 
 

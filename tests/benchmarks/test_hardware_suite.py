@@ -19,8 +19,8 @@ from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
 from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import compile_cache
-from cuda_kernels.host.launch import Launch, executing
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.launch import Box, Launch, executing
+from cuda_kernels.host.tensor_maps import map_on
 from lightning_fp8.cli.kernels import noted
 from tests.cuda_kernels.emulated import Emulator, needs_compilers, ptx_of
 from tests.tiers import thorough

@@ -14,7 +14,7 @@ from benchmarks import scaling
 from benchmarks.measuring.report import BEGIN, END
 from benchmarks.scaling import SHAPES, Setup, Shape, Traffic, Weight
 from lightning_fp8 import LayerNormMLP, convert_module, fp8_autocast
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.distributed.launch import run_on_two_ranks
 from tests.distributed.scripts import counted
 from tests.tiers import thorough

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_fp8 import Linear, fp8_state_dict
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.scaled import ATTENTION_ROLES
+from lightning_fp8.numerics.scaled import ATTENTION_ROLES
 from tests.checkpoint.te_writer import VERSIONS, Columns, write_all
 from tests.small import Regression, fp8_trainer, regression_data
 

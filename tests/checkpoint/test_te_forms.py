@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import Linear, fp8_autocast, fp8_state_dict, load_te_state_dict
-from lightning_fp8.scaled import LINEAR_ROLES
-from lightning_fp8.te.remap import remap, states_by_name
+from lightning_fp8.numerics.scaled import LINEAR_ROLES
 from lightning_fp8.te.te_state import read_te_state
 from lightning_fp8.te.torch_file import CheckpointError
+from lightning_fp8.te_checkpoints.remap import remap, states_by_name
 from tests.checkpoint.te_models import (
     assert_rows,
     expected_rows,

@@ -14,11 +14,11 @@ from cuda_kernels.host.gemm_configs import Library
 from cuda_kernels.host.launch import executing
 from lightning_fp8.cli import bench
 from lightning_fp8.cli import main as cli
+from lightning_fp8.numerics.recipes import make_recipe
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.proofs.comparing import kernels_of
-from lightning_fp8.recipes import make_recipe
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
 from tests.tiers import thorough
 

@@ -19,7 +19,7 @@ import lightning_fp8
 from lightning_fp8.cli.main import COMMANDS, main
 from lightning_fp8.delayed import update
 from lightning_fp8.delayed.update import update_slots
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

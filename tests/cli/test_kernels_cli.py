@@ -17,10 +17,10 @@ from cuda_kernels.lowering import compiler
 from lightning_fp8 import Linear, fp8_autocast
 from lightning_fp8.cli import kernels
 from lightning_fp8.doctor import probes
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import SCALINGS
-from lightning_fp8.recipes import RECIPES, make_recipe
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.tiers import thorough
 

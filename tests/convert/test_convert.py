@@ -21,7 +21,7 @@ import lightning_fp8
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
 from lightning_fp8.convert.conversion import ConversionSummary, plan_conversion
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from tests.convert.models import LanguageModel, mlp
 
 # In place

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.attention.models import owners
+from lightning_fp8.convert.attention_calls import owners
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules import record
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand
 from tests.small import equal_weights, quiet_trainer
 from tests.tiers import thorough

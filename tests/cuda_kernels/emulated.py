@@ -17,8 +17,7 @@ import torch
 import cuda_kernels
 from cuda_kernels.host import compile_cache
 from cuda_kernels.host.cache_folder import cached
-from cuda_kernels.host.launch import Argument, Grid, executing
-from cuda_kernels.host.tensor_maps import Map
+from cuda_kernels.host.launch import Argument, Grid, Map, executing
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.proofs.cases import Case
 from tests.emulator.gcc import needs_gcc as needs_compilers  # noqa: F401

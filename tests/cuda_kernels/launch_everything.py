@@ -32,8 +32,8 @@ from torch import Tensor  # noqa: E402
 
 from cuda_kernels.host import compile_cache, launch  # noqa: E402
 from cuda_kernels.host.cache_folder import carried  # noqa: E402
-from cuda_kernels.host.launch import Argument, Executor, Grid, Launch  # noqa: E402
-from cuda_kernels.host.tensor_maps import Map, map_on  # noqa: E402
+from cuda_kernels.host.launch import Argument, Executor, Grid, Launch, Map  # noqa: E402
+from cuda_kernels.host.tensor_maps import map_on  # noqa: E402
 from cuda_kernels.kernel import Kernel, compute_capability  # noqa: E402
 from tests.machine_code.cubin import Entry, entry_of  # noqa: E402
 

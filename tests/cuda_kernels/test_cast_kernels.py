@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cuda_kernels.host.launch import Launch
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
 from lightning_fp8.ops.norm import Norm, rms_norm_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, FP16, FP32, check_quantize, check_quantize_with_scale
 from tests.cuda_kernels.emulated import Emulator, needs_compilers

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from cuda_kernels.host import gemm_selection
+from lightning_fp8.numerics.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
+from lightning_fp8.numerics.scaled import Layout, Role
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
@@ -17,8 +19,6 @@ from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import kernels_of, reference_of
 from lightning_fp8.proofs.drawing import numbers
 from lightning_fp8.proofs.products import aligned, operand
-from lightning_fp8.recipes import DelayedScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
-from lightning_fp8.scaled import Layout, Role
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.gemm_cases import CASES, multiplying, scaled_mm, scaled_mm_accumulate, scaled_mm_observed
 from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cuda_kernels.host import gemm_selection, launch
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.proofs.drawing import numbers
 from lightning_fp8.proofs.products import aligned, operand
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.gemm_cases import scaled_mm
 from tests.cuda_kernels.cases.kernel_cases import E4M3
 from tests.cuda_kernels.emulated import Emulator, needs_compilers

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Format, Linear, fp8_autocast, fp8_state_dict, update_fp8_scales
 from lightning_fp8.delayed.watch import UPDATES_IN_EVAL
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 from tests.tiers import thorough
 

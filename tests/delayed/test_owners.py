@@ -18,7 +18,7 @@ from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.owners import IDLE_ROUNDS
 from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 
 LARGER = 1000.0
 E4M3_MAX = 448.0

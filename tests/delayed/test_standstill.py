@@ -29,7 +29,7 @@ PATIENCE = 50
 
 
 def test_standing_scales_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fp8.plugin.trainer_hooks.PATIENCE", PATIENCE)
+    monkeypatch.setattr("lightning_fp8.plugin.precision.PATIENCE", PATIENCE)
 
     def by_hand(optimizer: Any, loss: Tensor) -> None:
         with torch.no_grad():

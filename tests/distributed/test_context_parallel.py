@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fp8.attention.models import sdpa
+from lightning_fp8.convert.attention_calls import sdpa
 from tests.distributed.launch import run_on_ranks
 from tests.tiers import thorough
 

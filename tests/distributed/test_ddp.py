@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.checkpoint.te_models import expected_rows, lightning_checkpoints
 from tests.distributed.launch import run_on_two_ranks, run_script
 from tests.tiers import covering, thorough

@@ -14,7 +14,7 @@ import lightning_fp8
 from benchmarks import sensitivity
 from benchmarks.measuring import report
 from benchmarks.measuring.summary import summary
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.docs.pages import ROOT
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, Linear, fp8_autocast, make_recipe, ops
-from lightning_fp8.scaled import Cast, Role
+from lightning_fp8.numerics.scaled import Cast, Role
 from tests.export import in_onnx
 from tests.export.numpy_fp8 import cast_back, fake_quantized
 

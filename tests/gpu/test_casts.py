@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import assert_same, reference_of
 from lightning_fp8.proofs.drawing import sample
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases import fused_cases
 from tests.cuda_kernels.cases.kernel_cases import (
     BF16,

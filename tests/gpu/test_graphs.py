@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from lightning_fp8 import LayerNormMLP, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context, fp8_context
-from lightning_fp8.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
 from lightning_fp8.transformer_engine import pytorch as te
 
 WIDTH, STEPS = 512, 8

@@ -14,11 +14,11 @@ from cuda_kernels.gemm.spec import GemmSpec, Scaling
 from cuda_kernels.host import gemm_configs, gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from lightning_fp8 import FP8FabricPrecision
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.proofs.cases import Case
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 from tests.gpu.graphs import captured

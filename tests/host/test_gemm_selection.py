@@ -18,13 +18,13 @@ from cuda_kernels.host import cache_folder, gemm_configs, gemm_measurements, gem
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, fastest_by_estimate, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, from_json, measured_on, save
 from cuda_kernels.host.gemm_selection import choose_gemm, choose_gemm_on
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import SCALINGS
 from lightning_fp8.proofs.comparing import kernels_of, reference_of
-from lightning_fp8.scaled import Cast, Layout
 
 SIZES = st.integers(1, 200_000)
 PRODUCTS = st.builds(

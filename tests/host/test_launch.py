@@ -21,12 +21,12 @@ from cuda_kernels.device.tile import tensor_loader
 from cuda_kernels.host import cache_folder, compile_cache, launch, tensor_maps
 from cuda_kernels.host.launch import Launch, bind, executing
 from cuda_kernels.kernel import Kernel, KernelError
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import cast_cuda, plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.proofs.comparing import kernels_of
 from lightning_fp8.proofs.drawing import sample
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import ptx_of
 from tests.cuda_kernels.launch_everything import every_kernel
@@ -61,7 +61,7 @@ THROUGH_THE_BINDINGS = """
 import struct
 import torch
 from cuda_kernels.host import launch, tensor_maps
-from cuda_kernels.host.tensor_maps import Box
+from cuda_kernels.host.launch import Box
 from tests.cuda_kernels.launch_everything import CARD, Started, in_a_fresh_thread
 
 noted = Started().noted

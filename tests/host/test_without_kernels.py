@@ -20,13 +20,13 @@ from cuda_kernels.host.launch import Launch, NoKernels, executing
 from cuda_kernels.kernel import Kernel, KernelError, compute_capability
 from cuda_kernels.lowering import compiler, entry
 from lightning_fp8.attention.ops import missing_kernel
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import observe_op, quantize_op
 from lightning_fp8.ops.memory import empty_operand
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.host.card import Card
 

@@ -19,7 +19,7 @@ from lightning_fp8 import (
     fp8_autocast,
     ops,
 )
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 
 RECIPES = [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling]
 

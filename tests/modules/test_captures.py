@@ -19,8 +19,8 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.functions import shared_input
 from lightning_fp8.modules.linear import Linear
+from lightning_fp8.numerics.recipes import Recipe, make_recipe
 from lightning_fp8.ops import plans
-from lightning_fp8.recipes import Recipe, make_recipe
 from lightning_fp8.transformer_engine import pytorch as te
 from tests.captures import NothingIsRead, capture
 

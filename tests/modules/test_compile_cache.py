@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import Linear, fp8_autocast, fp8_model_init
-from lightning_fp8.formats import E4M3, E5M2
-from lightning_fp8.fp8_tensor import quantized_tensor
-from lightning_fp8.scaled import Cast, Layout
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.scaled import Cast, Layout
+from lightning_fp8.weights.fp8_tensor import quantized_tensor
 from tests.tiers import thorough
 
 CASTS = [

@@ -24,8 +24,8 @@ from lightning_fp8 import (
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.functions.linear import Product
 from lightning_fp8.modules.conv1d import TransposedLinear
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import LINEAR_ROLES, Role
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from tests.tiers import thorough
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D

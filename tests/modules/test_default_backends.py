@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library
 from lightning_fp8 import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
+from lightning_fp8.numerics.recipes import RECIPES, Float8RowwiseScaling, Format, Recipe, make_recipe
 from lightning_fp8.ops import gemm_cuda, plans
 from lightning_fp8.ops.gemm import reference_gemm, scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.ops.memory import operand_key, tensor_key
-from lightning_fp8.recipes import RECIPES, Float8RowwiseScaling, Format, Recipe, make_recipe
 from tests.op_sides import note_calls
 from tests.ops.scaled_mm_stand_in import stand_in
 from tests.tiers import every_pair

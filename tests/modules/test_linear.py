@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import LayerNorm, Linear, RMSNorm, fp8_autocast
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.cast import quantize_op
-from lightning_fp8.recipes import RECIPES, make_recipe
-from lightning_fp8.scaled import Role
 from tests.op_sides import note_calls
 from tests.small import update_all_scales
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.modules.record import LayerRecord, was_traced
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.tiers import covering
 
 

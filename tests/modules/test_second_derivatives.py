@@ -12,8 +12,8 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Float8CurrentScaling, Linear, convert_module, fp8_autocast
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Role
 
 SAYS = r"create_graph=True cannot derive a Linear's gradients in FP8.*fp8_autocast\(enabled=False\).*skip"
 

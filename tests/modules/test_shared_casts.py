@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
 from lightning_fp8.delayed.update import reduce_and_update
-from lightning_fp8.formats import float8_of
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict
-from lightning_fp8.recipes import RECIPES, make_recipe
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.formats import float8_of
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.scaled import Role
 from tests.convert.zoo import DECODER, VOCABULARY, hf
 from tests.tiers import thorough
 

@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast, ops
-from lightning_fp8.formats import E4M3
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Cast, Layout
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Cast, Layout
 from tests.small import mlp
 
 X = torch.linspace(-2, 2, 8 * 16).view(8, 16)

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_fp8.monitor.alarms import Alarm, Alarms, skip_of
 from lightning_fp8.monitor.record import INDEX, Array, Interval, empty_values
-from lightning_fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
-from lightning_fp8.scaled import LINEAR_ROLES
+from lightning_fp8.numerics.recipes import DelayedScaling, Float8CurrentScaling, Recipe
+from lightning_fp8.numerics.scaled import LINEAR_ROLES
 
 NAMES = [f"{layer}.{role.value}" for layer in ("a", "b") for role in LINEAR_ROLES]
 ROLES = [*LINEAR_ROLES, *LINEAR_ROLES]

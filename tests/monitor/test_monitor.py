@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import FP8Monitor, FP8Precision, Linear
 from lightning_fp8.monitor.record import Record
-from lightning_fp8.recipes import RECIPES, DelayedScaling
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.recipes import RECIPES, DelayedScaling
+from lightning_fp8.numerics.scaled import Role
 from tests.small import equal_weights
 from tests.tiers import covering
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Cast, Layout, Role
 from lightning_fp8.ops.sample import COUNTS, LOSSES, MOST_ELEMENTS, SAMPLED_RECIPES, largest_rounded
-from lightning_fp8.scaled import LINEAR_ROLES, Cast, Layout, Role
 
 LARGEST_ROUNDED = {E4M3: 464.0, E5M2: 61440.0}
 

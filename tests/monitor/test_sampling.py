@@ -17,9 +17,9 @@ import lightning_fp8
 from lightning_fp8 import LayerNormLinear, LayerNormMLP, convert_module, fp8_autocast, update_fp8_scales
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.monitor.casts import Casts, Sampler, StepTrace
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.sample import COUNTS
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Role
 from tests.tiers import covering, thorough
 
 RECIPE_NAMES = tuple(RECIPES)

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops.memory import (
     TensorKey,
     aligned_copy,
@@ -16,7 +17,6 @@ from lightning_fp8.ops.memory import (
     is_aligned_result,
     operand_allocations,
 )
-from lightning_fp8.scaled import Layout
 
 CPU = torch.device("cpu")
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fp8 import scaling
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import _quantize_to_bytes, encode
 from lightning_fp8.ops.compiled import compiled, compiled_on_cards
 from lightning_fp8.proofs.comparing import assert_same
 from lightning_fp8.proofs.drawing import sample
-from lightning_fp8.scaled import Cast, Layout
 from tests import float8_reference
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.tiers import thorough

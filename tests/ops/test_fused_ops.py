@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.activation import (
     activation_backward_quantize_op,
@@ -24,7 +25,6 @@ from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import values
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP32

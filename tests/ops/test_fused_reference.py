@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.activation import _FORMULAS, is_gated
 from lightning_fp8.proofs.comparing import assert_close_codes
 from lightning_fp8.proofs.drawing import values
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
 from tests.cuda_kernels.cases.fused_cases import norm_inputs
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP16, FP32
 from tests.float8_reference import cast

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from cuda_kernels.host.launch import executing
 from lightning_fp8 import LayerNormLinear, Linear, fp8_autocast
 from lightning_fp8.functions import linear
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import linear as linear_ops
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_op
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Role
 from tests.cuda_kernels.emulated import Emulator
 from tests.emulator.samples import needs_gcc
 from tests.tiers import every_pair, thorough

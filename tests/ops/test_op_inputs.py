@@ -12,7 +12,8 @@ import torch
 
 from cuda_kernels.host.launch import executing
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.activation import (
     activation_backward_quantize_op,
@@ -27,7 +28,6 @@ from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
 from lightning_fp8.ops.transpose import transpose_op
 from lightning_fp8.proofs.comparing import kernels_of
-from lightning_fp8.scaled import Cast, Layout
 from tests.small import assert_raises
 
 R, K = 32, 64

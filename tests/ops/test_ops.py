@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.scaled import Cast, Layout, Role, ScaledTensor
 from lightning_fp8.ops.bf16_products import bf16_products
 from lightning_fp8.ops.cast import decode
 from lightning_fp8.ops.gemm import Gemm
-from lightning_fp8.recipes import RECIPES, make_recipe
-from lightning_fp8.scaled import Cast, Layout, Role, ScaledTensor
 from tests.float8_reference import MAX, cast, value_of_code
 
 BLOCKS = {

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import op as op_module
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.op import op, past_dispatcher
-from lightning_fp8.scaled import Cast, Layout
 from tests.modules.contexts.test_threads import in_a_thread
 
 NAMESPACE = "lightning_fp8_test_calls"

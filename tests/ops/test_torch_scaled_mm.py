@@ -14,13 +14,13 @@ from cuda_kernels.gemm.spec import GemmConfig
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import Library
 from cuda_kernels.kernel import KernelError
+from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 from lightning_fp8.ops import gemm_cuda, plans, torch_scaled_mm
 from lightning_fp8.ops.gemm import Gemm, reference_gemm
 from lightning_fp8.ops.gemm_cuda import GemmOperand, Multiply, bind_gemm, build_gemm
 from lightning_fp8.ops.memory import TensorKey, operand_key, tensor_key
 from lightning_fp8.proofs.drawing import numbers
 from lightning_fp8.proofs.products import aligned, operand
-from lightning_fp8.scaled import Layout, ScaledTensor
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.ops.scaled_mm_stand_in import BF16, E4M3, E5M2, FP16, FP32, stand_in
 from tests.tiers import every_pair

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_fp8 import ops
-from lightning_fp8.formats import E4M3, E5M2, Float8
-from lightning_fp8.fp8_tensor import transposed
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.memory import code_allocation, operand_allocations
 from lightning_fp8.proofs.drawing import every_code
-from lightning_fp8.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.weights.fp8_tensor import transposed
 from tests.float8_reference import cast
 
 FORMATS = pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda each: each.name)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_fp8 import LayerNormLinear, Linear, convert_module, fp8_autocast, fp8_model_init
-from lightning_fp8.fp8_tensor import FP8Tensor
-from lightning_fp8.parallel import styles
+from lightning_fp8.sharding import styles
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 REFUSED = "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init"
 

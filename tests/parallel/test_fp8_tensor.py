@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_fp8 import Linear, fp8_autocast
-from lightning_fp8.formats import E4M3
-from lightning_fp8.fp8_tensor import FP8Tensor, quantized_tensor
-from lightning_fp8.recipes import make_recipe
-from lightning_fp8.scaled import Cast, Layout, Role
+from lightning_fp8.numerics.formats import E4M3
+from lightning_fp8.numerics.recipes import make_recipe
+from lightning_fp8.numerics.scaled import Cast, Layout, Role
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, quantized_tensor
 
 POWER_2 = Cast(E4M3, Layout.TENSOR, power_2_scale=True)
 

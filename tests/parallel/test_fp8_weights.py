@@ -34,8 +34,8 @@ from lightning_fp8 import (
     fp8_model_init,
     with_master_weights,
 )
-from lightning_fp8.fp8_tensor import FP8Tensor, quantized_tensor
-from lightning_fp8.primary_weights import TENSOR_CAST
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, quantized_tensor
+from lightning_fp8.weights.model_init import TENSOR_CAST
 from tests.small import Regression, fp8_trainer, mlp, regression_data
 from tests.tiers import covering
 

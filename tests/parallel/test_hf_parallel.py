@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.distributed.launch import run_on_ranks
 from tests.distributed.scripts.hf_parallel import LAYERS, save
 from tests.tiers import covering, thorough

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.distributed.launch import run_on_ranks
 from tests.distributed.scripts.mesh import STEPS
 from tests.tiers import thorough

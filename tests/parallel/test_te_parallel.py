@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_fp8 import LayerNormMLP, MultiheadAttention, TransformerLayer
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.parallel.pieces import Cut
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.te.tensor_parallel import join_tensor_parallel, split_tensor_parallel
+from lightning_fp8.te_checkpoints.tensor_parallel import join_tensor_parallel, split_tensor_parallel
 from tests.distributed.launch import run_on_two_ranks
 from tests.distributed.scripts.te_parallel import BATCH, HIDDEN, SEQUENCE
 from tests.tiers import thorough

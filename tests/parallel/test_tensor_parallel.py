@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.distributed.launch import run_on_two_ranks
 from tests.distributed.scripts.tensor_parallel import SHAPE, STEPS, WIDTH
 from tests.tiers import thorough

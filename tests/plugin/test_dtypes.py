@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast, fp8_model_init
-from lightning_fp8.fp8_tensor import FP8Tensor
 from lightning_fp8.torchao.float8 import convert_to_float8_training
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from tests.plugin.small_model import trainer
 from tests.small import mlp
 from tests.tiers import every_row

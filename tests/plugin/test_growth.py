@@ -28,7 +28,7 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     make_recipe,
 )
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.torchao.float8 import convert_to_float8_training
 from tests.convert.first_step.watched import Trained
 from tests.small import quiet_trainer

@@ -346,7 +346,7 @@ def test_training_on_the_cpu_says_once_that_fp8_is_emulated(
     skip: tuple[str, ...], is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_fp8.plugin.trainer_hooks.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_fp8.plugin.precision.rank_zero_info", said.append)
     fp8_trainer(fp8={"skip": skip}, max_epochs=2).fit(Regression(), regression_data())
     assert sum("emulated on the CPU" in line for line in said) == is_said
 

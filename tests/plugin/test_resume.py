@@ -21,8 +21,8 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_fp8_state_dict,
 )
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.plugin import states
-from lightning_fp8.recipes import RECIPES
 from tests.small import Regression, equal_weights, fp8_trainer, mlp, quiet_trainer, regression_data
 
 
@@ -83,7 +83,7 @@ def test_training_after_a_search_for_the_learning_rate_is_as_without(tmp_path: P
 
 def test_test_from_a_file_equals_test_of_the_live_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_fp8.plugin.trainer_hooks.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_fp8.plugin.precision.rank_zero_info", said.append)
     trainer, model = train(2, "delayed")
     trainer.save_checkpoint(tmp_path / "full.ckpt")
     live = trainer.test(model, regression_data(seed=5), verbose=False)

@@ -15,8 +15,8 @@ from lightning_fp8 import (
     FP8Precision,
     make_recipe,
 )
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Role
 from tests.plugin.small_model import Mlp, loader, slots, trainer
 
 # Stages

@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_fp8 as fp8
 from lightning_fp8.delayed import history as histories
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from tests.float8_reference import cast
 from tests.small import assert_raises, mlp
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cuda_kernels.host import launch, proofs
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision
-from lightning_fp8.formats import E4M3, E5M2
+from lightning_fp8.numerics.formats import E4M3, E5M2
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_accumulate_op, scaled_mm_op
@@ -24,7 +25,6 @@ from lightning_fp8.proofs import first_steps
 from lightning_fp8.proofs.comparing import reference_of
 from lightning_fp8.proofs.first_steps import CHECKS, FirstSteps, WrongNumbers
 from lightning_fp8.proofs.products import operand
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.host.card import Card

@@ -15,12 +15,12 @@ from cuda_kernels.host.gemm_selection import CHOICE_VARIABLE
 from cuda_kernels.host.proofs import Card
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.attention.ops import failing_kernel
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import gemm_cuda, plans
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import GemmOperand
 from lightning_fp8.ops.proving import decoded, encoded
 from lightning_fp8.proofs.cases import Case, cases_of
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases import attention_op_cases, fused_cases, kernel_cases
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.cases.kernel_cases import E4M3, check_quantize

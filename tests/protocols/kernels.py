@@ -13,7 +13,7 @@ from cuda_kernels.attention.backward.statistics import STATISTICS
 from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables, Operands
 from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.gemm.spec import SCALE_N, TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.launch import Argument, executing

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cuda_kernels.device.codec import FP8_MAX
 from lightning_fp8 import Format, ops
-from lightning_fp8.formats import E4M3, E5M2, Float8, float8_of
+from lightning_fp8.numerics.formats import E4M3, E5M2, Float8, float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import decode
-from lightning_fp8.scaled import Cast, Layout
 from tests.float8_reference import MAX, cast, value_of_code
 
 FORMATS = pytest.mark.parametrize("float8", [E4M3, E5M2], ids=lambda float8: float8.name)

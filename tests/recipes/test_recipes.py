@@ -15,8 +15,8 @@ from lightning_fp8 import (
     MXFP8BlockScaling,
     make_recipe,
 )
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import Layout, Role
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import Layout, Role
 
 T, R, X, W, M = Layout.TENSOR, Layout.ROW, Layout.BLOCK_1X128, Layout.BLOCK_128X128, Layout.MX_1X32
 

@@ -13,8 +13,8 @@ import torch
 from lightning_fp8 import DelayedScaling, Format, Linear
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.update import reduce_and_update
-from lightning_fp8.scaled import Role
-from lightning_fp8.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
+from lightning_fp8.numerics.scaled import Role
+from lightning_fp8.numerics.scaling import current_scale, delayed_scale, e8m0_decode, e8m0_from_amax, floor_power_of_2
 
 FLOAT32_MAX = 3.4028234663852886e38
 INF, NAN = math.inf, math.nan

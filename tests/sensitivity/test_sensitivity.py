@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import Linear
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.sensitivity import Row, Sensitivity, measure_sensitivity
 from lightning_fp8.sensitivity.result import Check
 from tests.tiers import covering

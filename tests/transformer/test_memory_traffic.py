@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_fp8 import TransformerLayer, convert_module, fp8_autocast
-from lightning_fp8.modules.transformer import RotaryPositionEmbedding
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.transformer import RotaryPositionEmbedding
 
 BATCH, TIME = 2, 37
 """A prime number of positions, which tells activations, whose sizes it divides, from weights."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import MultiheadAttention, RotaryPositionEmbedding
-from lightning_fp8.modules.transformer import apply_rotary_pos_emb
+from lightning_fp8.transformer import apply_rotary_pos_emb
 
 CU_SEQLENS = torch.tensor([0, 4, 7])
 PADDED = torch.tensor([0, 6, 10])

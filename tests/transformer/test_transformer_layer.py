@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import DotProductAttention, TransformerLayer, fp8_autocast
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.transformer.layer_cases import CASES, batch_of, exact, layer_of, options_of, ran
 from tests.transformer.layer_reference import Options
 

@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import ROWS, HeadSize
-from cuda_kernels.device.codec import ITEM_BYTES, DtypeName, quad_loader, quad_registers
+from cuda_kernels.device.codec import quad_loader, quad_registers
 from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import load_16_if, quotient
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 
 GROUP = 16
 """Rows per thread."""

@@ -21,8 +21,7 @@ from cuda_kernels.attention.host.kernels import (
 )
 from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, most_seen
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.host.launch import Argument, address_on, named_launch
-from cuda_kernels.host.tensor_maps import Box
+from cuda_kernels.host.launch import Argument, Box, address_on, named_launch
 
 
 class BackwardTables(NamedTuple):

@@ -25,9 +25,8 @@ from cuda_kernels.attention.host.tiles import (
     tile_table,
 )
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.device.codec import DtypeName
-from cuda_kernels.host.launch import Argument, address_on, named_launch
-from cuda_kernels.host.tensor_maps import Box
+from cuda_kernels.device.sizes import DtypeName
+from cuda_kernels.host.launch import Argument, Box, address_on, named_launch
 
 Strides = tuple[int, int, int]
 """In elements: between sequences (0 if they are concatenated), rows and heads."""

@@ -18,8 +18,8 @@ from cuda_kernels.attention.mma.dq import mma_attention_dq_kernel
 from cuda_kernels.attention.mma.dq_256 import make_wide_dq
 from cuda_kernels.attention.mma.forward import mma_attention_forward_kernel
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.host.launch import Argument, address_on, architecture_of
-from cuda_kernels.host.tensor_maps import Box, map_on
+from cuda_kernels.host.launch import Argument, Box, address_on, architecture_of
+from cuda_kernels.host.tensor_maps import map_on
 from cuda_kernels.kernel import Kernel
 
 

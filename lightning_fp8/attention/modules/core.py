@@ -27,8 +27,8 @@ from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import autocast_dtype
-from lightning_fp8.recipes import DelayedScaling, Recipe
-from lightning_fp8.scaled import ATTENTION_ROLES, Role
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.scaled import ATTENTION_ROLES, Role
 
 
 class CoreCall(NamedTuple):

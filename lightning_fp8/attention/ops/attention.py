@@ -30,7 +30,7 @@ from lightning_fp8.attention.ops.casts import cast, rows_of_mean
 from lightning_fp8.attention.ops.layouts import FORMATS, Packing, from_heads, row_space, to_heads
 from lightning_fp8.attention.ops.masks import Band, Lengths
 from lightning_fp8.attention.ops.reference import backward, forward
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.op import op, spec
 
 Shape = Sequence[int]

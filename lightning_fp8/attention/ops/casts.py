@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import scaling
 from lightning_fp8.attention.ops.masks import Band
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics import scaling
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.cast import absolute_max, decode, saturating_cast
 
 BLOCK = 128

@@ -15,7 +15,7 @@ from lightning_fp8.attention.ops.attention import AttentionCall
 from lightning_fp8.attention.ops.casts import Codes, cast
 from lightning_fp8.attention.ops.layouts import Packing, from_heads, row_space, to_heads
 from lightning_fp8.attention.ops.reference import forward
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.op import op
 
 

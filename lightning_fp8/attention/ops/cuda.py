@@ -32,7 +32,7 @@ from cuda_kernels.attention.host.forward import (
 from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, packed_rows
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, AttentionSpec
-from cuda_kernels.device.codec import DtypeName
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.host.launch import NoKernels, architecture_of, name_of
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.attention.ops.attention import (
@@ -56,7 +56,7 @@ from lightning_fp8.attention.ops.codes import (
     reference_attention_forward_of_codes,
 )
 from lightning_fp8.attention.ops.masks import Band
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.memory import PlainKey, tensor_key
 from lightning_fp8.ops.plans import EmptyTensor, Fallback, cached, check_not_empty, current_device, planned

@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_fp8.attention.ops.casts import START, Codes, round_rows, round_rows_running
 from lightning_fp8.attention.ops.masks import Band, Lengths
 from lightning_fp8.attention.ops.tiles import TiledCall
-from lightning_fp8.formats import E4M3
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.bf16_products import bf16_products
 from lightning_fp8.ops.cast import decode, saturating_cast
 

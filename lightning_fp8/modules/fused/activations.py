@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.arguments import one_of, require_number
+from lightning_fp8.numerics.scaling import FLOAT32_MAX
 from lightning_fp8.ops.activation import is_gated
-from lightning_fp8.scaling import FLOAT32_MAX
 
 
 def _qgelu(x: Tensor) -> Tensor:

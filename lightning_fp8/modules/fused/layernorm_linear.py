@@ -17,8 +17,8 @@ from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
 from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
-from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
+from lightning_fp8.weights.model_init import keep_weights_in_fp8
 
 
 class LayerNormLinear(NormedLayer):

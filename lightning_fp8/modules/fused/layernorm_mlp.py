@@ -23,8 +23,8 @@ from lightning_fp8.modules.initialization import Initialization, InitMethod, ref
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
-from lightning_fp8.primary_weights import keep_weights_in_fp8
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments
+from lightning_fp8.weights.model_init import keep_weights_in_fp8
 
 _NO_OVERRIDE = "LayerNormMLP; use LayerNormLinear, an activation and Linear"
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fp8.arguments import one_of, require_bool
-from lightning_fp8.formats import E4M3, E5M2, Format
-from lightning_fp8.recipes import Float8CurrentScaling, Float8RowwiseScaling
+from lightning_fp8.numerics.formats import E4M3, E5M2, Format
+from lightning_fp8.numerics.recipes import Float8CurrentScaling, Float8RowwiseScaling
 
 __all__ = [
     "CastConfig",

@@ -1,5 +1,5 @@
-"""``torchao.float8.float8_tensor_parallel``: the styles of :mod:`lightning_fp8.parallel.styles`."""
+"""``torchao.float8.float8_tensor_parallel``: the styles of :mod:`lightning_fp8.sharding.styles`."""
 
-from lightning_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from lightning_fp8.sharding.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]

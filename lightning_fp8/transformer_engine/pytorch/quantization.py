@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 
 from lightning_fp8.fp8_region import autocast, fp8_autocast
+from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.ops.torch_scaled_mm import multiplies_mx_blocks
-from lightning_fp8.primary_weights import fp8_model_init
-from lightning_fp8.recipes import DelayedScaling
+from lightning_fp8.weights.model_init import fp8_model_init
 
 __all__ = [
     "autocast",

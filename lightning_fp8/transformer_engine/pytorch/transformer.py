@@ -1,5 +1,5 @@
 """``transformer_engine.pytorch.transformer``."""
 
-from lightning_fp8.modules.transformer import TransformerLayer
+from lightning_fp8.transformer import TransformerLayer
 
 __all__ = ["TransformerLayer"]

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_fp8 import FP8FabricPrecision
-from lightning_fp8.attention.models.owners import owner_of
+from lightning_fp8.convert.attention_calls.owners import owner_of
 from tests.attention.models.test_attention_zoo import padded
 from tests.convert.test_zoo import animal, classified
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VISION, ZOO, Animal, TorchTransformer, hf

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DotProductAttention, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.attention.modules import core
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 from tests.attention.attention_modules import EVEN, drawn_batch, laid_out, run
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_fp8 import FP8FabricPrecision, Linear
 from lightning_fp8.attention import sequence_tables
 from lightning_fp8.attention.function import fp8_attention
-from lightning_fp8.attention.models import sdpa
-from lightning_fp8.attention.models.owners import owner_of
 from lightning_fp8.attention.ops import Band, attention_tables
+from lightning_fp8.convert.attention_calls import sdpa
+from lightning_fp8.convert.attention_calls.owners import owner_of
 from lightning_fp8.convert.first_step import watched
 from tests.convert.zoo import DECODER, ENCODER_DECODER, VOCABULARY, hf, image
 
@@ -23,8 +23,8 @@ masking = pytest.importorskip("transformers.masking_utils")
 if "q_length" not in masking.sdpa_mask.__code__.co_varnames:
     pytest.skip("this transformers does not say queries' number to mask functions", allow_module_level=True)
 
-from lightning_fp8.attention.models import hf as ours  # noqa: E402
-from lightning_fp8.attention.models.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
+from lightning_fp8.convert.attention_calls import hf as ours  # noqa: E402
+from lightning_fp8.convert.attention_calls.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
 from tests.tiers import covering, thorough  # noqa: E402
 
 LENGTH = 12

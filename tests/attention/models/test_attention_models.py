@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.attention.models import sdpa
-from lightning_fp8.attention.models.owners import owner_of
+from lightning_fp8.convert.attention_calls import sdpa
+from lightning_fp8.convert.attention_calls.owners import owner_of
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
 from lightning_fp8.delayed import history as histories
 from tests.convert.test_zoo import in_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fp8.attention.models.bands import from_carried, is_carried
-from lightning_fp8.attention.models.hf import mask
+from lightning_fp8.convert.attention_calls.bands import from_carried, is_carried
+from lightning_fp8.convert.attention_calls.hf import mask
 from tests.captures import NothingIsRead, capture
 
 

@@ -13,7 +13,7 @@ from lightning_fp8 import DotProductAttention, Linear, fp8_autocast, make_recipe
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.fp8_region import FP8Context, fp8_context
-from lightning_fp8.scaled import Role
+from lightning_fp8.numerics.scaled import Role
 from tests.attention.attention_modules import (
     Batch,
     cu_seqlens,

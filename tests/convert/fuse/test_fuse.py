@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_fp8 import FP8Precision, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.fused.norm import FusedNorm, _dtype_under_autocast, fuse_norm
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.hf_fusion.norm import FusedNorm, _dtype_under_autocast, fuse_norm
 from tests.convert.fuse.runs import (
     FAMILIES,
     HIDDEN,

@@ -18,7 +18,7 @@ from lightning_fp8 import Linear, fp8_autocast, fp8_model_init, fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.recipes import Float8CurrentScaling
+from lightning_fp8.numerics.recipes import Float8CurrentScaling
 from tests.convert.fuse.runs import HIDDEN, INNER, assert_equal, causal_lm, converted, distance, llama, step
 from tests.tiers import thorough
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_fp8 import fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.fused.mlp import FusedMLP, activation_of, is_known_mlp
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.hf_fusion.mlp import FusedMLP, activation_of, is_known_mlp
 from tests.convert.fuse.runs import TOKENS, Ops, causal_lm, converted, error, step
 
 RECIPES = pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])

@@ -19,10 +19,10 @@ import lightning_fp8
 from lightning_fp8 import FP8FabricPrecision, convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.fused.mlp import FusedMLP
+from lightning_fp8.convert.fused.norm import FusedNorm
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary
-from lightning_fp8.hf_fusion.mlp import FusedMLP
-from lightning_fp8.hf_fusion.norm import FusedNorm
 from tests.convert.fuse.liger import liger_on_the_cpu
 
 transformers = pytest.importorskip("transformers")

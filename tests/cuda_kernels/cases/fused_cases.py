@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import float8_of
+from lightning_fp8.numerics.formats import float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.activation import (
     activation_backward_quantize_op,
     activation_quantize_op,
@@ -25,7 +26,6 @@ from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs import casts
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.drawing import values
-from lightning_fp8.scaled import Cast, Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 

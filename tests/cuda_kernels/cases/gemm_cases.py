@@ -13,13 +13,13 @@ from unittest.mock import patch
 
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, legal_choices
+from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
 from lightning_fp8.proofs import products
 from lightning_fp8.proofs.cases import Case, tile_of
 from lightning_fp8.proofs.comparing import kernels_of
-from lightning_fp8.scaled import Layout
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 PAIRS = {

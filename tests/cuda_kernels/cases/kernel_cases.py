@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.formats import float8_of
+from lightning_fp8.numerics.formats import float8_of
+from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.casts import (
@@ -22,7 +23,6 @@ from lightning_fp8.proofs.casts import (
     check_update_scales,
 )
 from lightning_fp8.proofs.drawing import every_code, sample
-from lightning_fp8.scaled import Cast, Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

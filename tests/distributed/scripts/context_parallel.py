@@ -24,7 +24,7 @@ from lightning_fp8 import (
     fp8_autocast,
     get_batch_on_this_cp_rank,
 )
-from lightning_fp8.modules.transformer import RotaryPositionEmbedding
+from lightning_fp8.transformer import RotaryPositionEmbedding
 from tests.distributed.launch import leave
 
 HEADS, GROUPS, CHANNELS = 4, 2, 16

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast
-from lightning_fp8.parallel import styles
+from lightning_fp8.sharding import styles
 from tests.distributed.launch import leave
 
 WIDTH = 64

@@ -48,7 +48,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.convert import conversion
 from lightning_fp8.delayed import update
-from lightning_fp8.parallel import fsdp
+from lightning_fp8.sharding import fsdp
 from tests.distributed.launch import leave
 from tests.small import fp8_trainer
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_fp8 import DotProductAttention, TransformerLayer, convert_module, fp8_autocast
-from lightning_fp8.parallel import styles
+from lightning_fp8.sharding import styles
 from tests.distributed.scripts.tensor_parallel import SHAPE, WIDTH, blocks, cut
 
 RANKS = {"FSDP2": 2, "TP": 2, "FSDP2 and TP": 4, "TE": 2, "context": 2}

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8 import convert_module, fp8_autocast
 from lightning_fp8.convert import conversion
 from lightning_fp8.modules.state import fp8_modules
-from lightning_fp8.parallel import styles
-from lightning_fp8.parallel.fsdp import GatheredParam, _groups, _sharded_modules
+from lightning_fp8.sharding import styles
+from lightning_fp8.sharding.fsdp import GatheredParam, _groups, _sharded_modules
 from tests.distributed.launch import leave
 from tests.distributed.scripts.tensor_parallel import SHAPE, WIDTH, blocks, cut
 

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.state import fp8_modules
-from lightning_fp8.parallel import styles
-from lightning_fp8.parallel.fsdp import GatheredParam, _groups, _sharded_modules
+from lightning_fp8.sharding import styles
+from lightning_fp8.sharding.fsdp import GatheredParam, _groups, _sharded_modules
 from tests.distributed.launch import leave
 from tests.distributed.scripts.tensor_parallel import WIDTH, blocks, cut
 from tests.small import fp8_trainer

@@ -34,8 +34,8 @@ from lightning_fp8 import (
     fp8_state_dict,
     load_te_state_dict,
 )
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.te.tensor_parallel import gather_tensor_parallel
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.te_checkpoints.tensor_parallel import gather_tensor_parallel
 from tests.distributed.launch import leave
 from tests.distributed.scripts.parallel_linear import Collectives
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
 from lightning_fp8.modules.state import fp8_modules
-from lightning_fp8.parallel import styles
+from lightning_fp8.sharding import styles
 from tests.distributed.launch import leave
 from tests.distributed.scripts.parallel_linear import Collectives
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
-from lightning_fp8.parallel import styles
+from lightning_fp8.sharding import styles
 from tests.distributed.launch import leave
 from tests.distributed.scripts.tensor_parallel import SHAPE, WIDTH, blocks, cut
 

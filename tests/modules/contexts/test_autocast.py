@@ -21,9 +21,9 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     update_fp8_scales,
 )
+from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from lightning_fp8.ops.cast import quantize_op
-from lightning_fp8.recipes import RECIPES
-from lightning_fp8.scaled import LINEAR_ROLES, Role
 from tests.op_sides import note_calls
 from tests.small import mlp
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import lightning_fp8 as fp8
 from lightning_fp8.delayed.update import reduce_and_update
+from lightning_fp8.numerics.recipes import RECIPES, make_recipe
+from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.cast import operands_of, quantize_op
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.proofs.comparing import reference_of
-from lightning_fp8.recipes import RECIPES, make_recipe
-from lightning_fp8.scaled import Role
 from tests.small import default_device, fp8_trainer, quiet_trainer
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8FabricPrecision, Linear, convert_module, fp8_autocast
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.small import fp8_trainer
 from tests.tiers import covering, thorough
 

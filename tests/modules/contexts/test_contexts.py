@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_fp8 as fp8
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.small import default_device, mlp
 
 RECIPE = fp8.DelayedScaling(amax_history_len=4)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, fp8_autocast, update_fp8_scales
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.small import Regression, fp8_trainer, regression_data
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import lightning_fp8.modules.weight_cache
 from lightning_fp8 import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, fp8_autocast, fp8_state_dict
 from lightning_fp8.modules.weight_cache import _KeptWeight
-from lightning_fp8.recipes import make_recipe
+from lightning_fp8.numerics.recipes import make_recipe
 from tests.modules.fused.cases import (
     distances,
     randomized,

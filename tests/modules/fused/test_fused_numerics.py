@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fp8 import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, fp8_autocast
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.modules.fused.cases import (
     ACTIVATIONS,
     PLAIN_OF_GATED,

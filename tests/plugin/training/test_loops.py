@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fp8
 from lightning_fp8 import DelayedScaling, FP8Precision
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.plugin.training.conftest import Gemms
 from tests.plugin.training.models import (
     Blocks,

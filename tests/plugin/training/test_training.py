@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import DelayedScaling, FP8Precision
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.plugin.training.conftest import Gemms
 from tests.plugin.training.models import (
     WIDTH,

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import FP8FabricPrecision, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.recipes import RECIPES
+from lightning_fp8.numerics.recipes import RECIPES
 from tests.small import fp8_trainer
 
 STEPS = 3

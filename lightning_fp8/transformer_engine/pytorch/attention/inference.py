@@ -1,5 +1,5 @@
 """``transformer_engine.pytorch.attention.inference``."""
 
-from lightning_fp8.modules.transformer import InferenceParams
+from lightning_fp8.transformer import InferenceParams
 
 __all__ = ["InferenceParams"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_fp8.arguments import one_of, require_bool
-from lightning_fp8.modules.transformer import RotaryPositionEmbedding, rotary
+from lightning_fp8.transformer import RotaryPositionEmbedding, rotary
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 

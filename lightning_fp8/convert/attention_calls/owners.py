@@ -1,0 +1,265 @@
+"""The modules that compute attention, which of them run it in FP8, and which did.
+
+While a module's forward runs, its owner is on top of a thread-local stack, also under torch.compile and in the
+recomputation of activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.convert.attention_calls import torch_mha
+from lightning_fp8.faster import AWAITED, NOT_TIMED, compared, least_keys
+from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
+from lightning_fp8.modules.linear_layer import autocast_dtype
+from lightning_fp8.modules.record import LayerRecord
+from lightning_fp8.modules.swap import swap_class, unsharded_class
+
+_ATTRIBUTE = "_fp8_attention"
+SLOWER = "_fp8_attention_is_slower"
+"""The attribute of a module that keeps what was decided for it while FP8 attention is detached."""
+_FORMER = "_class_without_fp8_attention"
+
+
+class Owner:
+    """State of a module that computes attention.
+
+    Attributes:
+        name: the module's name in its model.
+        cls: the name of its class, by which compiled code is recorded.
+        fp8: False keeps its attention in high precision.
+        record: counts of its attention calls.
+        calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
+        why: why the last call that should have run in FP8 did not.
+        watched: whether ``why`` will be reported; otherwise a warning is issued at once.
+        comparison, slower: see :class:`~lightning_fp8.modules.base.FP8Module`.
+    """
+
+    def __init__(self, name: str, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
+        self.name, self.cls, self.fp8 = name, cls, fp8
+        self.comparison, self.slower = comparison, slower
+        self.record = LayerRecord()
+        self.calls = 0
+        self.why = ""
+        self.watched = False
+        self.training = True
+        self.last_context: FP8Context | None = None
+        self.ran_slower = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
+        return Owner, (self.name, self.cls, self.fp8, self.comparison, self.slower)
+
+
+class _Thread(threading.local):
+    """Initialized in ``__init__``, as in :mod:`lightning_fp8.fp8_region`, for Dynamo."""
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
+
+_thread = _Thread()
+copied: list[Callable[[nn.Module], None]] = []
+"""Called with each copy, also an unpickled one, of a module that was attached."""
+_nobody = Owner("", "", True)
+"""Owner of calls outside all modules that are known to compute attention."""
+_kept = Owner("", "", False)
+_traced: set[str] = set()
+"""The classes of modules whose attention was compiled."""
+_said: set[str] = set()
+_compiled_whole = False
+
+COMPILED_WHOLE = (
+    "torch.compile does not trace into torch.nn.functional.multi_head_attention_forward, so its attention cannot be "
+    "replaced; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
+)
+
+
+def owner_of(module: nn.Module | None) -> Owner | None:
+    """The owner of ``module``, if it is known to compute attention."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def current_owner() -> Owner:
+    """The innermost owner of this thread; a placeholder outside all owners."""
+    return _thread.owners[-1] if _thread.owners else _nobody
+
+
+@contextmanager
+def in_high_precision() -> Iterator[None]:
+    """Context in which attention runs in high precision."""
+    _thread.owners.append(_kept)
+    try:
+        yield
+    finally:
+        _thread.owners.pop()
+
+
+def own(module: nn.Module, owner: Owner, entered: bool) -> None:
+    """Set the owner of ``module``; with ``entered``, also of all calls made while its forward runs."""
+    setattr(module, _ATTRIBUTE, owner)
+    if entered:
+        swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
+
+
+def disown(module: nn.Module, owner: Owner) -> None:
+    """Remove ``owner`` from ``module``, if it still is its owner."""
+    if owner_of(module) is not owner:
+        return
+    delattr(module, _ATTRIBUTE)
+    if (former := former_class(unsharded_class(module))) is not None:
+        swap_class(module, former)
+
+
+@cache
+def entering(former: Any) -> Any:
+    """A subclass of ``former`` whose forward makes the module's owner the current one.
+
+    Hooks are not suitable: Dynamo recompiles for each module that has an always-called hook, and activation
+    checkpointing ends a recomputation by an exception, which skips other hooks.
+    """
+    if former_class(former) is not None:
+        return former
+
+    as_torch = torch_mha.computes_as_torch(former)
+
+    class Entering(former):  # type: ignore[valid-type, misc]
+        @wraps(former.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            owner = owner_of(self) or _nobody  # copies have no owner
+            if not torch.compiler.is_compiling():
+                owner.calls += not in_backward()
+                owner.training = self.training
+            _thread.owners.append(owner)
+            try:
+                if as_torch and torch.compiler.is_compiling():
+                    return torch_mha.forward(self, *args, **kwargs)
+                return super().forward(*args, **kwargs)
+            finally:
+                _thread.owners.pop()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; this class cannot be found by its name
+            made, made_of, *rest = super().__reduce_ex__(protocol)
+            return (_copy_of, (former,), *rest) if made_of == (type(self),) else (made, made_of, *rest)
+
+    Entering.__name__, Entering.__qualname__ = former.__name__, former.__qualname__
+    Entering.__module__, Entering.__doc__ = former.__module__, former.__doc__
+    setattr(Entering, _FORMER, former)
+    return Entering
+
+
+def former_class(cls: type) -> type[nn.Module] | None:
+    """The class that :func:`entering` derived ``cls`` from; None if it did not."""
+    return vars(cls).get(_FORMER)
+
+
+def _copy_of(former: Any) -> Any:
+    cls = entering(former)
+    made = cls.__new__(cls)
+    for noted in copied:
+        noted(made)
+    return made
+
+
+def asked(owner: Owner) -> bool:
+    """Whether a call of ``owner`` runs in FP8: by the current context, in a recomputation by its forward's."""
+    context = current_context()
+    if not torch.compiler.is_compiling():
+        if not in_backward():
+            if owner.last_context is not context:
+                owner.last_context = context
+            owner.ran_slower = bool(owner.slower)
+        elif owner is not _nobody or context is DISABLED:
+            context = owner.last_context or context
+    repeats_fp8 = not torch.compiler.is_compiling() and in_backward() and not owner.ran_slower
+    return owner.fp8 and context.attention and (not owner.slower or repeats_fp8)
+
+
+def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
+    """Compare FP8 with SDPA for the sizes of ``[..., H, L, D]`` tensors, at the first training call of ``owner``.
+
+    Compiled attention is not compared. ``plain``: whether there are no windows and no padding, for which nothing was
+    timed.
+    """
+    if torch.compiler.is_compiling():
+        _note_traced(owner.cls)
+    elif owner.comparison == AWAITED and owner.training:
+        limit: tuple[float, str] = 0, NOT_TIMED
+        if plain:
+            dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
+            limit = least_keys(q.device, dtype, q.shape[-1], causal, shared)
+        owner.comparison = compared(*limit, k.shape[-2])
+
+
+def note(owner: Owner, wanted: bool, reason: str) -> None:
+    """Count a call; ``wanted``: the result of :func:`asked`; ``reason``: why it cannot run in FP8, or ""."""
+    if reason == COMPILED_WHOLE:
+        _note_compiled_whole()
+    if torch.compiler.is_compiling():
+        if wanted and reason:
+            _say(reason)
+        return
+    if in_backward():
+        return
+    owner.record.note(wanted and not reason, owner.training)
+    if wanted and reason:
+        owner.why = reason
+        if not owner.watched:
+            _say(reason)
+
+
+@torch.compiler.assume_constant_result
+def _say(reason: str) -> bool:
+    """Warn once per reason until another model is attached; also while torch.compile traces."""
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(cls: str) -> bool:
+    """Record the class, not the module: equal blocks share compiled code, and only the first is traced."""
+    _traced.add(cls)
+    return True
+
+
+def was_traced(owner: Owner) -> bool:
+    """Whether attention of this class of modules was compiled; compiled calls are not counted."""
+    return owner.cls in _traced
+
+
+def _note_compiled_whole() -> None:
+    """Record a compiled call. The module that calls it is not known."""
+    global _compiled_whole
+    _compiled_whole = True
+
+
+def was_compiled_whole(module: nn.Module | None) -> bool:
+    """Whether ``module``, without counted calls, may have been compiled as one torch function, in high precision."""
+    return _compiled_whole and isinstance(module, nn.MultiheadAttention)
+
+
+def any_traced() -> bool:
+    """Whether FP8 attention was compiled in this process."""
+    return bool(_traced)
+
+
+def watch(owner: Owner, watched: bool) -> None:
+    """Set whether ``owner.why`` will be reported elsewhere; once it has been, it is not warned about again."""
+    owner.watched = watched
+    if not watched and owner.why:
+        _said.add(owner.why)
+
+
+def forget_what_was_said() -> None:
+    """Let reasons be warned about again, for another model."""
+    _said.clear()

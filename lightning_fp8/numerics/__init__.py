@@ -1,0 +1,1 @@
+"""Formats, scales, layouts and recipes: values and formulas."""

@@ -1,0 +1,430 @@
+"""Recipes: how a training run scales its tensors. A recipe is a frozen dataclass.
+
+The names and fields are Transformer Engine's (``transformer_engine.common.recipe``), whose other arguments are in
+``recipe_arguments.py``; ``Float8RowwiseScaling`` is torchao's ``rowwise``. The field ``name`` identifies the recipe in
+YAML, mappings and checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+
+import torch
+from torch.torch_version import TorchVersion
+
+from lightning_fp8.arguments import one_of, plain, require_bool, require_number
+from lightning_fp8.numerics.formats import E4M3, Float8, Format
+from lightning_fp8.numerics.recipe_arguments import translated, without_defaults
+from lightning_fp8.numerics.scaled import Cast, Layout, Role
+from lightning_fp8.numerics.scaling import FLOAT32_MAX, AmaxAlgorithm
+
+LONGEST_HISTORY = 2**16
+"""In steps. The history of 1,000 tensors is then 262 MB, which every update reads."""
+
+LARGEST_MARGIN = math.frexp(E4M3.max * 2**10)[1] - 1
+"""In powers of two. With one more, a tensor's largest value would be below half of E4M3's smallest: all become 0."""
+
+
+_TRACES_RECIPES = TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile(fullgraph=True) supports a function that creates a recipe."""
+
+
+def _require_format(recipe: Any, *allowed: Format) -> None:
+    if not isinstance(recipe.fp8_format, Format):
+        names = ", ".join(f"Format.{format.name}" for format in allowed)
+        raise TypeError(f"fp8_format={recipe.fp8_format!r} is not a Format; use one of {names}")
+    if recipe.fp8_format not in allowed:
+        names = ", ".join(format.name for format in allowed)
+        raise ValueError(f"fp8_format={recipe.fp8_format.name} is not supported by {recipe.name!r}; use one of {names}")
+
+
+def _take_plain(recipe: Any) -> None:
+    for field in dataclasses.fields(recipe):
+        object.__setattr__(recipe, field.name, plain(getattr(recipe, field.name)))
+
+
+def _require_name(recipe: Any) -> None:
+    expected = type(recipe).__dataclass_fields__["name"].default
+    if not isinstance(recipe.name, str) or recipe.name != expected:
+        raise ValueError(f"name={recipe.name!r} does not belong to {type(recipe).__name__}, whose name is {expected!r}")
+
+
+def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = None, because: str = "") -> None:
+    value = getattr(recipe, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field}={value!r} must be an integer of at least {minimum}")
+    if value < minimum:
+        raise ValueError(f"{field}={value} must be at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _takes_te_arguments(cls: _Class) -> _Class:
+    """Let the class accept Transformer Engine's arguments in addition to its fields; see
+    :mod:`lightning_fp8.numerics.recipe_arguments`."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **translated(cls.__name__, kwargs))
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFields:
+    """The base class of recipes: a name, a format, a cast for each role, and options of attention.
+
+    Attributes:
+        fp8_dpa: run :class:`lightning_fp8.DotProductAttention` in FP8, with current scaling under any recipe.
+        fp8_mha: the same as ``fp8_dpa``. In Transformer Engine it also removes the casts around attention.
+        backward_override: compute the gradients of ``Linear`` and ``LayerNormLinear`` in high precision, either from
+            the original tensors (``"high_precision"``) or from the dequantized values of the forward pass
+            (``"dequantized"``). None computes them in FP8. Not supported by :class:`DelayedScaling`.
+    """
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Literal["high_precision", "dequantized"] | None = None
+
+    _formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling() and not _TRACES_RECIPES:
+            raise RuntimeError(
+                "torch.compile before torch 2.13 cannot make a recipe: make it outside of the compiled function, or "
+                "pass the recipe's name"
+            )
+        _take_plain(self)
+        _require_name(self)
+        _require_format(self, *self._formats)
+        self._require_options()
+        for field in ("fp8_dpa", "fp8_mha"):
+            require_bool(field, getattr(self, field))
+        if self.backward_override is not None:
+            one_of("backward_override", self.backward_override, ("high_precision", "dequantized"))
+        # Made under torch.compile, a recipe's numbers may pass for ones that vary.
+        object.__setattr__(self, "_casts", {role: self._cast(role) for role in Role})
+
+    def _require_options(self) -> None:
+        """Check the fields that only this recipe has."""
+
+    def cast(self, role: Role) -> Cast:
+        """Format and scales of the tensors of ``role``."""
+        return self._casts[role]  # type: ignore[attr-defined, no-any-return]
+
+    def _cast(self, role: Role) -> Cast:
+        raise NotImplementedError
+
+    # Transformer Engine's predicates
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is delayed scaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether each tensor is scaled by its current amax."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether blocks of 1 × 128 and 128 × 128 have a scale each."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is MXFP8."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """False: no recipe casts to four bits."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """False: no recipe supports a factory of quantizers."""
+        return False
+
+
+@_takes_te_arguments
+@dataclass(frozen=True)
+class DelayedScaling(RecipeFields):
+    """One scale per tensor, from its amaxes in earlier steps. There is no pass over the data before the cast.
+
+    Attributes:
+        margin: headroom above the largest amax of the history, in powers of two; at most 18, the range of E4M3.
+        interval: the number of optimizer steps between recomputations of a scale; only steps with a finite, nonzero
+            amax count. Before the first one the scale is 0, and the tensor is cast by its current amax, as with
+            ``Float8CurrentScaling``.
+        fp8_format: ``HYBRID`` or ``E4M3``.
+        amax_history_len: the number of steps in the history; at most 65536. Each step takes 4 bytes per tensor.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` amax.
+        reduce_amax: share scales by reducing amaxes over all ranks, or those of ``fp8_group``, which must then hold the
+            same layers. Under a plugin, the field of the plugin's recipe is used.
+    """
+
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    reduce_amax: bool = True
+    name: Literal["delayed"] = "delayed"
+
+    def _require_options(self) -> None:
+        if self.backward_override is not None:
+            raise ValueError(
+                f"backward_override={self.backward_override!r} is not supported by DelayedScaling, which needs the "
+                "amaxes of gradients; use another recipe"
+            )
+        too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
+        _require_int(self, "margin", 0, LARGEST_MARGIN, too_small)
+        _require_int(self, "interval", 1)
+        too_long = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
+        _require_int(self, "amax_history_len", 1, LONGEST_HISTORY, too_long)
+        require_bool("reduce_amax", self.reduce_amax)
+        algorithm = self.amax_compute_algo
+        if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
+
+
+@_takes_te_arguments
+@dataclass(frozen=True)
+class Float8CurrentScaling(RecipeFields):
+    """One scale per tensor, from its current amax. It takes two passes over the data and has no state.
+
+    Attributes:
+        fp8_format: ``HYBRID`` or ``E4M3``.
+        power_2_scale: round scales down to powers of two.
+        amax_epsilon: lower bound on each amax.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    name: Literal["tensorwise"] = "tensorwise"
+
+    def _require_options(self) -> None:
+        require_bool("power_2_scale", self.power_2_scale)
+        require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
+        object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
+
+
+@dataclass(frozen=True)
+class Float8RowwiseScaling(RecipeFields):
+    """One scale per row of each GEMM operand along its contraction, a power of two.
+
+    Attributes:
+        fp8_format: ``E4M3`` (torchao's choice) or ``HYBRID``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    name: Literal["rowwise"] = "rowwise"
+
+    _formats = Format.E4M3, Format.HYBRID
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.ROW, power_2_scale=True)
+
+
+@_takes_te_arguments
+@dataclass(frozen=True)
+class Float8BlockScaling(RecipeFields):
+    """One scale per 1 × 128 block of inputs and gradients, and per 128 × 128 block of weights (DeepSeek-V3's recipe).
+
+    Attributes:
+        fp8_format: ``E4M3``.
+        power_2_scale: round scales down to powers of two.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_2_scale: bool = True
+    name: Literal["blockwise"] = "blockwise"
+
+    _formats = (Format.E4M3,)
+
+    def _require_options(self) -> None:
+        require_bool("power_2_scale", self.power_2_scale)
+
+    def _cast(self, role: Role) -> Cast:
+        layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
+        return Cast(float8_for(self.fp8_format, role), layout, self.power_2_scale)
+
+
+@_takes_te_arguments
+@dataclass(frozen=True)
+class MXFP8BlockScaling(RecipeFields):
+    """OCP microscaling: blocks of 32 along the contraction, scales in E8M0.
+
+    Attributes:
+        fp8_format: ``E4M3`` or ``HYBRID``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    name: Literal["mxfp8"] = "mxfp8"
+
+    _formats = Format.E4M3, Format.HYBRID
+
+    def _cast(self, role: Role) -> Cast:
+        return Cast(float8_for(self.fp8_format, role), Layout.MX_1X32, power_2_scale=True)
+
+
+Recipe: TypeAlias = (
+    DelayedScaling | Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling | MXFP8BlockScaling
+)
+
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.__dataclass_fields__["name"].default: recipe  # type: ignore[union-attr]
+    for recipe in get_args(Recipe)
+}
+"""The recipes by name."""
+
+_FIELDS = {recipe: [field.name for field in dataclasses.fields(recipe)] for recipe in RECIPES.values()}
+
+# Megatron-LM's configuration keys: (key, field of the recipe); a recipe without the field ignores the key, as
+# Megatron does with amax settings of recipes that keep no history.
+_MEGATRON_FIELDS = {
+    "fp8_margin": "margin",
+    "fp8_interval": "interval",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_dot_product_attention": "fp8_dpa",
+    "fp8_multi_head_attention": "fp8_mha",
+}
+_MEGATRON_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
+_MEGATRON_KEYS = ("fp8", "fp8_recipe", *_MEGATRON_FIELDS)
+
+
+_OF_FORWARD = {each: each.forward for each in Format}
+_OF_BACKWARD = {each: each.backward for each in Format}
+"""The formats of both passes, as data, because torch.compile does not support attributes of the members of an enum."""
+
+
+def float8_for(format: Format, role: Role) -> Float8:
+    """The FP8 format of ``role`` under ``format``."""
+    return (_OF_BACKWARD if role.is_gradient else _OF_FORWARD)[format]
+
+
+_AS_NAMED = {name: recipe() for name, recipe in RECIPES.items()}
+"""The recipe of each name. torch.compile(fullgraph=True) supports recipe objects, but cannot create one."""
+
+
+def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
+    """The recipe that ``recipe`` describes.
+
+    Args:
+        recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
+            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
+            (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
+            ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
+
+    Raises:
+        ValueError: If a name, field or value is unknown. The message lists the valid ones.
+        TypeError: If it is not a recipe, name or mapping.
+    """
+    if isinstance(recipe, str):
+        return _AS_NAMED[_known_name(recipe)]
+    if isinstance(recipe, Mapping):
+        fields = dict(recipe)
+        if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
+            return _from_megatron(fields)
+        return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
+    if isinstance(recipe, type) and recipe in RECIPES.values():
+        raise TypeError(f"recipe is the class {recipe.__name__}; make one: {recipe.__name__}()")
+    if not isinstance(recipe, tuple(RECIPES.values())):
+        raise TypeError(f"recipe={recipe!r} is neither a recipe, a name ({_quoted(RECIPES)}), nor a mapping of fields")
+    return recipe
+
+
+def _class_of(name: Any) -> type[Recipe]:
+    return RECIPES[_known_name(name)]
+
+
+def _known_name(name: Any) -> str:
+    if not isinstance(name, str) or name not in RECIPES:
+        raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
+    return name
+
+
+def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
+    valid = _FIELDS[cls]
+    fields = translated(cls.__name__, fields)
+    for field in fields:
+        if field not in valid:
+            raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are {_quoted(valid)}")
+    if isinstance(fields.get("fp8_format"), str):
+        name = fields["fp8_format"]
+        if name.upper() not in Format.__members__:
+            supported = _quoted(each.name for each in cls._formats)
+            raise ValueError(f"fp8_format={name!r} is unknown; use one of {supported}")
+        fields["fp8_format"] = Format[name.upper()]
+    return cls(**fields)
+
+
+def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
+    megatron_config = without_defaults(megatron_config)
+    for key in megatron_config:
+        if key not in (*_MEGATRON_KEYS, "fp8_format"):
+            raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")
+    format_key = megatron_config.get("fp8", megatron_config.get("fp8_format", "hybrid"))
+    if "fp8" in megatron_config and "fp8_format" in megatron_config and not _is_mxfp8(megatron_config["fp8_format"]):
+        raise ValueError(
+            f"fp8={format_key!r} and fp8_format={megatron_config['fp8_format']!r} are the same field; pass one of them"
+        )
+    if _is_mxfp8(format_key) or _is_mxfp8(megatron_config.get("fp8_format")):
+        if megatron_config.get("fp8_recipe", "mxfp8") != "mxfp8":
+            raise ValueError(
+                f"fp8_recipe={megatron_config['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out"
+            )
+        return _of_megatron(MXFP8BlockScaling, megatron_config)
+    format_name = format_key.name if isinstance(format_key, Format) else format_key
+    if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
+        raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
+    cls = _class_of(megatron_config.get("fp8_recipe", "delayed"))
+    if not {"fp8", "fp8_format"} & megatron_config.keys():
+        return _of_megatron(cls, megatron_config)
+    # Megatron passes its format to every recipe; a recipe that does not support it raises.
+    return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
+
+
+def _of_megatron(cls: type[Recipe], megatron_config: dict[str, Any], **fields: Any) -> Recipe:
+    valid = _FIELDS[cls]
+    return cls(
+        **{
+            field: megatron_config[key]
+            for key, field in _MEGATRON_FIELDS.items()
+            if key in megatron_config and field in valid
+        },
+        **fields,
+    )
+
+
+def _is_mxfp8(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "mxfp8"
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)

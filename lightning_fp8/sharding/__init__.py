@@ -1,0 +1,1 @@
+"""Layers under FSDP2 and torch's tensor-parallel styles."""

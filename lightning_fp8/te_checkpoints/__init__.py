@@ -1,0 +1,1 @@
+"""Transformer Engine's checkpoints into a model and back."""

@@ -1,0 +1,486 @@
+"""FP8Tensor: a tensor of a high-precision dtype that is stored as FP8 GEMM operands.
+
+It represents a weight that FSDP2 gathered in FP8, a primary weight of ``fp8_model_init``, or an activation that
+sequence parallelism gathered in FP8. FP8 layers use its operands directly; all other operations compute with its
+values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_fp8 import ops
+from lightning_fp8.numerics.recipes import Recipe
+from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.ops import Quantized
+
+_aten = torch.ops.aten
+_SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default)
+_COPIES = (_aten.clone.default, _aten._to_copy.default)
+_CAST = ("_cast", "scaling", "codes")
+_PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
+
+
+class FP8Tensor(Tensor):
+    """A tensor ``[..., K]`` of a high-precision dtype, stored as the operand of ``[R, K]``, of its transpose, or both.
+
+    In-place operations cast the new values again.
+
+    Attributes:
+        scaling: the layout of scales in :attr:`cast`.
+        codes: the dtype of the operands in :attr:`cast`.
+        recipe: the recipe whose layers use the operands; None for every recipe whose casts have the same format and
+            blocks.
+        observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
+        takers: the slots of the layers that have used the operands; shared by views.
+        high_precision_init_val: for a primary weight, its values before the first cast, on the CPU.
+    """
+
+    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")
+
+    is_gathered: ClassVar[bool] = False
+    """Whether the operands belong to a gather, and are freed with it."""
+    scaling: Layout
+    codes: torch.dtype
+    recipe: Recipe | None = None
+    observed: Tensor | None
+    takers: list[Any]
+    high_precision_init_val: Tensor | None = None
+    _row_data: Tensor | None
+    _row_scale_inv: Tensor | None
+    _column_data: Tensor | None
+    _column_scale_inv: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        operands: Quantized,
+        cast: Cast,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        observed: Tensor | None = None,
+    ) -> FP8Tensor:
+        held = operands.rowwise or operands.columnwise
+        if held is None:
+            raise ValueError("an FP8Tensor needs the operand of x or that of xᵀ")
+        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, strides=strides, dtype=dtype, device=held.data.device, requires_grad=requires_grad
+        )
+        made.cast = cast
+        made.observed = observed
+        made.takers = []
+        made.operands = operands
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def cast(self) -> Cast:
+        """How the values are cast."""
+        return self._cast
+
+    @cast.setter
+    def cast(self, cast: Cast) -> None:
+        self._cast = cast
+        self.scaling, self.codes = cast.layout, cast.float8.dtype
+
+    @property
+    def operands(self) -> Quantized:
+        """The operands of ``[R, K]`` and of its transpose; None for one that is not stored."""
+        return _operands(self)
+
+    @operands.setter
+    def operands(self, operands: Quantized) -> None:
+        row, column = operands
+        self._row_data, self._row_scale_inv = (None, None) if row is None else (row.data, row.scale_inv)
+        self._column_data, self._column_scale_inv = (None, None) if column is None else (column.data, column.scale_inv)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As ``torch.Tensor.data``; assigned values are cast to FP8, as by ``copy_``.
+
+        Raises:
+            ValueError: If the assigned values have another shape or device.
+        """
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if isinstance(values, FP8Tensor):
+            Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+            self.operands, self.cast = values.operands, values.cast
+            return
+        if values.shape != self.shape or values.device != self.device:
+            raise ValueError(
+                f"data of shape {list(values.shape)} on {values.device} is assigned to an FP8 weight of shape "
+                f"{list(self.shape)} on {self.device}; assign a tensor like it, or a new torch.nn.Parameter"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
+        """The requested operands; one that is not stored is transposed from the other, or cast from the values.
+
+        It is cast, which rounds a second time, if the layout's blocks differ in the transposed tensor.
+        """
+        return kept_operands(self, rowwise, columnwise)
+
+    def is_cast_of(self, values: Tensor) -> bool:
+        """Whether storing ``values`` would change nothing; synchronizes with the device."""
+        if values.shape != self.shape:
+            return False
+        row, column = self.operands
+        rows = self._castable(values.detach()).reshape(-1, self.shape[-1])
+        made = ops.quantize(rows, self.cast, rowwise=row is not None, columnwise=column is not None)
+        return all(
+            torch.equal(old.data.view(torch.uint8), new.data.view(torch.uint8))
+            and torch.equal(old.scale_inv, new.scale_inv)
+            for old, new in zip((row, column), made)
+            if old is not None and new is not None
+        )
+
+    def _castable(self, values: Tensor) -> Tensor:
+        """``values`` on this device, in a dtype that casts support, so that they are rounded once."""
+        return values.to(self.device, values.dtype if values.dtype in ops.HIGH_PRECISION else self.dtype)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values kept by ``fp8_model_init(preserve_high_precision_init_val=True)``, on the CPU; None without it."""
+        return self.high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the values of :meth:`get_high_precision_init_val`."""
+        self.high_precision_init_val = None
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor of :attr:`dtype`."""
+        row, column = self.operands
+        if row is not None:
+            return row.dequantize(self.dtype).view(self.shape)
+        assert column is not None
+        return column.dequantize(self.dtype).t().reshape(self.shape)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.scaling.code}, device='{self.device}')"
+
+    def share_memory_(self) -> Any:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "share_memory_() of a weight that fp8_model_init keeps in FP8 is not supported; send model.state_dict(), "
+            "or construct the model outside of fp8_model_init"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle with the codes as uint8: pickling without ``torch.save`` does not support FP8 dtypes."""
+        parts = {
+            name: (part.dtype, part.contiguous().view(torch.uint8) if part.itemsize == 1 else part)
+            for name in _PARTS
+            if (part := getattr(self, name)) is not None
+        }
+        others = {key: value for key, value in vars(self).items() if key not in (*_CAST, *_PARTS)}
+        return _unpickled, (parts, self.cast, self.shape, self.dtype, self.requires_grad, others)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [name for name in (*_PARTS, "observed") if getattr(self, name) is not None]
+        return names, (self.cast, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], kept: Any, size: torch.Size, stride: Any) -> FP8Tensor:
+        cast, dtype = kept
+        row, column = (
+            ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
+            for data, scale_inv in (_PARTS[:2], _PARTS[2:])
+        )
+        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"))
+
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""
+        parts = [
+            (name, part.dtype, part.shape, part.stride(), part.storage_offset())
+            for name in _PARTS
+            if (part := getattr(self, name)) is not None
+        ]
+        own = type(self).__qualname__, self.shape, self.dtype, str(self.device), self.requires_grad
+        key = repr((own, self.cast, self.recipe, self.observed is not None, parts))
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, FP8Tensor):
+            if function is _aten.detach.default:
+                _refuse_distribution(sys._getframe().f_back)
+            if function in _SAME_VALUES:
+                size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
+                if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
+                    return first._same(torch.Size(size))
+            if function is _aten.t.default and first.dim() == 2 and not first.is_gathered:
+                row, column = first.operands
+                return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
+            if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
+                return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
+            if function is _aten.split.Tensor and _is_sharding():
+                raise NotImplementedError(
+                    "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
+                    "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
+                )
+            if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
+                return first._copied(kwargs.get("device"), kwargs.get("dtype"))
+            if function is _aten.copy_.default:
+                return first.store_(args[1])
+        return _on_values(function, args, kwargs)
+
+    def _same(self, size: torch.Size) -> FP8Tensor:
+        """The same values in another shape."""
+        made = FP8Tensor(self.operands, self.cast, size, self.dtype, observed=self.observed)
+        made.takers = self.takers
+        made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
+        return made
+
+    def _copied(self, device: torch.device | None, dtype: torch.dtype | None, empty: bool = False) -> FP8Tensor:
+        device = device or self.device
+
+        def copied(part: Tensor) -> Tensor:
+            return torch.empty_like(part, device=device) if empty else part.to(device, copy=True)
+
+        operands = [
+            None if each is None else ScaledTensor(copied(each.data), copied(each.scale_inv), each.layout)
+            for each in self.operands
+        ]
+        made = FP8Tensor(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
+        made.takers = self.takers
+        made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
+        return made
+
+    def store_(self, values: Tensor) -> FP8Tensor:
+        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast."""
+        row, column = self.operands
+        if isinstance(values, FP8Tensor) and values.cast == self.cast:
+            new = values.quantized(rowwise=row is not None, columnwise=column is not None)
+        else:
+            plain = values.dequantize() if isinstance(values, FP8Tensor) else values
+            plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
+            new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
+        for old, made in zip((row, column), new):
+            if old is not None and made is not None:
+                old.data.view(torch.uint8).copy_(made.data.view(torch.uint8))
+                old.scale_inv.copy_(made.scale_inv)
+        return self
+
+
+def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
+    """Cast ``values [..., K]`` to an FP8Tensor, with scales computed from their amaxes."""
+    rows = values.detach().reshape(-1, values.shape[-1])
+    operands = ops.quantize(rows, cast, rowwise=rowwise, columnwise=columnwise)
+    return FP8Tensor(operands, cast, values.shape, values.dtype)
+
+
+def _unpickled(
+    parts: dict[str, tuple[torch.dtype, Tensor]],
+    cast: Cast,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    others: dict[str, Any],
+) -> FP8Tensor:
+    tensors = {name: part.view(of_part) for name, (of_part, part) in parts.items()}
+    made = FP8Tensor.__tensor_unflatten__(tensors, (cast, dtype), shape, None)
+    vars(made).update(others)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+# Used by layers in compiled graphs. They are neither methods nor properties, because Dynamo treats those of tensors as
+# operations and their arguments as tensors. Before torch 2.12, Dynamo supports only enums, dtypes and the flattened
+# parts of a tensor as attributes.
+
+
+def is_cast_for(tensor: FP8Tensor, cast: Cast) -> bool:
+    """Whether the operands of ``tensor`` have the format and blocks of ``cast``; scales may differ."""
+    return tensor.scaling is cast.layout and tensor.codes is cast.float8.dtype
+
+
+def _operands(x: FP8Tensor) -> Quantized:
+    row = None if x._row_data is None else ScaledTensor(x._row_data, x._row_scale_inv, x.scaling)  # type: ignore[arg-type]
+    column = None if x._column_data is None else ScaledTensor(x._column_data, x._column_scale_inv, x.scaling)  # type: ignore[arg-type]
+    return Quantized(row, column)
+
+
+def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
+    """:meth:`FP8Tensor.quantized` as a function, in which compiled code has the operands as inputs.
+
+    Raises:
+        RuntimeError: If FSDP2 would have to gather an operand that is not stored.
+    """
+    if x.is_gathered and torch.compiler.is_compiling():
+        _note_traced(*x.shape)
+    row, column = _operands(x)
+    if columnwise and column is None:
+        column = _other_operand(x, row)
+    if rowwise and row is None:
+        row = _other_operand(x, column)
+    return Quantized(row if rowwise else None, column if columnwise else None)
+
+
+_traced: set[tuple[int, ...]] = set()
+"""Shapes of gathered weights used by compiled code. All ranks compile a sharded model in the same way."""
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(*shape: int) -> bool:
+    _traced.add(shape)
+    return True
+
+
+def was_traced_gathered(shape: Sequence[int]) -> bool:
+    """Whether compiled code uses the operands of gathered weights ``[N, K]`` of this shape."""
+    return tuple(shape) in _traced
+
+
+def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
+    assert operand is not None
+    if x.scaling.transposes:
+        return transposed(operand)
+    if x.is_gathered:
+        raise RuntimeError(
+            f"layout {x.scaling.code!r} needs another operand in the backward pass, which FSDP2 gathers there, but "
+            "compiled code does not see it: compile the modules themselves with module.compile(), or use "
+            "recipe='delayed', 'tensorwise' or 'blockwise'"
+        )
+    values = operand.dequantize(x.dtype)
+    other = ops.quantize(values, x.cast, rowwise=False, columnwise=True).columnwise
+    assert other is not None
+    return other
+
+
+def transposed(operand: ScaledTensor) -> ScaledTensor:
+    """The operand of xᵀ, for a layout that transposes: a view on the CPU, a copy on a GPU, where GEMMs read rows."""
+    view = operand.t()
+    if not operand.data.is_cuda:
+        return view
+    return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
+
+
+def _is_sharding() -> bool:
+    """Whether ``fully_shard`` is calling; it would shard the values in high precision."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refuse_distribution(frame: Any) -> None:
+    """Raises:
+    NotImplementedError: If ``detach`` is called by torch's function that makes a DTensor of a parameter; it would
+        shard the values in high precision.
+    """
+    while frame is not None and frame.f_code.co_filename == _PARAMETER:  # nn.Parameter(...) detaches
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
+        raise NotImplementedError(
+            "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init "
+            "keeps in FP8. Construct and convert the model outside of fp8_model_init, or pass tp_group to layers of "
+            "lightning_fp8 in it, which keep their shards in FP8"
+        )
+
+
+def _is_of_dtensor(frame: Any) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor."))
+
+
+_PARAMETER = nn.Parameter.__new__.__code__.co_filename
+_DISTRIBUTES = ("distribute_tensor", "replicate_module_params_buffers", "_replicate_module_fn")
+
+
+def _filled_in(size: Any, numel: int) -> list[int]:
+    size = list(size)
+    if -1 in size:
+        size[size.index(-1)] = numel // -math.prod(size)
+    return size
+
+
+class _ViewOfValues(Tensor):
+    """A view of the values of an FP8 weight. Writing to it is refused, since the weight would not change."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        if changes and isinstance(args[0] if args else kwargs.get("tensor"), _ViewOfValues):
+            raise RuntimeError(
+                f"{name} on a view of an FP8 weight would not change the weight; change the whole weight: "
+                "weight.copy_(values)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            results = function(*args, **kwargs)
+            storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, _ViewOfValues)}
+            return tree_map_only(Tensor, lambda each: _as_view(each) if _is_in(each, storages) else each, results)
+
+
+def _as_view(values: Tensor) -> Tensor:
+    return values.as_subclass(_ViewOfValues)  # type: ignore[arg-type, return-value]
+
+
+def _is_in(values: Tensor, storages: set[int]) -> bool:
+    return values.untyped_storage().data_ptr() in storages
+
+
+def _warn_of_rounding(function: Any, target: Any) -> None:
+    name = function._schema.name
+    if name in ("aten::add_", "aten::sub_") and isinstance(target, FP8Tensor) and not target.requires_grad:
+        warnings.warn(
+            "a change is added to a frozen weight that is stored in FP8, as when adapters are merged: the sum is "
+            "rounded to FP8, and subtracting the change does not restore the weight",
+            stacklevel=4,
+        )
+    if "lerp" in name:  # torch's averages of weights
+        warnings.warn(
+            "an average is written to a weight that is stored in FP8: it is rounded to FP8, and changes below half the "
+            "spacing of FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
+            stacklevel=4,
+        )
+
+
+def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``function`` with the dequantized values; values that it changed in place are cast to FP8 again."""
+    values: dict[int, tuple[FP8Tensor, Tensor]] = {}
+
+    def value_of(tensor: FP8Tensor) -> Tensor:
+        if id(tensor) not in values:
+            values[id(tensor)] = tensor, tensor.dequantize()
+        return values[id(tensor)][1]
+
+    results = function(*tree_map_only(FP8Tensor, value_of, args), **tree_map_only(FP8Tensor, value_of, kwargs))
+    schema = function._schema
+    if not schema.is_mutable:
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        if is_view and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return tree_map_only(Tensor, _as_view, results)
+        return results
+    _warn_of_rounding(function, args[0] if args else None)
+    named = {argument.name: given for argument, given in zip(schema.arguments, args)} | kwargs
+    written = [
+        named.get(each.name) for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    originals = {id(value): tensor for tensor, value in values.values()}
+    for tensor in tree_leaves(written):
+        if isinstance(tensor, FP8Tensor):
+            tensor.store_(values[id(tensor)][1])
+    return tree_map_only(Tensor, lambda result: originals.get(id(result), result), results)
