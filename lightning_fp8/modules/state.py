@@ -20,7 +20,7 @@ from lightning_fp8.delayed.history import (
     span_ratio,
     validated_state,
 )
-from lightning_fp8.delayed.update import decide_where_faster, update_slots
+from lightning_fp8.delayed.update import decide_where_faster, update
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
@@ -141,11 +141,16 @@ def update_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
-    slots = _slots_of(model)
-    for history, _ in slots:
-        if history.choice is not None:
-            decide_where_faster(history)
-    update_slots(slots)
+    slots_of = _slots_of(model)
+    decide_where_faster(slots_of)
+    waiting = []
+    for history, slots in slots_of.items():
+        if others := sorted(set(range(len(history.names))) - slots):  # of the rest of the model
+            waiting.append((history, others, history.amax[others]))
+            history.amax[others] = 0.0
+    update(slots_of)
+    for history, others, amaxes in waiting:
+        history.amax[others] = amaxes
 
 
 def reset_fp8_scales(model: nn.Module) -> None:
@@ -159,18 +164,17 @@ def reset_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("reset_fp8_scales", model)
-    for history, slots in _slots_of(model):
+    for history, slots in _slots_of(model).items():
         history.reset(None if len(slots) == len(history.names) else slots)
 
 
-def _slots_of(model: nn.Module) -> list[tuple[AmaxHistory, frozenset[int]]]:
+def _slots_of(model: nn.Module) -> dict[AmaxHistory, set[int]]:
     """The slots of the FP8 layers of ``model``, by their histories in order of creation."""
     slots: dict[AmaxHistory, set[int]] = {}
     for _, module in fp8_modules(model):
         for _, slot in module.named_slots():
             slots.setdefault(slot.history, set()).add(slot.index)
-    in_order = sorted(slots, key=lambda history: history.creation_index)
-    return [(history, frozenset(slots[history])) for history in in_order]
+    return dict(sorted(slots.items(), key=lambda item: item[0].creation_index))
 
 
 def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
+from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import plain, require_module
 from lightning_fp8.convert.attention_calls.attach import attach, detach
 from lightning_fp8.convert.conversion import (
@@ -39,24 +39,19 @@ from lightning_fp8.convert.conversion import (
 from lightning_fp8.convert.first_step import (
     FirstStep,
     idle_message,
-    report_after_step,
     watch_first_steps,
     watched,
 )
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of
-from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import (
-    after_optimizer_step,
     decide_where_faster,
-    optimizer_step_number,
+    forwards_begin,
     refuse_default_dtype_in_join,
-    refuse_join,
-    update_slots,
-    update_waiting,
+    update,
+    update_pending,
 )
-from lightning_fp8.delayed.watch import uses_begin
 from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
@@ -359,18 +354,15 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             self._forwards.append(stack)
             stack.callback(self._forwards.remove, stack)
             stack.enter_context(fp8_context(self._context()))
-            histories = list(self.histories.values())
+            histories, trains = list(self.histories.values()), self._observes and torch.is_grad_enabled()
+            if trains:
+                first_steps.begin(self._models)
             if isinstance(self.recipe, DelayedScaling):
-                uses_begin(history.watch for history in histories)
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
-            if self._observes and torch.is_grad_enabled():
-                first_steps.begin(self._models)
-                for history in histories if isinstance(self.recipe, DelayedScaling) else ():
-                    history.training_forward_begins(observes=len(histories) == 1)
-                if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
-                    refuse_join()
-                update_waiting(histories)
+                forwards_begin(histories, trains, self.recipe.reduce_amax, observes=len(histories) == 1)
+            elif trains:
+                update_pending(histories)
             refuse_default_dtype_in_join()
             yield
 
@@ -390,10 +382,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
-        for history in self.histories.values():
-            if history.choice is not None:
-                decide_where_faster(history)
-        update_slots(all_slots(self.histories.values()))
+        decide_where_faster(self.histories.values())
+        update(self.histories.values())
         for model in list(self._models):
             if (first_step := watched(model)) is not None:
                 first_step.stepped()
@@ -406,13 +396,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
         """Run the hook of torch's optimizers for an ``optimizer`` that is not one of torch's and does not call it."""
-        before = optimizer_step_number()
+        before = optimizer_steps.number
         first_steps.read(self._models)
         yield
-        if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
-            after_optimizer_step(optimizer)
-            report_after_step(optimizer)
-            _note_step()
+        if not isinstance(optimizer, Optimizer) and optimizer_steps.number == before:
+            optimizer_steps.after_step(optimizer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -513,19 +501,17 @@ def pieces_of(model: nn.Module) -> str:
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
 
 
-@torch.compiler.disable
-def _note_step(*_: Any) -> None:
+def _after_step(_: Any) -> None:
     if in_backward():
         first_steps.steps_in_backward()
     else:
         first_steps.stepped()
 
 
-@torch.compiler.disable
-def _look_before_step(*_: Any) -> None:
+def _before_step(_: Any) -> None:
     if not in_backward():
         first_steps.read(())
 
 
-register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_note_step)
+optimizer_steps.listen(optimizer_steps.before, _before_step)
+optimizer_steps.listen(optimizer_steps.after, _after_step)

@@ -182,7 +182,7 @@ def other_rows(block: Block) -> None:
 def scales_updated_within(block: Block) -> None:
     """Between k and v, as by an optimizer that steps inside the forward pass."""
     history = block.k.history
-    block.between = lambda h, reader: reduce_and_update([history], history.recipe) if reader == 2 else None
+    block.between = lambda h, reader: reduce_and_update({history: history.recipe}) if reader == 2 else None
 
 
 def another_recipe_inside(block: Block) -> None:
