@@ -247,8 +247,8 @@ class AmaxHistory:
         recipe: the recipe of the last observed amaxes; ``None`` if it is unknown.
         plugin_recipe: the recipe of the plugin that trains the model; ``None`` if ``fp8_autocast`` sets the recipe.
         calibrated: whether a calibrating region has observed amaxes and has not ended yet.
-        modules: weak references, by ``id``, to the modules whose optimizers update the scales: those that read slots, and
-            the root of the converted model.
+        modules: weak references, by ``id``, to the modules whose optimizers update the scales: those that read slots,
+            and the root of the converted model.
         slots_of: the indices of the slots of each module, by its ``id``; a root has none.
         watch: state that only warnings use.
         nonzero_scales: a copy of ``scale > 0`` on the host.

@@ -255,26 +255,6 @@ def test_a_layer_that_reads_more_passes_its_amax_on() -> None:
     assert rows_of_readers(block, "seen") == [300.0] * 3
 
 
-def test_layers_of_other_optimizers_do_not_share() -> None:
-    """One model's other tensors would tell the other's scale; before an optimizer is known, layers are alike."""
-    block, _ = twins()
-    optimizers = [torch.optim.SGD(layer.parameters(), 0.0) for layer in (block.q, block.k)]
-    rest = [*block.norm.parameters(), *block.v.parameters(), *block.o.parameters()]
-    optimizers[0].add_param_group({"params": rest})
-    x = torch.randn(27, 32).bfloat16()
-
-    def casts_of_a_step() -> int:
-        with fp8_autocast(), Casts() as casts:
-            y = block(x)
-        y.float().square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        return casts.counts["e4m3", (27, 32)]
-
-    assert casts_of_a_step() == 1
-    assert casts_of_a_step() == 2  # of q and v, and of k
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoints_boundary_lies_between_readers(use_reentrant: bool) -> None:
     """The recomputation of k casts alone, and gives what its forward gave."""
