@@ -500,30 +500,24 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
         raise ValueError(f"FP8 state's 'updates' must be a count, not {reprlib.repr(updates)}")
-    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", amax_history, (None, len(names)))):
+    for key in ("scale", "amax_history", "seen", "counts"):
+        value = state.get(key, scale)  # older states lack the last two
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             raise ValueError(
                 f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
             )
         if value.is_meta or value.layout != torch.strided:
             raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
-        if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
+        if value.dim() != 1 + (key == "amax_history") or value.shape[-1] != len(names):
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
-        if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
+        # Pending amaxes may be infinite or NaN: an update ignores them.
+        if key != "seen" and value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     steps_in(state)
     span_in(state)
     slower = state.get("slower", {})
     if not isinstance(slower, dict) or not all(isinstance(text, str) for pair in slower.items() for text in pair):
         raise ValueError("FP8 state's 'slower' must be the reasons of layers by their names, or be missing")
-    for key in ("seen", "counts"):  # pending amaxes may be infinite or NaN: an update ignores them
-        value = state.get(key, scale)
-        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
-            raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},), or be missing")
-        if value.is_meta or value.layout != torch.strided:
-            raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
-        if key == "counts" and not bool((torch.isfinite(value) & (value >= 0)).all()):
-            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     return names, scale.detach(), amax_history.detach(), updates
 
 

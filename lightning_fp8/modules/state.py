@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,40 +56,29 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         TypeError: If ``model`` is not a module.
     """
     require_module("fp8_state_dict", model)
-    names: list[str] = []
-    scales: list[Tensor] = []
-    windows: list[Tensor] = []
-    amaxes: list[Tensor] = []
-    num_observed: list[Tensor] = []
-    updates = 0
-    steps: int | None = None
-    span: Span | None = None
-    history: AmaxHistory | None = None
-    for name, module in fp8_modules(model):
-        for slot_name, slot in module.named_slots(name):
-            names.append(slot_name)
-            history = history or slot.history
-            span = span or slot.history.span
-            scales.append(slot.scale_for(span) if span else slot.scale)
-            windows.append(slot.history.amax_history[:, slot.index])
-            amaxes.append(slot.amax.detach().clone())
-            num_observed.append(slot.history.num_observed[slot.index])
-            updates = max(updates, slot.history.updates)
-            if slot.history.steps is not None:
-                steps = max(steps or 0, slot.history.steps)
-    length = max((len(window) for window in windows), default=0)
+    named = [pair for name, module in fp8_modules(model) for pair in module.named_slots(name)]
+    slots = [slot for _, slot in named]
+    histories = list(dict.fromkeys(slot.history for slot in slots))
+    span = next((history.span for history in histories if history.span), None)
+    steps = [history.steps for history in histories if history.steps is not None]
+    windows = [slot.history.amax_history[:, slot.index] for slot in slots]
+    length = max(map(len, windows), default=0)
     padded = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
+
+    def stacked(values: Iterable[Tensor]) -> Tensor:
+        return torch.stack([*values]) if slots else torch.zeros(0, dtype=torch.float32, device="cpu")
+
     return {
         "version": STATE_VERSION,
-        "names": names,
-        "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "names": [name for name, _ in named],
+        "scale": stacked(slot.scale_for(span) if span else slot.scale for slot in slots),
         "amax_history": torch.stack(padded, 1) if padded else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
-        "updates": updates,
-        "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        **saved_steps(steps),
+        "updates": max((history.updates for history in histories), default=0),
+        "seen": stacked(slot.amax.detach() for slot in slots),
+        "counts": stacked(slot.history.num_observed[slot.index] for slot in slots),
+        **saved_steps(max(steps, default=None)),
         **saved_span(span),
-        **saved_choice(history, model),
+        **saved_choice(histories[0] if histories else None, model),
     }
 
 

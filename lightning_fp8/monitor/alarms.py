@@ -81,7 +81,7 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
         "use DelayedScaling with a shorter amax_history_len, or recipe='tensorwise'",
     ),
     "standing scale": (
-        "its scale is not updated: no optimizer that steps holds a parameter of its model, or something restores the scale",
+        "its scale is not updated: no optimizer that steps has a parameter of its model, or something restores it",
         "values clip or become 0 once they leave the range of an earlier step",
         "add one to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
     ),

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -220,7 +220,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         history.plugin_recipe = self.recipe
         if is_sharded(module):
             self.plan = with_gathers(self.plan, module, self.recipe)
-        when_sharded(module, partial(_report_gathers, weakref.ref(self)))
+        when_sharded(module, partial(_report, weakref.WeakMethod(self.report_gathers)))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         is_new = self._register_history(history)
@@ -249,7 +249,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
-        return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
+        return FirstStep(module, plan, again, partial(_report, weakref.WeakMethod(self.report_first_step)), begins)
 
     def _set_dtypes(self, module: nn.Module) -> str:
         """Determine the dtypes of ``module``, cast it if that is asked for, and return the line about it, or ""."""
@@ -476,14 +476,10 @@ class _OwnDtypes:
             self._entered.pop().close()
 
 
-def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:
-    if (living := plugin()) is not None:
-        living.report_gathers(model)
-
-
-def _report(plugin: weakref.ref[FP8FabricPrecision], summary: ConversionSummary) -> None:
-    if (living := plugin()) is not None:
-        living.report_first_step(summary)
+def _report(method: weakref.WeakMethod[Callable[[Any], None]], found: Any) -> None:
+    """Call a plugin's method, if the plugin is alive."""
+    if (report := method()) is not None:
+        report(found)
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:

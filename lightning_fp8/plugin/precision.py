@@ -24,6 +24,7 @@ from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.delayed.watch import EVAL, PATIENCE
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
 from lightning_fp8.proofs import first_steps
@@ -113,8 +114,9 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         self.detach_attention()
         for history in self.histories.values():
             history.plugin_recipe = None
-        for model in list(self._models):
-            self.kept_weights.training_ends(model)
+        for module in (module for model in list(self._models) for module in model.modules()):
+            if isinstance(module, WeightCachingModule):
+                module.forget_weight()  # the FP8 copies
 
     @override
     def connect(
@@ -205,7 +207,7 @@ class TrainerHooks(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = _plugin(trainer)
-        plugin.kept_weights.epoch_begins()
+        plugin.kept_weights.period_ends()
         for history in plugin.histories.values():
             history.watch.patience = PATIENCE * trainer.accumulate_grad_batches
 
@@ -237,18 +239,16 @@ class TrainerHooks(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn != "fit":
             _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+        _plugin(trainer).kept_weights.period_ends()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _plugin(trainer).kept_weights.validation_ends()
+        _plugin(trainer).kept_weights.period_ends()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+        _plugin(trainer).kept_weights.period_ends()
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+    on_predict_start = on_test_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")
