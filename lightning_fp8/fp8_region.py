@@ -78,12 +78,12 @@ def num_enabled_regions() -> int:
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread, as it is while activation checkpointing recomputes a forward."""
-    return _current_backward() != NO_BACKWARD
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def is_repeating() -> bool:
     """Whether a forward runs again inside a backward pass, and no region was entered there."""
-    return in_backward() and thread.backward != _current_backward()
+    return in_backward() and thread.backward != torch._C._current_graph_task_id()
 
 
 def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -> tuple[FP8Context, bool]:
@@ -97,11 +97,6 @@ def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -
     if backward == NO_BACKWARD:
         return current_context(own), False
     return (last or current_context(own)) if thread.backward != backward else current_context(own), True
-
-
-def _current_backward() -> int:
-    """The number of the backward pass that autograd is running on this thread."""
-    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 class fp8_context:

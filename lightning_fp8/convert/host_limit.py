@@ -20,6 +20,8 @@ from lightning_fp8.optimizer_steps import after, before, leave, listen
 
 FIRST, LAST = 10, 20
 """The optimizer steps that are watched; compilers have run before."""
+OTHERS = 100
+"""After so many steps of optimizers that are not on a GPU, none is awaited."""
 
 _clock = time.perf_counter
 
@@ -33,6 +35,7 @@ class HostLimit:
 
     tell: Callable[[str], None]
     steps: int = 0
+    others: int = 0
     is_begun: bool = False
     begun: tuple[float, Any] | None = None
     launched: Any = None
@@ -99,7 +102,9 @@ def _stepped(optimizer: Any) -> None:
         if _watched.steps == LAST:
             _watched.conclude()
             _watched = None
-    if _watched is None:
+    elif _watched is not None:
+        _watched.others += 1
+    if _watched is None or _watched.others == OTHERS:
         leave(before, backward_ended)
         leave(after, _stepped)
 

@@ -91,8 +91,8 @@ def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, outer
         _region.recipe = recipe
         _region.group = group
     if not torch.compiler.is_compiling():
-        histories = [history for history in all_histories() if history.plugin_recipe is None]
-        forwards_begin(histories, training, recipe.reduce_amax, group)
+        of_regions = [history for history in all_histories() if history.plugin_recipe is None]
+        forwards_begin(of_regions, training, recipe.reduce_amax, group)
 
 
 def forwards_begin(
@@ -109,14 +109,19 @@ def forwards_begin(
     Args:
         observes: the forward counts as one that observes amaxes, which compiled layers do not tell.
     """
-    uses_begin([history.watch for history in histories])
-    if not training:
-        return
+    loaded, is_pending = [], _awaited is not None
     for history in histories:
-        history.watch.forward_begins(history.updates, history.is_training, observes)
-    if histories and reduce_amax and _joins:
+        if history.watch.weights_loaded or history.watch.state_loaded:
+            loaded.append(history.watch)
+        if training:
+            history.watch.forward_begins(history.updates, history.is_training, observes)
+        is_pending |= bool(history.steps)
+    if loaded:
+        uses_begin(loaded)
+    if training and histories and reduce_amax and _joins:
         refuse_join(group)
-    update_pending(histories)
+    if training and is_pending:
+        update_pending(histories)
 
 
 def update_pending(histories: Iterable[AmaxHistory]) -> None:
@@ -154,7 +159,8 @@ def update(histories: Iterable[AmaxHistory]) -> None:
     if of_region:
         reduces = (_region.recipe or next(iter(of_region.values()))).reduce_amax
         reduce_and_update(of_region, reduces, _region.group)
-    reduce_and_update(on_this_rank, reduce_amax=False)
+    if on_this_rank:
+        reduce_and_update(on_this_rank, reduce_amax=False)
 
 
 def reduce_and_update(
