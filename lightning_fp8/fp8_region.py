@@ -174,8 +174,9 @@ class fp8_autocast(ContextDecorator):
         recipe = make_recipe("delayed" if fp8_recipe is None else fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
         self._attends = self.context.attention
-        observes = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
-        self._observed = recipe if observes else None  # the recipe by which amaxes may be observed
+        self._observed: DelayedScaling | None = None  # the recipe by which amaxes may be observed
+        if isinstance(recipe, DelayedScaling) and (enabled or calibrating):
+            self._observed = recipe
         self._regions: list[Any] = []
         self._reaches_attention = False
 
@@ -191,7 +192,8 @@ class fp8_autocast(ContextDecorator):
             reached = [prepare() for prepare in before_attention]
             self._reaches_attention = any(reached)
         if self._observed is not None:
-            outermost = not thread.active_regions and not in_backward()
+            recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != NO_BACKWARD
+            outermost = not thread.active_regions and not recomputes
             region_begins(self._observed, self.context.group, outermost, training=torch.is_grad_enabled())
         evaluating = outer is not None and not outer.observe
         entered = fp8_context(replace(self.context, observe=False) if evaluating else self.context)

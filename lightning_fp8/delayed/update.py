@@ -148,11 +148,9 @@ def update(histories: Iterable[AmaxHistory]) -> None:
         observed_under = history.recipe or (_region.recipe if plugin_recipe is None else None)
         if isinstance(plugin_recipe, DelayedScaling):
             of_plugin[history] = plugin_recipe
-        elif observed_under is not None and plugin_recipe is None:
-            of_region[history] = observed_under
         elif observed_under is not None:
-            on_this_rank[history] = observed_under
-            if observed_under.reduce_amax and are_several_ranks():
+            (of_region if plugin_recipe is None else on_this_rank)[history] = observed_under
+            if plugin_recipe is not None and observed_under.reduce_amax and are_several_ranks():
                 _warn_of_own_scales(plugin_recipe.name)
     if of_plugin:
         reduce_and_update(of_plugin, next(iter(of_plugin.values())).reduce_amax)
