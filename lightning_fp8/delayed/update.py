@@ -413,8 +413,8 @@ _STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 
 def listen() -> None:
     """Let optimizer steps update scales, for as long as there is something to update."""
-    if not _region.listens:
-        _region.listens = True
+    _region.listens = True
+    if after_optimizer_step not in optimizer_steps.after:
         optimizer_steps.after.insert(0, after_optimizer_step)  # those who report what a step did come later
 
 
