@@ -32,6 +32,7 @@ class FP8Context:
         observe: whether layers in training mode may collect amaxes; False during an evaluation.
         weight_period: layers cache the FP8 copies of their weights through all regions with the same number, until an
             optimizer steps; None caches nothing.
+        outside: whether this is the context of code outside every region.
     """
 
     recipe: Recipe
@@ -40,19 +41,15 @@ class FP8Context:
     group: dist.ProcessGroup | None = None
     observe: bool = True
     weight_period: int | None = None
+    outside: bool = False
 
     @property
     def attention(self) -> bool:
         """Whether attention also computes in FP8."""
         return self.enabled and (self.recipe.fp8_dpa or self.recipe.fp8_mha)
 
-    @property
-    def outside(self) -> bool:
-        """Whether this is the context of code outside every region."""
-        return self is DISABLED
 
-
-DISABLED = FP8Context(DelayedScaling(), enabled=False)
+DISABLED = FP8Context(DelayedScaling(), enabled=False, outside=True)
 """The context of code outside every region."""
 
 
@@ -67,8 +64,8 @@ unchanged models is registered here, and returns whether there are any."""
 
 def current_context(own: FP8Context | None = None) -> FP8Context:
     """The context of this thread's innermost region; outside every region ``own``, a layer's, or :data:`DISABLED`."""
-    context: FP8Context | None = thread.context
-    return context or own or DISABLED
+    context: FP8Context = thread.context or DISABLED
+    return own if own is not None and context.outside else context
 
 
 def num_enabled_regions() -> int:
