@@ -173,6 +173,7 @@ ROOMS = {
         "delayed",
         "fp8_region",
         "modules",
+        "parallel",
         "ops",
         "proofs",
         "te",
