@@ -320,8 +320,7 @@ def _gemm(
 
     def waves(config: KernelConfig, device: str) -> tuple[int, int, int]:
         side = int(_waves(device, 1) ** 0.5) + 1
-        rows, columns = config.cluster_tile
-        return side * rows + rest_m, side * columns + RESIDUE + rest_n, 272 + rest_k
+        return side * config.tile_m + rest_m, side * config.tile_n + RESIDUE + rest_n, 272 + rest_k
 
     yield Case("small", partial(check, lambda *_: (16 + rest_m, 16 + rest_n, 16 + rest_k), True))
     yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True, gap=2 * RESIDUE))
@@ -340,10 +339,9 @@ def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
 
 
 def tile_of(config: KernelConfig) -> tuple[int, ...]:
-    """A config as a tuple: on Hopper warpgroups, waves of 64 rows, columns, cluster, and whether warpgroups alternate;
-    otherwise rows and columns."""
+    """A config as a tuple: on Hopper warpgroups, waves of 64 rows, and columns; otherwise rows and columns."""
     if isinstance(config, GemmConfig):
-        return config.mma_warpgroups, config.waves, config.tile_n, config.cluster, int(config.pingpong)
+        return config.mma_warpgroups, config.waves, config.tile_n
     return config.tile_m, config.tile_n
 
 

@@ -68,10 +68,10 @@ kernels = {
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False),
     **{
-        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 2, 128, 4))
         for each in products
     },
-    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4)),
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
     "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
     "attention_forward_128": forward.attention_forward_kernel(AttentionSpec(128, "bfloat16")),
@@ -156,7 +156,7 @@ EDITS = [
     ("kernel.py", "number = int(digits[:-1])", "number = 1 + int(digits[:-1])", None),
     ("references.py", "sorted(", "list(", None),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
-    ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
+    ("lowering/fragments.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", GEMMS),
     ("casts/update_scales.py", "SLOTS = 32", "SLOTS = 16", {"scales"}),
     ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
 ]
@@ -183,7 +183,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert changed is not None or found == set(before.keys)
 
 
-WORDS = ["sizes", "sm90"]
+WORDS = ["sm90"]
 """Of ``device``: instructions. What their functions return counts, not their bodies."""
 PLANS = ["gemm/spec.py", *(f"attention/{name}.py" for name in ("spec", "backward/memory", "backward/statistics"))]
 """Descriptions and offsets, computed before a kernel is made: the values that it names count."""

@@ -131,7 +131,7 @@ def test_every_kernel_starts_through_nvidias_bindings(
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
     for kernel in every_kernel(every_product=bool(options)):
         arch = kernel.architectures[0]
-        cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
+        cache_folder.write_code(tmp_path / compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}
     assert (
         on_the_fake_driver(fake_driver, "-m", "tests.cuda_kernels.launch_everything", *options, **folders)

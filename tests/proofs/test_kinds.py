@@ -95,7 +95,7 @@ ARRIVE = re.compile(r"^\s*(?:@%p\d+ )?mbarrier\.arrive[^;]*;", re.MULTILINE)
     "name",
     [
         "product, 1 warpgroup",
-        "product, cluster of 2",
+        "product of rows",
         "attention forward, 64 channels",
         "attention backward, 64 channels",
     ],
