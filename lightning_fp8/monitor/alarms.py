@@ -81,9 +81,9 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
         "use DelayedScaling with a shorter amax_history_len, or recipe='tensorwise'",
     ),
     "standing scale": (
-        "its scale is not updated: no optimizer that steps holds its parameters, or something restores the scale",
+        "its scale is not updated: no optimizer that steps has a parameter of its model, or something restores it",
         "values clip or become 0 once they leave the range of an earlier step",
-        "add its parameters to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
+        "add one to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
     ),
     "never ran": (
         "it is planned in FP8, but did not run in FP8",

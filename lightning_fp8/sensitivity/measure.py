@@ -20,6 +20,7 @@ from tqdm import tqdm
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.conversion import convert_module, nothing_runs_in_fp8, plan_conversion
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.delayed.watch import STANDSTILL
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, update_fp8_scales
@@ -148,7 +149,7 @@ class _Gradients:
         self._buffers = {name: each.clone() for name, each in self.model.named_buffers()}
         for layer in self.layers.values():
             if layer.history is not None:
-                layer.history.watch.has_warned_of_standstill = True  # scales are constant on purpose
+                layer.history.watch.said[STANDSTILL] = ""  # scales are constant on purpose
         self._reference: list[Tensor | None] = []
         self._norm = 0.0
 

@@ -156,7 +156,7 @@ def test_a_history_of_another_length_keeps_its_newest_amaxes(length: int, files:
     load_te_state_dict(model, state_dict)
     history = model[0].fc.history
     history.amax.fill_(1.0)
-    reduce_and_update([history], DelayedScaling(amax_history_len=length))
+    reduce_and_update({history: DelayedScaling(amax_history_len=length)})
     saved = written["states"]["0.fc"][1][:, 0]
     row = history.names.index("input")
     kept = min(length - 2, 8)  # between the empty first row and the step that has just been

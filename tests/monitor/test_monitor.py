@@ -426,18 +426,6 @@ def test_scales_that_follow_are_not_off(algorithm: Any, tmp_path: Path) -> None:
         assert interval["off_bits"].max() < 0.5
 
 
-@pytest.mark.usefixtures("_short_warm_up")
-def test_a_layer_that_no_optimizer_steps_is_found(tmp_path: Path) -> None:
-    class Partly(Model):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam([each for name, each in self.named_parameters() if "net.4" not in name], 1e-3)
-
-    monitor = monitor_of(tmp_path, 20)
-    fit(monitor, steps=80, model=Partly())
-    (alarm,) = monitor.alarms
-    assert (alarm.rule, alarm.layers) == ("standing scale", ["net.4"])
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_layer_that_never_ran_is_found(recipe: str, tmp_path: Path) -> None:
     class Unused(Model):
