@@ -105,8 +105,10 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
 
 def _reason(error: Exception) -> str:
     """The message of an error of ``torch.load``, without the advice around it to load the file unsafely."""
-    own = str(error).split("\n\n")[-2:][0].rpartition("WeightsUnpickler error: ")[2].strip()
-    return f"{own.partition(chr(10))[0].partition(' Please use')[0][:300]} ({type(error).__name__})"
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    advised = isinstance(error, pickle.UnpicklingError) and len(lines) > 1  # before it, and a link after it
+    own = lines[-2 if advised else 0].rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0]
+    return f"{own.strip()[:300]} ({type(error).__name__})"
 
 
 def _refuse_primary_weight(name: str) -> None:
@@ -200,7 +202,7 @@ class _Unpickler(pickle._Unpickler):
         if self.storage is None:
             raise CheckpointError("it holds a persistent id outside a torch.save archive")
         kind, dtype, key, _, numel = pid[:5]
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not 0 <= numel:
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or numel < 0:
             raise CheckpointError("a persistent id names no storage")
         return self.storage(dtype, key, numel)
 
