@@ -24,33 +24,12 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.numerics.scaled import Role
-from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, is_state, slots_of_state
+from lightning_fp8.te.keys import FORWARD_SLOTS, column_of, is_state, slots_of_state
 from lightning_fp8.te.torch_file import CheckpointError, Standin, read_archive, read_pickle
 
 MAX_STATE_BYTES = 1 << 30
 MAX_WINDOW = 1 << 20
 MAX_SLOTS = 1 << 16
-
-
-def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
-    """The initial state of a module in Transformer Engine: scale 1, amax 0."""
-    te_columns = {}
-    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        te_columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
-        te_columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
-    return te_columns
-
-
-def put_tensor_state(
-    te_columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0
-) -> None:
-    """Write the state of one tensor of GEMM ``gemm`` to ``te_columns``. A scale of 0 (no scale yet) is not written."""
-    direction, index = column_of(role, gemm)
-    if scale:
-        te_columns[f"scale_{direction}"][index] = scale
-    if len(amax_history):
-        te_columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
 
 
 class ForeignState(CheckpointError):
