@@ -13,7 +13,7 @@ import torch
 
 from lightning_fp8.delayed.history import validated_state
 from lightning_fp8.files import replacing
-from lightning_fp8.te.keys import EXTRA_STATE, is_grouped
+from lightning_fp8.te.keys import EXTRA_STATE, is_grouped, slots_of_state
 from lightning_fp8.te.te_state import TensorState, require_stored, te_states_in
 from lightning_fp8.te.torch_file import CheckpointError, load_checkpoint
 from lightning_fp8.te_checkpoints.remap import states_by_name
@@ -160,7 +160,8 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         prefix = "" if first else f"{holder_key}."
         for key, te_state in te_states:
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
-            tensor_states = {} if is_grouped(owner, holder) else te_state.named_tensor_states(owner)
+            slots = {} if is_grouped(owner, holder) else slots_of_state(owner, te_state.num_gemms)
+            tensor_states = te_state.tensor_states(slots)
             yield prefix + key, te_state.writer, {prefix + name: item for name, item in tensor_states.items()}
         first = first and not te_states
     for key, state in _our_states(file):

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.numerics.scaled import Role
-from lightning_fp8.te.keys import FORWARD_SLOTS, column_of, is_state, slots_of_state
+from lightning_fp8.te.keys import FORWARD_SLOTS, column_of, is_state
 from lightning_fp8.te.torch_file import CheckpointError, Standin, read_archive, read_pickle
 
-MAX_STATE_BYTES = 1 << 30
 MAX_WINDOW = 1 << 20
 MAX_SLOTS = 1 << 16
 
@@ -89,9 +88,8 @@ class TEState:
         amax_history = te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
-    def named_tensor_states(self, module_name: str) -> dict[str, TensorState]:
-        """The states of tensors by the slots of ``module_name``; see :func:`~lightning_fp8.te.keys.slots_of_state`."""
-        slots = slots_of_state(module_name, self.num_gemms)
+    def tensor_states(self, slots: Mapping[str, tuple[Role, int]]) -> dict[str, TensorState]:
+        """:meth:`tensor_state` by slot, given the role and the GEMM of each."""
         return {slot: self.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
 
 
@@ -134,15 +132,12 @@ def read_te_state(value: Any) -> TEState:
         if value.dtype != torch.uint8 or value.dim() > 1:
             raise ForeignState(f"it is a {value.dtype} tensor of shape {tuple(value.shape)}, not bytes")
         require_stored("it", value)
-        _check_size(value.numel())
         if not value.numel():
             return TEState("2.4 or later, without FP8")
         return _from_pickle(value.detach().cpu().numpy().tobytes())
     if isinstance(value, (bytes, bytearray)):
-        _check_size(len(value))
         return _from_pickle(bytes(value))
     if isinstance(value, io.BytesIO):
-        _check_size(len(value.getbuffer()))
         state = read_archive(value.getvalue())
         return TEState("0.12 to 1.13, without FP8") if state is None else _from_dict(state, _version_1(state))
     if isinstance(value, list):
@@ -164,11 +159,6 @@ def require_stored(key: str, value: Tensor) -> None:
     stored = value.untyped_storage().nbytes() // value.element_size()
     if value.numel() > stored:
         raise CheckpointError(f"{key} has shape {tuple(value.shape)} and {stored} stored values")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_STATE_BYTES:
-        raise CheckpointError(f"it has {size} bytes; at most {MAX_STATE_BYTES} are read")
 
 
 def _from_pickle(data: bytes) -> TEState:

@@ -27,6 +27,7 @@ from lightning_fp8.te.keys import (
     prefix_of,
     prefix_renamer,
     slots_of_gemms,
+    slots_of_state,
     state_key,
 )
 from lightning_fp8.te.te_state import TensorState, TEState, read_state_of, te_states_in
@@ -185,12 +186,10 @@ def states_by_name(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[
     parameters = {key: value for key, value in state_dict.items() if key not in te_states}
     states, _ = _by_module([(key, clean_name(key), state) for key, state in te_states.items()], {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
-    named_states = {
-        name: tensor_state
-        for owner, state in read.items()
-        for name, tensor_state in state.named_tensor_states(owner).items()
-    }
-    return parameters, _history_state(named_states), len(read)
+    tensor_states: dict[str, TensorState] = {}
+    for owner, state in read.items():
+        tensor_states |= state.tensor_states(slots_of_state(owner, state.num_gemms))
+    return parameters, _history_state(tensor_states), len(read)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -310,18 +309,13 @@ def _place(
 ) -> tuple[dict[str, TensorState], Outcome, str]:
     """The states of tensors by slot, given the state of a module, and the entry for the report."""
     if state.forward is None:
-        return (
-            {},
-            "defaulted",
-            f"{state.recipe_name} keeps no state" if state.recipe_name else "the module had no FP8 state",
-        )
+        why = f"{state.recipe_name} keeps no state" if state.recipe_name else "the module had no FP8 state"
+        return {}, "defaulted", why
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            placed = {
-                slot: state.tensor_state(role, gemm) for slot, (role, gemm) in _slots_of(owner, roles, modules).items()
-            }
+            placed = state.tensor_states(_slots_of(owner, roles, modules))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
         moved = clean_name(key) != state_key(owner)
@@ -331,8 +325,7 @@ def _place(
         where = f"{type(modules[owner]).__name__} has no slots" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    slots = slots_of_gemms(in_fp8, LINEAR_ROLES)
-    placed = {slot: state.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
+    placed = state.tensor_states(slots_of_gemms(in_fp8, LINEAR_ROLES))
     if not placed:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
     return placed, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
