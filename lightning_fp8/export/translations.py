@@ -352,15 +352,11 @@ def _srelu(x: Value) -> Value:
 
 
 VALUES = {
-    name: value
-    for names, value in (
-        (("gelu", "geglu"), _gelu),
-        (("qgelu", "qgeglu"), _qgelu),
-        (("relu", "reglu"), op.Relu),
-        (("srelu", "sreglu"), _srelu),
-        (("silu", "swiglu"), _silu),
-        (("glu",), op.Sigmoid),
-    )
-    for name in names
+    **dict.fromkeys(("gelu", "geglu"), _gelu),
+    **dict.fromkeys(("qgelu", "qgeglu"), _qgelu),
+    **dict.fromkeys(("relu", "reglu"), op.Relu),
+    **dict.fromkeys(("srelu", "sreglu"), _srelu),
+    **dict.fromkeys(("silu", "swiglu"), _silu),
+    "glu": op.Sigmoid,
 }
 """The activations in float32, by Transformer Engine's names."""

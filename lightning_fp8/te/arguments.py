@@ -124,16 +124,15 @@ class _Unsupported(NamedTuple):
     instead: str
 
 
-_NO_OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
-
 _UNSUPPORTED = {
     "symmetric_ar_type": _Unsupported(None, "sums are torch.distributed's all_reduce; leave it out"),
-    "ub_bulk_wgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_bulk_dgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_ag": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_rs": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_rs_dgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_tp_comm_overlap": _Unsupported(False, _NO_OVERLAP),
+    **dict.fromkeys(
+        (
+            *("ub_bulk_wgrad", "ub_bulk_dgrad", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad"),
+            "ub_tp_comm_overlap",
+        ),
+        _Unsupported(False, "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"),
+    ),
     "delay_wgrad_compute": _Unsupported(
         False, "Linear, LayerNormLinear and LayerNormMLP take it, and modules of several layers do not; leave it out"
     ),

@@ -150,7 +150,7 @@ _KEYS = (str, int, float, bytes, bool, type(None))
 
 _OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes if opcode.proto <= 5}
 _REFUSED = {"PERSID", "INST", "OBJ", "STRING", "BINSTRING", "SHORT_BINSTRING", "EXT1", "EXT2", "EXT4", "FROZENSET"}
-_REFUSED |= {"NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"}
+_REFUSED |= {"DICT", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"}
 _PYTHONS: Any = pickle._Unpickler.dispatch
 
 
@@ -206,12 +206,6 @@ class _Unpickler(pickle._Unpickler):
             raise CheckpointError("a persistent id names no storage")
         return self.storage(dtype, key, numel)
 
-    def load_proto(self) -> None:
-        self.read(1)
-
-    def load_frame(self) -> None:  # frames are not needed, because the data is in memory
-        self.read(8)
-
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
@@ -234,11 +228,6 @@ class _Unpickler(pickle._Unpickler):
 
     def load_setitems(self) -> None:
         items = self.pop_mark()
-        _set_items(self.stack[-1], items)
-
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
         _set_items(self.stack[-1], items)
 
     def load_additems(self) -> None:
