@@ -37,13 +37,14 @@ _ZIP_SIGNATURE = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 
-_STORAGES = (
-    *("FloatStorage", "DoubleStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage"),
-    *("CharStorage", "ByteStorage", "BoolStorage", "ComplexFloatStorage", "ComplexDoubleStorage"),
-)
+_STORAGES = {
+    **{"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16},
+    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+    **{"Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
+}
 _DTYPES: dict[str, torch.dtype] = {
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-    **{f"torch.{device}{name}": getattr(torch, name).dtype for device in ("", "cuda.") for name in _STORAGES},
+    **{f"torch.{device}{name}Storage": dtype for device in ("", "cuda.") for name, dtype in _STORAGES.items()},
     **dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"), torch.uint8),
 }
 """The dtypes that a file names, itself or by the class of a storage."""
@@ -62,14 +63,14 @@ class CheckpointError(ValueError):
 
 
 class Unread:
-    """An object of a class that is not imported. Its subclasses have the name of that class."""
+    """An object of a class that is not imported. A subclass of it stands for each such class, and has its name."""
 
     def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, _: Any) -> None: ...
 
     def __repr__(self) -> str:
-        return f"an object of {type(self).__name__}"
+        return f"an object of {type(self).__module__}.{type(self).__name__}"
 
 
 _INERT = {"builtins.frozenset": frozenset}
@@ -93,14 +94,22 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             for name in refused:
                 _refuse_primary_weight(name)
-            classes = {name: _INERT.get(name) or type(name, (Unread,), {}) for name in refused}
+            classes = {name: _INERT.get(name) or _unread(name) for name in refused}
             with torch.serialization.safe_globals([(made, name) for name, made in classes.items()]):
                 value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except CheckpointError:
             raise
         except Exception as error:  # damaged files raise many types of errors
-            raise CheckpointError(f"it is damaged, or not in torch.save's default format: {_reason(error)}") from None
+            raise CheckpointError(
+                f"it is damaged, or holds what is not supported: {_reason(error)}; save it again without that, with "
+                "torch.save's defaults"
+            ) from None
     return value, sorted(classes.keys() - _INERT)
+
+
+def _unread(name: str) -> type[Unread]:
+    module, _, own_name = name.rpartition(".")
+    return type(own_name, (Unread,), {"__module__": module})
 
 
 def _reason(error: Exception) -> str:
