@@ -17,13 +17,13 @@ attributes of any object that it can name, for example ``torch._utils._rebuild_t
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import pickletools
 import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from torch import Tensor
 
 Spend = Callable[[int], None]
 """Charges bytes that are copied or allocated; raises if a valid file would not need them."""
+GetStorage = Callable[[torch.dtype, str, int], Tensor]
+"""Returns the elements ``[numel]`` of a storage, given its dtype, key and numel."""
 
 _ZIP_SIGNATURE = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -88,7 +90,7 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
     """
     with path.open("rb") as file:
         try:
-            if not zipfile.is_zipfile(file):
+            if file.read(4) != _ZIP_SIGNATURE:
                 return torch.load(path, map_location="cpu", weights_only=True), []
             _stored_records(zipfile.ZipFile(file))
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -177,8 +179,9 @@ class _Unpickler(pickle._Unpickler):
 
     Args:
         stream: one pickle. It is positioned after its end.
-        constructors: the functions that the pickle may call, by dotted name. Recipes may be named besides.
-        storage: returns the elements ``[numel]`` of a storage, given its dtype, key and numel.
+        spend: charges what the functions that the pickle calls copy.
+        storage: None refuses storages outside the pickle.
+        nested: refuse storages in bytes, because the pickle is inside one.
     """
 
     read: Callable[[int], bytes]
@@ -187,14 +190,12 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
     metastack: list[list[Any]]
 
-    def __init__(
-        self,
-        stream: io.BytesIO,
-        constructors: dict[str, Callable[..., Any]],
-        storage: Callable[[torch.dtype, str, int], Tensor] | None,
-    ) -> None:
+    def __init__(self, stream: io.BytesIO, spend: Spend, storage: GetStorage | None, nested: bool) -> None:
         super().__init__(stream)
-        self.constructors, self.storage = constructors, storage
+        self.spend, self.storage = spend, storage
+        self.constructors = {**_CONSTRUCTORS, "_codecs.encode": self.encode}
+        if not nested:
+            self.constructors |= dict.fromkeys(_LOAD_FROM_BYTES, self.load_from_bytes)
 
     def find_class(self, module: str, name: str) -> Global | torch.dtype:
         full_name = f"{module}.{name}"
@@ -211,9 +212,25 @@ class _Unpickler(pickle._Unpickler):
         if self.storage is None:
             raise CheckpointError("it holds a persistent id outside a torch.save archive")
         kind, dtype, key, _, numel = pid[:5]
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or numel < 0:
+        sensible = isinstance(dtype, torch.dtype) and isinstance(key, str) and type(numel) is int and numel >= 0
+        if kind != "storage" or not sensible:
             raise CheckpointError("a persistent id names no storage")
         return self.storage(dtype, key, numel)
+
+    def encode(self, text: Any, encoding: Any) -> bytes:
+        """Bytes, which protocol 2 writes as text."""
+        if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+            raise CheckpointError("bytes are stored in an unknown way")
+        self.spend(len(text))
+        return text.encode("latin1")
+
+    def load_from_bytes(self, data: Any) -> Tensor:
+        """A tensor's storage in a plain pickle, which torch writes in its older format."""
+        self.spend(len(data))
+        storage = _read_legacy(io.BytesIO(data), self.spend, nested=True)
+        if not isinstance(storage, Tensor):
+            raise CheckpointError("the bytes of a storage hold something else")
+        return storage
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -282,6 +299,46 @@ def _checked_keys(keys: list[Any], what: str) -> list[Any]:
     return keys
 
 
+# --- Functions that a pickle may call ---------------------------------------------------------------------------------
+
+
+def _member(owner: Any = None, name: Any = None) -> Standin:
+    """A member of an enumeration of recipes, which Python 3.11.2 pickles by getattr."""
+    if not (isinstance(owner, Global) and _RECIPE.fullmatch(owner.name) and isinstance(name, str)):
+        raise CheckpointError("it asks for 'builtins.getattr', which is not on the list of names that are read")
+    return Standin(owner.name, (name,))
+
+
+def _size(sizes: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(sizes, tuple):  # a copy could take more memory than the file
+        raise CheckpointError("a torch.Size is not made of a tuple")
+    return sizes
+
+
+def _rebuild_tensor(
+    elements: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, *others: Any
+) -> Tensor:
+    """A view of a storage's elements. ``others`` are the dtype, in torch's version 3, and flags of lazy views."""
+    if others and isinstance(others[0], torch.dtype):
+        elements, others = elements.view(others[0]), others[1:]
+    if any(others):
+        raise CheckpointError(
+            "a tensor is stored as what its conjugate or its negative is made of, which is not supported; save its "
+            "resolve_conj().resolve_neg()"
+        )
+    return elements.as_strided(shape, stride, offset)
+
+
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch.Size": _size,
+    "collections.OrderedDict": lambda: {},
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,
+}
+
 # --- States -----------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +348,7 @@ def read_pickle(data: bytes) -> Any:
     Raises:
         CheckpointError: If a name is refused, an opcode is not supported, or the data is damaged.
     """
-    return _unpickle(io.BytesIO(data), _constructors(_budget(len(data))))
+    return _unpickle(io.BytesIO(data), _budget(len(data)))
 
 
 def read_archive(data: bytes) -> Any:
@@ -300,9 +357,8 @@ def read_archive(data: bytes) -> Any:
     Raises:
         CheckpointError: If a name is refused, an opcode is not supported, or the data is damaged.
     """
-    spend = _budget(len(data))
     read = _read_zip if data.startswith(_ZIP_SIGNATURE) else _read_legacy
-    return read(io.BytesIO(data), _constructors(spend), spend)
+    return read(io.BytesIO(data), _budget(len(data)))
 
 
 def _budget(size: int) -> Spend:
@@ -318,76 +374,15 @@ def _budget(size: int) -> Spend:
     return spend
 
 
-def _unpickle(
-    stream: io.BytesIO,
-    constructors: dict[str, Callable[..., Any]],
-    storage: Callable[[torch.dtype, str, int], Tensor] | None = None,
-) -> Any:
+def _unpickle(stream: io.BytesIO, spend: Spend, storage: GetStorage | None = None, nested: bool = False) -> Any:
     try:
-        return _Unpickler(stream, constructors, storage).load()
+        return _Unpickler(stream, spend, storage, nested).load()
     except CheckpointError:
         raise
     except EOFError:
         raise CheckpointError("the pickle is damaged: it ends too early") from None
     except Exception as error:  # damaged data can raise anything: stack underflow, wrong types, truncation, ...
         raise CheckpointError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:200]})") from None
-
-
-def _constructors(spend: Spend) -> dict[str, Callable[..., Any]]:
-    """The functions that a state may call, by their names in it. A tensor's storage in bytes may not hold another."""
-
-    def load_from_bytes(data: Any) -> Tensor:
-        spend(len(data))
-        storage = _read_legacy(io.BytesIO(data), innermost, spend)
-        if not isinstance(storage, Tensor):
-            raise CheckpointError("the bytes of a storage hold something else")
-        return storage
-
-    def encode(text: Any, encoding: Any) -> bytes:
-        if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-            raise CheckpointError("bytes are stored in an unknown way")
-        spend(len(text))
-        return text.encode("latin1")
-
-    def size(sizes: Any = ()) -> tuple[Any, ...]:
-        if not isinstance(sizes, tuple):  # a copy could take more memory than the file
-            raise CheckpointError("a torch.Size is not made of a tuple")
-        return sizes
-
-    innermost = {
-        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-        "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
-        "torch._utils._rebuild_parameter": lambda data, *_: data,
-        "torch.Size": size,
-        "collections.OrderedDict": lambda: {},
-        "_codecs.encode": encode,
-        **dict.fromkeys(("builtins.getattr", "__builtin__.getattr"), _member),
-    }
-    return innermost | dict.fromkeys(_LOAD_FROM_BYTES, load_from_bytes)
-
-
-def _member(owner: Any = None, name: Any = None) -> Standin:
-    """A member of an enumeration of recipes, which Python 3.11.2 pickles by getattr."""
-    if not (isinstance(owner, Global) and _RECIPE.fullmatch(owner.name) and isinstance(name, str)):
-        raise CheckpointError("it asks for 'builtins.getattr', which is not on the list of names that are read")
-    return Standin(owner.name, (name,))
-
-
-def _rebuild_tensor(
-    elements: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, *others: Any
-) -> Tensor:
-    """A view of a storage's elements. ``others`` are the dtype, in torch's version 3, and flags of lazy views."""
-    if others and isinstance(others[0], torch.dtype):
-        elements, others = elements.view(others[0]), others[1:]
-    if any(others):
-        raise CheckpointError(
-            "a tensor is stored as what its conjugate or its negative is made of, which is not supported; save its "
-            "resolve_conj().resolve_neg()"
-        )
-    reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-    if math.prod(shape) and not 0 <= reach <= len(elements):
-        raise CheckpointError(f"a tensor of shape {shape} claims {reach} elements of {len(elements)}")
-    return elements.as_strided(shape, stride, offset)
 
 
 def _stored_records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -402,7 +397,7 @@ def _stored_records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     return {info.filename: info for info in archive.infolist()}
 
 
-def _read_zip(stream: io.BytesIO, constructors: dict[str, Callable[..., Any]], spend: Spend) -> Any:
+def _read_zip(stream: io.BytesIO, spend: Spend) -> Any:
     try:
         archive = zipfile.ZipFile(stream)
         records = {}
@@ -431,14 +426,15 @@ def _read_zip(stream: io.BytesIO, constructors: dict[str, Callable[..., Any]], s
             storages[key] = _bytes_of(record)
         return storages[key].view(dtype)
 
-    return _unpickle(io.BytesIO(records[pickles[0]]), constructors, storage)
+    return _unpickle(io.BytesIO(records[pickles[0]]), spend, storage)
 
 
-def _read_legacy(stream: io.BytesIO, constructors: dict[str, Callable[..., Any]], spend: Spend) -> Any:
+def _read_legacy(stream: io.BytesIO, spend: Spend, nested: bool = False) -> Any:
     """A file of torch's older format: pickles of its version, the value and the keys of storages; then their bytes."""
-    if [_unpickle(stream, constructors) for _ in range(2)] != [_LEGACY_MAGIC, _LEGACY_PROTOCOL]:
+    read = partial(_unpickle, stream, spend, nested=nested)
+    if [read(), read()] != [_LEGACY_MAGIC, _LEGACY_PROTOCOL]:
         raise CheckpointError("it was not written by torch.save")
-    system = _unpickle(stream, constructors)
+    system = read()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError("it is big-endian; save it again on a little-endian machine")
     storages: dict[str, Tensor] = {}
@@ -449,9 +445,8 @@ def _read_legacy(stream: io.BytesIO, constructors: dict[str, Callable[..., Any]]
             storages[key] = torch.zeros(numel, dtype=dtype, device="cpu")
         return storages[key].view(dtype)
 
-    value = _unpickle(stream, constructors, storage)
-    keys = _unpickle(stream, constructors)
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
+    value, keys = read(storage=storage), read()
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or {*keys} != storages.keys():
         raise CheckpointError("the list of storages is damaged")
     for key in keys:
         elements = storages[key]
