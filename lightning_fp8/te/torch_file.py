@@ -193,7 +193,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, stream: io.BytesIO, spend: Spend, storage: GetStorage | None, nested: bool) -> None:
         super().__init__(stream)
         self.spend, self.storage = spend, storage
-        self.constructors = {**_CONSTRUCTORS, "_codecs.encode": self.encode}
+        self.constructors: dict[str, Callable[..., Any]] = {**_CONSTRUCTORS, "_codecs.encode": self.encode}
         if not nested:
             self.constructors |= dict.fromkeys(_LOAD_FROM_BYTES, self.load_from_bytes)
 

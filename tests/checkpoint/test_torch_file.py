@@ -281,7 +281,9 @@ def test_a_tensor_that_claims_2_to_the_60_elements(stride: bytes) -> None:
     if stride == b"K\x00\x85":  # one element seen often takes no memory
         assert read_pickle(data).numel() == 2**60
     else:
-        with pytest.raises(CheckpointError, match=r"sizes \[1152921504606846976\].* out of bounds for storage of size 16"):
+        with pytest.raises(
+            CheckpointError, match=r"sizes \[1152921504606846976\].* out of bounds for storage of size 16"
+        ):
             read_pickle(data)
 
 
