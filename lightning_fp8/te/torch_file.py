@@ -161,7 +161,7 @@ _KEYS = (str, int, float, bytes, bool, type(None))
 
 _OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes if opcode.proto <= 5}
 _REFUSED = {"PERSID", "INST", "OBJ", "STRING", "BINSTRING", "SHORT_BINSTRING", "EXT1", "EXT2", "EXT4", "FROZENSET"}
-_REFUSED |= {"DICT", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"}
+_REFUSED |= {"NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"}
 _PYTHONS: Any = pickle._Unpickler.dispatch
 
 
@@ -254,6 +254,11 @@ class _Unpickler(pickle._Unpickler):
 
     def load_setitems(self) -> None:
         items = self.pop_mark()
+        _set_items(self.stack[-1], items)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
         _set_items(self.stack[-1], items)
 
     def load_additems(self) -> None:
