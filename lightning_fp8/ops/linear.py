@@ -167,7 +167,7 @@ def _forward_plan(
         def run_given(
             x: Tensor, x_scale_inv: Tensor, _: None, weight: Tensor, w_scale: Any, w_amax: Any, bias: Any
         ) -> tuple[Tensor, None]:
-            w8 = quantize_w(weight, w_cast, w_scale, w_amax, None)
+            w8 = quantize_w(weight, w_cast, w_scale, w_amax)
             return multiply(x, x_scale_inv, w8[0], w8[1], gemm, bias, None, None), None
 
         return run_given
@@ -177,8 +177,8 @@ def _forward_plan(
     def run(
         x: Tensor, x_scale: Any, x_amax: Any, weight: Tensor, w_scale: Any, w_amax: Any, bias: Any
     ) -> tuple[Tensor, Outputs]:
-        x8 = quantize_x(x, x_cast, x_scale, x_amax, None)
-        w8 = quantize_w(weight, w_cast, w_scale, w_amax, None)
+        x8 = quantize_x(x, x_cast, x_scale, x_amax)
+        w8 = quantize_w(weight, w_cast, w_scale, w_amax)
         return multiply(x8[0], x8[1], w8[0], w8[1], gemm, bias, None, None), x8
 
     return run
@@ -228,9 +228,9 @@ def _backward_plan(
         x_t: Tensor, x_t_scale_inv: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if dy_cast is not None:
-            dy8 = quantize_dy(dy, dy_cast, dy_scale, dy_amax, None)
+            dy8 = quantize_dy(dy, dy_cast, dy_scale, dy_amax)
             dy, dy_scale, transposed = dy8[0], dy8[1], transposed_operand(dy8, dy_cast)
-        w8 = quantize_w(weight, w_cast, w_scale, None, None)
+        w8 = quantize_w(weight, w_cast, w_scale, None)
         dx = multiply_dx(dy, dy_scale, *transposed_operand(w8, w_cast), dx_gemm, None, None, None)
         dw = multiply_dw(*transposed, x_t, x_t_scale_inv, dw_gemm, None, None, None)
         return dx, dw
@@ -276,7 +276,7 @@ def _cast_plan(
     plan = quantize_op.plans.get(device.type)
     if plan is None:
         return _implementation(quantize_op, device)
-    return plan(device, current, key, (*cast, has_scale, has_amax, False))  # type: ignore[no-any-return]
+    return plan(device, current, key, (*cast, has_scale, has_amax))  # type: ignore[no-any-return]
 
 
 def _gemm_plan(

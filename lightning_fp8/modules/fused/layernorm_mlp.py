@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
-from lightning_fp8.functions.linear import Product
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
@@ -110,28 +109,19 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        flags = {
-            "return_bias": return_bias,
-            "return_layernorm_output": return_layernorm_output,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "checkpoint": checkpoint,
-            "return_layernorm_output_gathered": parallel.get("return_layernorm_output_gathered", False),
-        }
-        self._keep(flags, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self._keep(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.fuse_wgrad_accumulation, self.checkpoint = fuse_wgrad_accumulation, checkpoint
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
-        self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
+        norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
         self.activation = activation_named(activation)
         self.activate = activation_function(self.activation, activation_params)
         self.in_features = self.out_features = self.hidden_size
-        register_norm(self, self.norm, self.hidden_size, **factory)
+        self._register_norm(norm, self.hidden_size, parallel, **factory)
         for name, (rows, columns) in self.matrices.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
-        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
-        self.initializations = tuple(
-            Initialization.told(method, parallel) for method in (init_method, output_layer_init_method)
-        )
-        self.reset_parameters()
+        self._initialize(parallel, init_method, output_layer_init_method)
         tensor_parallel = TensorParallel.asked(parallel)
         require_parallel_mode(parallel, tensor_parallel)
         if parallel.get("set_parallel_mode") and tensor_parallel.size > 1:
@@ -141,20 +131,6 @@ class LayerNormMLP(NormedLayer):
             self.cut(tensor_parallel, {"fc1_weight": fc1, "fc1_bias": fc1, "fc2_weight": Cut(1)})
         self.ensure_slots()
         keep_weights_in_fp8(self, self.weight_names)
-
-    def reset_parameters(self) -> None:
-        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
-
-        Raises:
-            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits an
-                ``init_method``.
-        """
-        refuse_meta(self)
-        reset_norm(self, self.norm)
-        with self._as_whole():
-            for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
-                initialization.fill([weight], [bias])
-        self.forget_weight()
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -184,101 +160,87 @@ class LayerNormMLP(NormedLayer):
             return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
         context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
+        biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
         if context.enabled and self.fp8:
-            y, normalized = self._fused(inp, weights, context, is_first_microbatch)
+            y, normalized = self._fused(inp, weights, biases, context, is_first_microbatch)
         else:
             calibrating = context.calibrating and not context.enabled and self.fp8
-            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights))
-            y, normalized = self._in_high_precision(inp, (w1, w2), calibrating)
+            matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
+
+            def multiply(gemm: int, x: Tensor) -> Tensor:
+                if calibrating:
+                    return self._calibrating_forward(x, matrices[gemm], biases[gemm], gemm)
+                return F.linear(x, matrices[gemm], biases[gemm])
+
+            y, normalized = self._step_by_step(inp, multiply, calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
         """The forward of a sharded module: each rank activates its own features between the two linear layers."""
-        w1, w2 = self.fc1_weight, self.fc2_weight
-        context = self._begin(x, w1, is_first_microbatch, w2)
-        added_bias = None if self.return_bias else self.fc2_bias
+        weights = self.fc1_weight, self.fc2_weight
+        context = self._begin(x, weights[0], is_first_microbatch, weights[1])
+        biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
         calibrating = context.calibrating and not context.enabled and self.fp8
-        fc1 = fc2 = None
-        dtype = x.dtype
+        products: list[Any] = [None, None]
+        matrices, dtype = [*weights], x.dtype
         if context.enabled and self.fp8:
-            others = self.fc1_bias, added_bias, self.layer_norm_weight
-            (fc1, fc2), dtype = self._products(x, (w1, w2), others, context, is_first_microbatch)
+            others = *biases, self.layer_norm_weight
+            products, dtype = self._products(x, weights, others, context, is_first_microbatch)
         else:
-            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate((w1, w2)))
+            matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
 
-        def computed(x: Tensor) -> tuple[Tensor, Tensor]:
-            normalized = self._normalized(x)
+        def multiply(gemm: int, x: Tensor) -> Tensor:
             if calibrating:
-                self._observe(0, normalized, w1)
-            h = self._multiply("column", normalized, w1, self.fc1_bias, fc1, dtype)
-            h = self._observed(0, h) if calibrating else h
-            a = self.activate(h)
-            if calibrating:
-                self._observe(1, a, w2)
-            y = self._multiply("row", a, w2, added_bias, fc2, dtype)
-            return self._observed(1, y) if calibrating else y, normalized
+                self._observe(gemm, x, matrices[gemm])
+            y = self._multiply(("column", "row")[gemm], x, matrices[gemm], biases[gemm], products[gemm], dtype)
+            return self._observed(gemm, y) if calibrating else y
 
-        if self.checkpoint and torch.is_grad_enabled() and not calibrating:
-            y, normalized = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, normalized = computed(x)
+        y, normalized = self._step_by_step(x, multiply, calibrating)
         bias = self._returned_bias(self.fc2_bias, "row") if self.return_bias else None
         return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
 
     def _fused(
-        self, x: Tensor, weights: tuple[Tensor, Tensor], context: FP8Context, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """y, and the norm's output with ``return_layernorm_output``."""
-        added_bias = None if self.return_bias else self.fc2_bias
-        parameters = weights[0], self.fc1_bias, weights[1], added_bias
-        tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
-        (fc1, fc2), dtype = self._products(x, weights, tensors, context, is_first_microbatch)
-        self._refuse_backward_override(fc1, _NO_OVERRIDE)
-        if self.activation not in ops.ACTIVATIONS:
-            return self._unfused_in_fp8(x, weights, added_bias, fc1, fc2, dtype)
-        mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
-        return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
-
-    def _unfused_in_fp8(
         self,
         x: Tensor,
         weights: tuple[Tensor, Tensor],
-        added_bias: Tensor | None,
-        fc1: Product,
-        fc2: Product,
-        dtype: torch.dtype,
+        biases: tuple[Any, Any],
+        context: FP8Context,
+        is_first_microbatch: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y, and the norm's output with ``return_layernorm_output``."""
+        parameters = weights[0], biases[0], weights[1], biases[1]
+        tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
+        products, dtype = self._products(x, weights, tensors, context, is_first_microbatch)
+        fc1, fc2 = products
+        self._refuse_backward_override(fc1, _NO_OVERRIDE)
+        if self.activation in ops.ACTIVATIONS:
+            mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
+            return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
+
+        def multiply(gemm: int, x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            return self._multiplied(rows, weights[gemm], biases[gemm], products[gemm], dtype)
+
+        y, normalized = self._step_by_step(x, multiply)
+        return y.view(*x.shape[:-1], self.hidden_size), normalized
+
+    def _step_by_step(
+        self, x: Tensor, multiply: Callable[[int, Tensor], Tensor], calibrating: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """y and the norm's output. Norm and activation run in high precision; the linear layers cast their outputs."""
-        (w1, w2), b1 = weights, self.fc1_bias
+        """y and the norm's output. ``multiply`` computes the product of the first or the second linear layer, 0 or 1.
+
+        With ``checkpoint``, the backward pass computes all again, but not if ``calibrating`` observes the tensors.
+        """
 
         def computed(x: Tensor) -> tuple[Tensor, Tensor]:
             normalized = self._normalized(x)
-            a = self.activate(self._multiplied(normalized.reshape(-1, self.hidden_size).to(dtype), w1, b1, fc1, dtype))
-            return self._multiplied(a, w2, added_bias, fc2, dtype).view(*x.shape[:-1], self.hidden_size), normalized
+            return multiply(1, self.activate(multiply(0, normalized))), normalized
 
-        if not (self.checkpoint and torch.is_grad_enabled()):
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):
             return computed(x)
         both: tuple[Tensor, Tensor] = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
         return both
-
-    def _in_high_precision(self, x: Tensor, weights: tuple[Tensor, Tensor], calibrating: bool) -> tuple[Tensor, Tensor]:
-        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # a recomputation would observe twice
-            return self._unfused(x, *weights, calibrating)
-        both: tuple[Tensor, Tensor] = checkpoint(
-            self._unfused, x, *weights, calibrating, use_reentrant=False, preserve_rng_state=False
-        )
-        return both
-
-    def _unfused(self, x: Tensor, w1: Tensor, w2: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
-        """y and the norm's output. ``calibrating`` observes the tensors that FP8 would cast."""
-        normalized = self._normalized(x)
-        added_bias = None if self.return_bias else self.fc2_bias
-        if not calibrating:
-            h = F.linear(normalized, w1, self.fc1_bias)
-            return F.linear(self.activate(h), w2, added_bias), normalized
-        h = self._calibrating_forward(normalized, w1, self.fc1_bias)
-        return self._calibrating_forward(self.activate(h), w2, added_bias, gemm=1), normalized
 
     def extra_repr(self) -> str:
         return (
