@@ -96,9 +96,10 @@ def end() -> None:
 def _wait_for_scripts() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    gc.disable()  # what is imported stays
+    gc.disable()
     for each in sorted((Path(__file__).parent / "scripts").glob("[a-z]*.py")):
         import_module(f"tests.distributed.scripts.{each.stem}")
+    gc.freeze()  # what is imported stays: no rank looks for garbage there
     gc.enable()
     for line in sys.stdin:
         answers.write(json.dumps(_run(*json.loads(line))) + "\n")
