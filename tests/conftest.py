@@ -43,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Run(config), "run of tests")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("late_rows"):
+        name, rows = mark.args
+        metafunc.parametrize(name, rows(), ids=lambda value: value.name)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the thorough run takes, unless that is asked for; what ``file.py::test`` names stays."""

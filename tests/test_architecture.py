@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -22,11 +23,11 @@ def _files(package: str) -> dict[str, Path]:
     return files
 
 
-def _imports(source: str, module: str, is_package: bool) -> set[str]:
-    """Dotted names that ``source`` imports anywhere in it, also inside functions; ``a.b`` for ``from a import b``."""
+def _imports(tree: ast.Module, module: str, is_package: bool) -> set[str]:
+    """Dotted names that ``tree`` imports anywhere in it, also inside functions; ``a.b`` for ``from a import b``."""
     found: set[str] = set()
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -39,7 +40,16 @@ def _imports(source: str, module: str, is_package: bool) -> set[str]:
 
 
 FILES = _files("lightning_fp8") | _files("cuda_kernels")
-IMPORTS = {name: _imports(path.read_text(), name, path.name == "__init__.py") for name, path in FILES.items()}
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+@cache
+def _imported_by(module: str) -> set[str]:
+    return _imports(_tree(module), module, FILES[module].name == "__init__.py")
 
 
 def _reached(module: str) -> set[str]:
@@ -47,7 +57,7 @@ def _reached(module: str) -> set[str]:
     reached: set[str] = set()
     todo = [module]
     while todo:
-        new = {name for name in IMPORTS[todo.pop()] if name in FILES and name not in ("lightning_fp8", *reached)}
+        new = {name for name in _imported_by(todo.pop()) if name in FILES and name not in ("lightning_fp8", *reached)}
         reached |= new
         todo += new
     return reached
@@ -87,7 +97,7 @@ from .linear import Linear
 def later():
     import lightning.pytorch
 """
-    assert _imports(source, "lightning_fp8.modules.x", is_package=False) == {
+    assert _imports(ast.parse(source), "lightning_fp8.modules.x", is_package=False) == {
         "torch.nn",
         "lightning_fp8",
         "lightning_fp8.ops",
@@ -99,7 +109,7 @@ def later():
         "lightning_fp8.modules.linear.Linear",
         "lightning.pytorch",
     }
-    assert _imports("from . import a", "lightning_fp8.ops", is_package=True) == {
+    assert _imports(ast.parse("from . import a"), "lightning_fp8.ops", is_package=True) == {
         "lightning_fp8.ops",
         "lightning_fp8.ops.a",
     }
@@ -204,7 +214,7 @@ PLUGIN = ("plugin", "callbacks", "monitor", "cli")
 
 
 def _rooms_of(module: str) -> set[str]:
-    return {_room_of(name) for name in IMPORTS[module] & set(FILES) if _is_ours(name)}
+    return {_room_of(name) for name in _imported_by(module) & set(FILES) if _is_ours(name)}
 
 
 @pytest.mark.parametrize("room", [*VALUES, *ROOMS])
@@ -222,7 +232,7 @@ def test_no_rooms_import_each_other() -> None:
 
 def test_no_files_import_each_other() -> None:
     """A file that imports a module of a package needs the package's ``__init__``, but none of its names."""
-    modules = {name: IMPORTS[name] & set(FILES) for name in FILES}
+    modules = {name: _imported_by(name) & set(FILES) for name in FILES}
     needed = {
         name: {each for each in found if not any(other.startswith(f"{each}.") for other in found)}
         for name, found in modules.items()
@@ -232,10 +242,9 @@ def test_no_files_import_each_other() -> None:
 
 @pytest.mark.parametrize("module", IMPORT_PATHS)
 def test_an_import_path_only_gives_the_names_of_another_file(module: str) -> None:
-    tree = ast.parse(FILES[module].read_text())
-    assert [type(node) for node in tree.body] == [ast.Expr, ast.ImportFrom]
-    assert IMPORTS[module] == {IMPORT_PATHS[module], f"{IMPORT_PATHS[module]}.*"}
-    assert not [name for name in FILES if module in IMPORTS[name]]
+    assert [type(node) for node in _tree(module).body] == [ast.Expr, ast.ImportFrom]
+    assert _imported_by(module) == {IMPORT_PATHS[module], f"{IMPORT_PATHS[module]}.*"}
+    assert not [name for name in FILES if module in _imported_by(name)]
 
 
 def test_every_module_is_in_a_room() -> None:
@@ -265,7 +274,7 @@ OP_MODULES = [name.removeprefix("lightning_fp8.ops.") for name in FILES if name.
 
 def _ops_imported_by(module: str) -> set[str]:
     """The modules of ops that one of them imports, those of one operation under its name."""
-    imported = IMPORTS[f"lightning_fp8.ops.{module}"] & set(FILES)
+    imported = _imported_by(f"lightning_fp8.ops.{module}") & set(FILES)
     of_ops = {name.removeprefix("lightning_fp8.ops.") for name in imported if name.startswith("lightning_fp8.ops.")}
     return {name.removesuffix("_cuda") for name in of_ops}
 
@@ -283,7 +292,7 @@ def test_an_operation_knows_no_other_one(module: str) -> None:
         allowed = {*CORE}
     assert _ops_imported_by(module) <= allowed, module
     if not module.endswith("_cuda"):
-        kernels = {name for name in IMPORTS[f"lightning_fp8.ops.{module}"] if name.endswith("_cuda")}
+        kernels = {name for name in _imported_by(f"lightning_fp8.ops.{module}") if name.endswith("_cuda")}
         assert not kernels, module
 
 
@@ -293,7 +302,7 @@ def test_kernels_know_neither_the_package_nor_torch_nn() -> None:
     for module in kernels:
         wrong = {
             name
-            for name in IMPORTS[module]
+            for name in _imported_by(module)
             for room in ("lightning_fp8", "lightning", "torch.nn", "torch.autograd")
             if _in_room(name, room)
         }
@@ -324,9 +333,11 @@ def test_rooms_of_kernels(room: str) -> None:
     modules = [name for name in FILES if name.startswith("cuda_kernels.") and _kernel_room_of(name) == room]
     assert modules
     for module in modules:
-        rooms = {_kernel_room_of(name) for name in IMPORTS[module] & set(FILES) if name.startswith("cuda_kernels.")}
+        rooms = {
+            _kernel_room_of(name) for name in _imported_by(module) & set(FILES) if name.startswith("cuda_kernels.")
+        }
         assert rooms <= KERNEL_ROOMS[room] | {room}, module
-        foreign = {name.split(".")[0] for name in IMPORTS[module]}
+        foreign = {name.split(".")[0] for name in _imported_by(module)}
         assert room.endswith("host") or "torch" not in foreign, module
         assert room == "lowering" or not foreign & {"numba", "llvmlite"}, module
 
@@ -335,36 +346,31 @@ def test_every_kernel_module_is_in_a_room() -> None:
     assert {_kernel_room_of(name) for name in FILES if name.startswith("cuda_kernels.")} == set(KERNEL_ROOMS)
 
 
-def test_kernels_are_declared_and_started_without_a_compiler() -> None:
-    modules = [name for name in FILES if _in_room(name, "cuda_kernels") and not _in_room(name, "cuda_kernels.lowering")]
-    code = f"""
-import sys
-from importlib import import_module
-for module in {modules}:
-    import_module(module)
-assert not {{"numba", "llvmlite"}} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 def test_only_plugin_callbacks_and_command_line_know_lightning() -> None:
     knowing = {
         module
-        for module, imports in IMPORTS.items()
-        if any(_in_room(name, package) for name in imports for package in ("lightning", "pytorch_lightning"))
+        for module in FILES
+        if any(
+            _in_room(name, package) for name in _imported_by(module) for package in ("lightning", "pytorch_lightning")
+        )
     }
     assert "lightning_fp8.plugin.precision" in knowing
     rooms = PLUGIN
     assert not [name for name in knowing if not any(_in_room(name, f"lightning_fp8.{room}") for room in rooms)]
 
 
-def test_lightning_is_imported_on_first_use_only() -> None:
-    """The command line starts without Lightning and torch; the plugin's names bring them in."""
+def test_what_is_large_is_imported_on_first_use_only() -> None:
+    """The command line starts without Lightning and torch; the plugin's names bring them in. Kernels are declared and
+    started without a compiler."""
+    modules = [name for name in FILES if _in_room(name, "cuda_kernels") and not _in_room(name, "cuda_kernels.lowering")]
     code = """
 import sys
+from importlib import import_module
 import lightning_fp8, lightning_fp8.cli.main
 assert not {"lightning", "pytorch_lightning", "torch"} & set(sys.modules), "imported too early"
+for module in sys.argv[1:]:
+    import_module(module)
+assert not {"numba", "llvmlite"} & set(sys.modules)
 import lightning_fp8.convert.conversion
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "imported too early"
 assert lightning_fp8.ops.quantize.__module__ == "lightning_fp8.ops.cast"
@@ -379,7 +385,7 @@ except AttributeError as error:
 else:
     raise AssertionError("a wrong name was found")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
@@ -390,9 +396,9 @@ def test_no_op_allocates_in_the_default_dtype() -> None:
     """It is the caller's: the Trainer sets that of the weights."""
     found = [
         f"{module}:{node.lineno}"
-        for module, path in FILES.items()
+        for module in FILES
         if _in_room(module, "lightning_fp8.ops") or ".host" in module
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(module))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -405,9 +411,9 @@ def test_no_op_allocates_in_the_default_dtype() -> None:
 def test_only_formats_says_the_largest_values() -> None:
     saying = {
         module
-        for module, path in FILES.items()
+        for module in FILES
         if _in_room(module, "lightning_fp8")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(module))
         if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in (448, 57344)
     }
     assert saying == {"lightning_fp8.numerics.formats"}

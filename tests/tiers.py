@@ -24,11 +24,14 @@ T = TypeVar("T")
 thorough = pytest.mark.thorough
 every_pair = pytest.mark.every_pair
 every_row = pytest.mark.every_row
+late_rows = pytest.mark.late_rows
 
 MARKERS = (
     "thorough: run by pytest --thorough alone",
     "every_pair: by default, few rows of the product of several parametrize that meet every pair of rows of two",
     "every_row: by default, too, all rows of the product of several parametrize",
+    "late_rows(name, rows): parametrize by what rows() gives, which is called when the test is collected; each has"
+    " the name of its value",
 )
 
 SECONDS_OF_A_TEST, SECONDS_OF_THE_RUN = 10, 600

@@ -19,12 +19,12 @@ from lightning_fp8.proofs.drawing import sample
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, FP16, FP32, check_quantize, check_quantize_with_scale
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import covering, thorough
+from tests.tiers import covering, late_rows, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched

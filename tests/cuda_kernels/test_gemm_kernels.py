@@ -23,7 +23,7 @@ from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.gemm_cases import CASES, multiplying, scaled_mm, scaled_mm_accumulate, scaled_mm_observed
 from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import covering, thorough
+from tests.tiers import covering, late_rows, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
@@ -34,7 +34,7 @@ PIPELINES = [
 Operand = tuple[torch.Tensor, torch.Tensor, Layout]
 
 
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert [kernel.function.__name__ for kernel in emulator.launched if "gemm" in kernel.name]

@@ -29,7 +29,7 @@ from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.fused_cases import CASES, LONG, norm_inputs
 from tests.cuda_kernels.cases.kernel_cases import BF16, FP32
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import covering, thorough
+from tests.tiers import covering, late_rows, thorough
 
 LAYOUTS = pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.value)
 ACTIVATIONS = pytest.mark.parametrize("name", ops.ACTIVATIONS)
@@ -163,7 +163,7 @@ def test_errors() -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
-import lightning_fp8.ops.plans
 from cuda_kernels.host.launch import executing
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
-from lightning_fp8.proofs.cases import CASES as PLANS
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import WrongResult
 from lightning_fp8.proofs.kinds import KINDS, kernels_of_kind, kinds_for
@@ -20,8 +16,6 @@ from tests.cuda_kernels.cases import proof_cases
 from tests.cuda_kernels.emulated import Emulator, builders, kernels_of, needs_compilers, ptx_of
 from tests.ptx_on_cpu import EmulatorError
 from tests.tiers import thorough
-
-ROOT = Path(lightning_fp8.__file__).parent
 
 
 def test_there_is_a_kind_of_every_kernel() -> None:
@@ -37,19 +31,6 @@ def test_every_architecture_has_kinds() -> None:
     assert "attention forward, 64 channels" in kinds_for("89")
     assert "attention forward, 64 channels" not in kinds_for("100")
     assert "product, mma.sync" not in kinds_for("90a")
-
-
-def test_every_plan_has_cases() -> None:
-    """All planners name their cases, and no case is of a plan that is none."""
-    named = set()
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("planned", "planned_cast"):
-                names = [word.value for word in node.keywords if word.arg == "name"]
-                (name,) = names or node.args[:1]
-                named |= {name.value if isinstance(name, ast.Constant) else ast.unparse(name)}
-    assert named == (PLANS.keys() - {"gemm"}) | {"name", "PLAN"}
-    assert {kind.plan for kind in KINDS.values()} == PLANS.keys()
 
 
 @pytest.mark.parametrize("name", KINDS)

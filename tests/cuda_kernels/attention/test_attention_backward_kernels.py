@@ -18,7 +18,7 @@ from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.attention.ops import Codes
 from lightning_fp8.proofs.cases import Case
-from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
+from tests.cuda_kernels.cases.all_cases import kernels_of_cases, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_backward_cases import (
     CASES,
     CAUSAL,
@@ -34,9 +34,8 @@ from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
 from tests.machine_code.two_warps import usual_round
-from tests.tiers import thorough
+from tests.tiers import late_rows, thorough
 
-KERNELS = {kernel.name: kernel for case in CASES for kernel in kernels_of_case(case)}
 SMALL = Problem((200,), (200,), 4, 2, band=CAUSAL, out="bfloat16")
 """Of a kernel that the cases have, too."""
 
@@ -49,7 +48,7 @@ def gradients(on: OnDevice) -> tuple[torch.Tensor, ...]:
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
@@ -228,7 +227,7 @@ def test_a_tile_of_256_channels_in_machine_code() -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("kernel", tiered_kernels(KERNELS.values()), ids=lambda kernel: kernel.name)
+@late_rows("kernel", lambda: tiered_kernels(kernels_of_cases(CASES)))
 def test_registers_change_hands(kernel: Kernel) -> None:
     """What the producer gives away and the others take comes out of the pool that the block starts with."""
     report, _ = compiled(kernel, kernel.architectures[0])

@@ -15,12 +15,12 @@ from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, check_cast, rows_of
 from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import thorough
+from tests.tiers import late_rows, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
 
 
-@pytest.mark.parametrize("case", tiered(case for case in CASES if "_heads" in case.name), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(case for case in CASES if "_heads" in case.name))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched

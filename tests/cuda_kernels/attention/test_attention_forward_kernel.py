@@ -13,20 +13,19 @@ from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.proofs.cases import Case
-from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered, tiered_kernels
+from tests.cuda_kernels.cases.all_cases import kernels_of_cases, tiered, tiered_kernels
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES, CAUSAL, check_forward
 from tests.cuda_kernels.cases.kernel_cases import BF16
 from tests.cuda_kernels.emulated import Emulator, compiled, needs_compilers
 from tests.machine_code import sass
 from tests.machine_code.compiled import code_of
-from tests.tiers import covering, thorough
+from tests.tiers import covering, late_rows, thorough
 
 FORWARD = [case for case in CASES if case.name.startswith("attention_forward")]
-KERNELS = {kernel.name: kernel for case in FORWARD for kernel in kernels_of_case(case)}
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", tiered(FORWARD), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(FORWARD))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert emulator.launched
@@ -113,7 +112,7 @@ def test_a_tile_of_keys_in_machine_code(spec: AttentionSpec) -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("kernel", tiered_kernels(KERNELS.values()), ids=lambda kernel: kernel.name)
+@late_rows("kernel", lambda: tiered_kernels(kernels_of_cases(FORWARD)))
 def test_registers_change_hands(kernel: Kernel) -> None:
     """What the producer gives away and the others take comes out of the pool that the block starts with."""
     report, _ = compiled(kernel, "90a")
@@ -127,5 +126,5 @@ def test_registers_change_hands(kernel: Kernel) -> None:
 
 
 def test_every_width_is_tried() -> None:
-    tried = {int(re.findall(r"d=(\d+)", name)[0]) for name in KERNELS}
+    tried = {int(re.findall(r"d=(\d+)", kernel.name)[0]) for kernel in kernels_of_cases(FORWARD)}
     assert tried == set(PRODUCTS)

@@ -12,13 +12,13 @@ from tests.cuda_kernels.cases.all_cases import kernels_of_case, tiered
 from tests.cuda_kernels.cases.attention_mma_cases import CASES, WITHOUT_WGMMA
 from tests.cuda_kernels.cases.attention_op_cases import PROBLEMS, run_ops
 from tests.cuda_kernels.emulated import Emulator, kernels_of, needs_compilers
-from tests.tiers import thorough
+from tests.tiers import late_rows, thorough
 
 NAMED = {case.name: case for case in CASES}
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     case.run("cpu")
     assert {"mma" in kernel.name or "quantize_gradients" in kernel.name for kernel in emulator.launched} == {True}

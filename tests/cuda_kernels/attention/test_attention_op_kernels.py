@@ -27,11 +27,11 @@ from lightning_fp8.proofs.cases import Case
 from tests.cuda_kernels.cases.all_cases import tiered
 from tests.cuda_kernels.cases.attention_op_cases import CASES, KERNELS, PROBLEMS, check_ops, run_ops
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
-from tests.tiers import thorough
+from tests.tiers import late_rows, thorough
 
 
 @needs_compilers
-@pytest.mark.parametrize("case", tiered(CASES), ids=lambda case: case.name)
+@late_rows("case", lambda: tiered(CASES))
 def test_case(case: Case, emulator: Emulator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -43,6 +43,11 @@ def kernels_of_case(case: Case) -> tuple[Kernel, ...]:
     return tuple(kernels_of(case.run))
 
 
+def kernels_of_cases(cases: Iterable[Case]) -> list[Kernel]:
+    """Those of several, each once by its name."""
+    return [*{kernel.name: kernel for case in cases for kernel in kernels_of_case(case)}.values()]
+
+
 def kinds(kernel: Kernel) -> Iterator[str]:
     """What the default run launches once: each function; of wgmma's products each scaling, of mma's with scales along K
     and without, of blocks each shape, of casts each source of values."""
