@@ -25,7 +25,7 @@ from lightning_fp8.attention.ops import (
     missing_kernel,
 )
 from lightning_fp8.functions.dtypes import converted
-from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.product import Slots
 from lightning_fp8.numerics.scaled import Role
 
 LARGEST_HEAD = 256

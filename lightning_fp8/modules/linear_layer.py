@@ -16,17 +16,9 @@ from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.faster import AWAITED, compared, least_rows
 from lightning_fp8.fp8_region import DISABLED, FP8Context
-from lightning_fp8.functions.linear import (
-    Delayed,
-    HighPrecisionGradientsFunction,
-    LinearFunction,
-    MainGrad,
-    ObserveGradFunction,
-    Product,
-    RedirectedFunction,
-    mark_stale,
-    without_gradient,
-)
+from lightning_fp8.functions.linear import HighPrecisionGradientsFunction, LinearFunction, ObserveGradFunction
+from lightning_fp8.functions.main_grad import Delayed, MainGrad, RedirectedFunction, mark_stale
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced, note_traced_outside_fp8
 from lightning_fp8.modules.weight_cache import WeightCachingModule
@@ -287,19 +279,23 @@ class LinearLayer(WeightCachingModule):
             products = [Product(recipe, of_gemm, observe) for of_gemm in slots]
             if not compiling:
                 self._last_products = products  # setting a module's attribute is slow, so only a change is set
-        if (
-            not compiling  # compiled code would have guards on the cache
-            and (is_first_microbatch is not None or context.weight_period is not None or self._weight_cache)
-            and not is_sharded(weights[0])
-        ):
-            products = self._with_cached_weights(products, weights, is_first_microbatch, context)
-        if self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
-            waiting = self.delayed_wgrads or [None] * len(products)
+        caches = not compiling and (  # compiled code would have guards on the cache
+            is_first_microbatch is not None or context.weight_period is not None or bool(self._weight_cache)
+        )
+        if caches or self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
             products = [
-                each.redirected(each.cached_weight, self._main_grad(weight, is_first_microbatch), delayed)
-                for each, weight, delayed in zip(products, weights, waiting)
+                each.redirected(
+                    self._cached_weight(weight, names, each, is_first_microbatch, context) if caches else None,
+                    self._main_grad(weight, is_first_microbatch),
+                    None if self.delayed_wgrads is None else self.delayed_wgrads[gemm],
+                )
+                for gemm, (each, weight, names) in enumerate(zip(products, weights, self._names_of_weights()))
             ]
         return products, autocast_dtype(input.device.type) or input.dtype
+
+    def _names_of_weights(self) -> list[tuple[str, ...]]:
+        """For each of :attr:`gemms`, the names of the parameters that hold its weight's rows."""
+        return [self.weight_names] if len(self.gemms) == 1 else [(name,) for name in self.weight_names]
 
     def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
         """Raises:
@@ -308,29 +304,24 @@ class LinearLayer(WeightCachingModule):
         if not is_sharded(weight):
             refuse_sharded(self.kind, input=input)
 
-    def _with_cached_weights(
-        self,
-        products: list[Product],
-        weights: tuple[Tensor, ...],
-        is_first_microbatch: bool | None,
-        context: FP8Context,
-    ) -> list[Product]:
-        names = [self.weight_names] if len(products) == 1 else [(name,) for name in self.weight_names]
-        cached = [
-            self._cached_weight(weight, of_weight, product, is_first_microbatch, context)
-            for product, weight, of_weight in zip(products, weights, names)
-        ]
-        return [each.redirected(kept) for each, kept in zip(products, cached)]
-
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
         refuse_transforms(self.kind, input, weight, bias)
         refuse_sharded(self.kind, input=input, weight=weight)
-        slots = self.ensure_slots(input.device)[gemm]
-        ops.observe(input.detach(), slots[Role.INPUT].amax)
+        self._observe(gemm, input, weight)
+        return self._observed(gemm, self._high_precision(input, weight, bias))
+
+    def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:
+        """Calibrate: observe the amaxes of the operands of one of :attr:`gemms`."""
+        slots = self.ensure_slots(x.device)[gemm]
+        ops.observe(x.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         slots[Role.INPUT].history.calibrated = True
-        output = self._high_precision(input, weight, bias)
-        return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+
+    def _observed(self, gemm: int, y: Tensor) -> Tensor:
+        """Calibrate: return ``y``, with a backward that observes the amax of its gradient."""
+        slot = self.ensure_slots(y.device)[gemm][Role.GRAD_OUTPUT]
+        observed: Tensor = ObserveGradFunction.apply(y, slot) if y.requires_grad else y
+        return observed
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -361,8 +352,7 @@ class LinearLayer(WeightCachingModule):
         """
         if self.delayed_wgrads is None or not any(weight.requires_grad for weight in self.weights_and_biases()[0]):
             return
-        names = [self.weight_names] if len(self.delayed_wgrads) == 1 else [(name,) for name in self.weight_names]
-        for delayed, of_gemm in zip(self.delayed_wgrads, names):
+        for delayed, of_gemm in zip(self.delayed_wgrads, self._names_of_weights()):
             weights = [getattr(self, name) for name in of_gemm]
             if any(map(is_sharded, weights)):
                 raise NotImplementedError(

@@ -20,7 +20,7 @@ from lightning_fp8 import ops
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
@@ -140,8 +140,8 @@ class WeightCachingModule(FP8Module):
             parameter_names: the names of the parameters that hold its rows.
             context: decides whether to cache if ``is_first_microbatch`` is None.
         """
-        if torch.compiler.is_compiling():
-            return None  # first: compiled code would have guards on all that is read below
+        if is_sharded(weight):
+            return None
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
             return None  # already in FP8
         if is_capturing() or update.steps_are_captured:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.parallel.function import Parallel, parallel_linear
 
 

@@ -32,7 +32,6 @@ from lightning_fp8.numerics.scaled import Cast, ScaledTensor
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize, tensor_amax
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
-from lightning_fp8.ops.linear import forget_plans
 from lightning_fp8.ops.op import Op
 
 STEPS = 2
@@ -148,7 +147,7 @@ class FirstSteps:
             if plan is not None:
                 op.plans[self._device_type] = plan
         if self._replaced:
-            forget_plans()
+            plans.outdate()
         self._replaced = {}
 
 

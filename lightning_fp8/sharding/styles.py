@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role

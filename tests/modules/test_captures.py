@@ -176,7 +176,7 @@ def test_an_op_of_a_new_shape_is_refused() -> None:
 
 
 def _casts_of_input(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> int:
-    from lightning_fp8.functions.linear import Product
+    from lightning_fp8.functions.product import Product
 
     count = 0
     original = Product.quantize_input

@@ -20,7 +20,7 @@ from lightning_fp8.convert.fused.fused import (
 )
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
-from lightning_fp8.functions.linear import without_gradient
+from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype

@@ -15,8 +15,8 @@ from lightning_fp8 import ops
 from lightning_fp8.arguments import one_dtype
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
-from lightning_fp8.functions.linear import Product
 from lightning_fp8.functions.norm import Norm
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
 from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
 from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import plain, refuse_sharded, require_positive
-from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.parallel.regions import gathered, sum_gradients
