@@ -171,6 +171,7 @@ ROOMS = {
         "modules",
         "ops",
         "proofs",
+        "sharding",
         "te",
         "te_checkpoints",
         "weights",

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.convert.attention_calls.owners import SLOWER, Owner, owner_of
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.faster import AWAITED, HAD, is_slower
@@ -26,7 +27,6 @@ from lightning_fp8.fp8_region import num_enabled_regions
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
 from lightning_fp8.parallel.agreement import of_all_ranks
-from lightning_fp8.parallel.sharded_linear import is_sharded
 
 STEPS_BEFORE_FORWARDS = 10
 """The number of optimizer steps without any forward after which nothing is compared any more."""
@@ -69,7 +69,7 @@ class Choice:
         own = {name: each.slower or each.comparison for name, each, _ in places if each.comparison != AWAITED}
         found = own, bool(own) or not places or num_enabled_regions() > self._regions_before
         weights = [module._parameters.get("weight") for _, _, module in places]
-        meshes = dict.fromkeys(weight.device_mesh for weight in weights if is_sharded(weight))  # type: ignore[union-attr]
+        meshes = dict.fromkeys(weight.device_mesh for weight in weights if is_dtensor(weight))  # type: ignore[union-attr]
         groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
         for each in [group] * together + groups:
             if are_several_ranks(each):

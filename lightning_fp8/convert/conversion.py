@@ -7,7 +7,6 @@ It assigns ``linear.__class__ = Linear``. Parameters stay the same objects, so t
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_fp8 import fp8_region
-from lightning_fp8.arguments import require_module
+from lightning_fp8.arguments import is_dtensor, require_module
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.convert.attention_calls import attach
 from lightning_fp8.convert.attention_calls.plan import PlannedAttention, place_in, plan_attention, reached_places
@@ -60,7 +59,8 @@ from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, swap_class,
 from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
 from lightning_fp8.numerics.recipes import Recipe
-from lightning_fp8.parallel.sharded_linear import is_sharded as is_dtensor
+from lightning_fp8.parallel.agreement import require_same_plans
+from lightning_fp8.sharding.fsdp import gather_in_fp8, reasons_for_high_precision
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.model_init import keep_model_in_fp8
 
@@ -424,12 +424,9 @@ def apply_conversion(
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):
         model.register_load_state_dict_pre_hook(require_values)
     history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too
-    if "torch.distributed.tensor" in sys.modules:
-        from lightning_fp8.parallel.agreement import require_same_plans  # imported late: it imports torch.distributed
-
-        require_same_plans(model, names_of_fp8_weights(model))
-    _gather_in_fp8(model)
-    _await_sharding(model, [_gather_in_fp8])
+    require_same_plans(model, names_of_fp8_weights(model))
+    gather_in_fp8(model)
+    _await_sharding(model, [gather_in_fp8])
     return history
 
 
@@ -483,25 +480,8 @@ def _is_sharded_layer(layer: Any) -> bool:
     return is_dtensor(getattr(layer, layer.weight_names[0]))
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on ``model`` or one of its modules."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # sharding a model imports it
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-
-
-def _gather_in_fp8(model: nn.Module) -> None:
-    if is_sharded(model):
-        from lightning_fp8.sharding.fsdp import gather_in_fp8  # imported late: it imports FSDP2
-
-        gather_in_fp8(model)
-
-
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:
     """``summary`` with the reasons why FSDP2 gathers the weights of some FP8 layers in high precision."""
-    if not is_sharded(model):
-        return summary
-    from lightning_fp8.sharding.fsdp import reasons_for_high_precision
-
     reasons = reasons_for_high_precision(model, recipe)
     layers = tuple(
         replace(layer, reason=f"{layer.reason}; FSDP2 gathers it in {layer.high_precision}: {reasons[layer.name]}")

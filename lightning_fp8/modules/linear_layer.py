@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.arguments import is_dtensor, refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.faster import AWAITED, compared, least_rows
 from lightning_fp8.fp8_region import DISABLED, FP8Context
 from lightning_fp8.functions.linear import HighPrecisionGradientsFunction, LinearFunction, ObserveGradFunction
@@ -25,7 +25,7 @@ from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
-from lightning_fp8.parallel.sharded_linear import is_sharded, sharded_linear
+from lightning_fp8.parallel.sharded_linear import sharded_linear
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.model_init import concatenated
 
@@ -86,10 +86,10 @@ class LinearLayer(WeightCachingModule):
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
         casts = (
-            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
+            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_dtensor(weight)
         )
         x = input if casts or input.dtype is dtype else input.to(dtype)
-        if is_sharded(weight):
+        if is_dtensor(weight):
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
             return (y, bias) if self.return_bias else y
@@ -192,7 +192,7 @@ class LinearLayer(WeightCachingModule):
         return self._ran_slower or not fp8_region.in_backward()
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        if is_sharded(self._parameters.get("weight")):
+        if is_dtensor(self._parameters.get("weight")):
             return ""
         limit = least_rows(input.device, context.recipe.name, *self.matrices[""])
         return compared(*limit, input.numel() // input.shape[-1])
@@ -301,7 +301,7 @@ class LinearLayer(WeightCachingModule):
         """Raises:
         TypeError: If the input is a DTensor, which this kind of layer does not support.
         """
-        if not is_sharded(weight):
+        if not is_dtensor(weight):
             refuse_sharded(self.kind, input=input)
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
@@ -354,7 +354,7 @@ class LinearLayer(WeightCachingModule):
             return
         for delayed, of_gemm in zip(self.delayed_wgrads, self._names_of_weights()):
             weights = [getattr(self, name) for name in of_gemm]
-            if any(map(is_sharded, weights)):
+            if any(map(is_dtensor, weights)):
                 raise NotImplementedError(
                     "delay_wgrad_compute=True is not supported for DTensor weights, such as FSDP2's: FSDP2 reduces "
                     "gradients in the backward pass; leave it out"
@@ -470,7 +470,7 @@ def is_foreign(weight: Any) -> bool:
 
 
 def _local(weight: Any) -> Any:
-    return weight._local_tensor if is_sharded(weight) and not torch.compiler.is_compiling() else weight
+    return weight._local_tensor if is_dtensor(weight) and not torch.compiler.is_compiling() else weight
 
 
 @torch.compiler.assume_constant_result

@@ -28,7 +28,6 @@ from lightning_fp8.convert.conversion import (
     ConversionSummary,
     apply_conversion,
     globs_without_layers,
-    is_sharded,
     nothing_runs_in_fp8,
     plan_conversion,
     prepare_attention,
@@ -79,6 +78,7 @@ from lightning_fp8.plugin.states import (
     without_state,
 )
 from lightning_fp8.proofs import first_steps
+from lightning_fp8.sharding.fsdp import is_sharded
 
 
 class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's ThroughputMonitor takes float32's peak

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.arguments import is_dtensor, plain, require_bool
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 
 
@@ -50,7 +48,7 @@ class KeptWeights:
 
     def micro_batch_begins(self, model: nn.Module, accumulate_grad_batches: int) -> None:
         """Called when a Trainer's micro-batch begins. ``accumulate_grad_batches`` may change between epochs."""
-        self._accumulates = accumulate_grad_batches > 1 and not _is_sharded(model)
+        self._accumulates = accumulate_grad_batches > 1 and not any(map(is_dtensor, model.parameters()))
         if self.chosen is None and self._accumulates and not self._told:
             self._told = True
             rank_zero_info(
@@ -72,8 +70,3 @@ class KeptWeights:
         for module in model.modules():
             if isinstance(module, WeightCachingModule):
                 module.forget_weight()
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return any(isinstance(parameter, sharded) for parameter in model.parameters())
