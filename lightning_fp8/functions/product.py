@@ -158,39 +158,46 @@ class Product:
             columnwise: whether the operand of xᵀ is needed.
             again: whether this repeats a forward, which has observed the weight's amax.
         """
-        rows = x if isinstance(x, Quantized) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        x8 = rows if isinstance(rows, Quantized) else self._existing_operands(rows, shared, columnwise)
-        w8 = self._existing_weight(weight, again, rowwise=True)
+        x8 = w8 = None
+        if isinstance(x, Quantized):
+            x8 = x
+        else:
+            x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            if isinstance(x, FP8Tensor) or (shared is not None and shared.rowwise is not None):
+                x8 = self._existing_operands(x, shared, columnwise)
+        if self.cached_weight is not None or isinstance(weight, FP8Tensor) or not weight.is_contiguous():
+            w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, again=again)
         x_is_nonzero = w_is_nonzero = False
+        of_x: Any
+        of_w: Any
         if x8 is None:
             repeats = shared is not None and shared.reads > 1  # the slot already has the amax of the first reader
-            x_scale, x_amax, x_is_nonzero = self._scale_and_amax(Role.INPUT, repeats)
-            of_x: Any = rows, x_scale, x_amax
+            *of_scale, x_is_nonzero = self._scale_and_amax(Role.INPUT, repeats)
+            of_x = x, *of_scale
         else:
-            of_x = x8.rowwise.data, x8.rowwise.scale_inv, None  # type: ignore[union-attr]
+            of_x = *_parts(x8.rowwise), None
         if w8 is None:
-            w_scale, w_amax, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
-            of_w: Any = weight, w_scale, w_amax
+            *of_scale, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
+            of_w = weight, *of_scale
         else:
-            of_w = w8.rowwise.data, w8.rowwise.scale_inv, None  # type: ignore[union-attr]
+            of_w = *_parts(w8.rowwise), None
         key = dtype, x8 is None, x_is_nonzero, w8 is None, w_is_nonzero, columnwise, weight.is_cuda
         kept: ForwardPass | None = self._passes.get(key)
         if kept is None:
             x_cast, w_cast = self._casts[Role.INPUT], self._casts[Role.WEIGHT]
             kept = ForwardPass(
-                None if x8 is not None else asked(rows, x_cast, True, columnwise, x_is_nonzero),  # type: ignore[arg-type]
-                None if w8 is not None else w_cast.usage(True, False, w_is_nonzero),
+                asked(x, x_cast, True, columnwise, x_is_nonzero) if x8 is None else None,  # type: ignore[arg-type]
+                w_cast.usage(True, False, w_is_nonzero) if w8 is None else None,
                 Gemm(x_cast.layout, w_cast.layout, dtype, fast_accum=True),
             )
             self._keep(key, kept)
         y, of_x, of_w = kept.run(*of_x, *of_w, bias)
-        if kept.x_cast is not None:
-            x8 = operands_of(of_x, kept.x_cast, True, columnwise)
+        if x8 is None:
+            x8 = operands_of(of_x, kept.x_cast, True, columnwise)  # type: ignore[arg-type]
             if shared is not None:
                 x8 = shared.complete(x8, columnwise)
-        assert x8 is not None
-        if self.slots[Role.INPUT].sample is not None and type(rows) in PLAIN_TENSORS:
-            self.sample(Role.INPUT, rows, x8)  # type: ignore[arg-type]
+        if self.slots[Role.INPUT].sample is not None and type(x) in PLAIN_TENSORS:
+            self.sample(Role.INPUT, x, x8)  # type: ignore[arg-type]
         if self.slots[Role.WEIGHT].sample is not None and w8 is None and not again:
             operand = ScaledTensor(of_w[0], of_w[1], self._casts[Role.WEIGHT].layout)
             self.sample(Role.WEIGHT, weight, Quantized(operand, None))
@@ -209,22 +216,26 @@ class Product:
         Without ``weight`` there is no dx, and without ``x_t``, the operand of xᵀ, no dw. With :attr:`main_grad` or
         :attr:`delayed`, dw is the value that the backward pass returns in its place.
         """
-        dy8 = dy if isinstance(dy, Quantized) else None
-        w8 = None if weight is None else self._existing_weight(weight, True, columnwise=True)
-        redirected = self.main_grad is not None or self.delayed is not None
+        dy8 = w8 = None
+        dy_is_nonzero = w_is_nonzero = False
         of_dy: Any
         of_w: Any = None, None
-        dy_is_nonzero = w_is_nonzero = False
-        if isinstance(dy, Tensor):
-            scale, amax, dy_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
-            of_dy = dy, scale, amax, None, None
-        else:
+        if isinstance(dy, Quantized):
+            dy8 = dy
             of_dy = *_parts(dy.rowwise), None, *_parts(dy.columnwise)
-        if w8 is not None:
-            of_w = _parts(w8.columnwise)
-        elif weight is not None:
-            w_scale, _, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again=True)
-            of_w = weight, w_scale
+        else:
+            *of_scale, dy_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
+            of_dy = dy, *of_scale, None, None
+        if weight is not None:
+            if self.cached_weight is not None or isinstance(weight, FP8Tensor) or not weight.is_contiguous():
+                w8 = self.cached_weight or self.quantize(
+                    weight, Role.WEIGHT, rowwise=False, columnwise=True, again=True
+                )
+                of_w = _parts(w8.columnwise)
+            else:
+                w_scale, _, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again=True)
+                of_w = weight, w_scale
+        redirected = self.main_grad is not None or self.delayed is not None
         key = (
             dx_dtype, dw_dtype, dy8 is None, dy_is_nonzero, weight is None, w8 is None, w_is_nonzero, x_t is None,
             redirected, weight is not None and weight.is_cuda,
@@ -255,26 +266,14 @@ class Product:
             return ops.scaled_mm(dy_t, x_t, out_dtype=dtype)
         return self.main_grad.add_product(dy_t, x_t)
 
-    def _existing_operands(self, x: Tensor, shared: InputCast | None, columnwise: bool) -> Quantized | None:
-        """The operands of ``x [R, K]`` if a pass need not cast it: those of another layer, or of an FP8Tensor."""
+    def _existing_operands(self, x: Tensor, shared: InputCast | None, columnwise: bool) -> Quantized:
+        """The operands of an FP8Tensor ``[R, K]``, or of an input that another layer has cast along its rows."""
         made = None
         if shared is None or shared.rowwise is None:
-            if type(x) in PLAIN_TENSORS or not isinstance(x, FP8Tensor):
-                return None
             made = self.quantize(x, Role.INPUT, columnwise=columnwise, again=shared is not None and shared.reads > 1)
         elif columnwise and shared.columnwise is None:
             made = self.quantize(x, Role.INPUT, rowwise=False, columnwise=True, again=True)
-        return made if shared is None else shared.complete(made, columnwise)
-
-    def _existing_weight(
-        self, weight: Tensor, again: bool, rowwise: bool = False, columnwise: bool = False
-    ) -> Quantized | None:
-        """The operands of the weight if a pass need not cast it: cached, or of an FP8 weight or a transposed view."""
-        if self.cached_weight is not None:
-            return self.cached_weight
-        if isinstance(weight, FP8Tensor) or not weight.is_contiguous():
-            return self.quantize(weight, Role.WEIGHT, rowwise=rowwise, columnwise=columnwise, again=again)
-        return None
+        return made if shared is None else shared.complete(made, columnwise)  # type: ignore[return-value]
 
     def _keep(self, key: tuple[Any, ...], made: ForwardPass | BackwardPass) -> None:
         if not torch.compiler.is_compiling():  # an autograd function that is traced must not change the product

@@ -85,11 +85,10 @@ class LinearLayer(WeightCachingModule):
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
-        casts = (
-            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_dtensor(weight)
-        )
+        sharded = type(weight) is not nn.Parameter and is_dtensor(weight)
+        casts = input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not sharded
         x = input if casts or input.dtype is dtype else input.to(dtype)
-        if is_dtensor(weight):
+        if sharded:
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
             return (y, bias) if self.return_bias else y
@@ -172,7 +171,8 @@ class LinearLayer(WeightCachingModule):
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         kept = bool(self.slower) and (not in_backward or self._ran_slower)
         record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or kept)
-        record.note_region(in_fp8, context.outside)
+        if record.watch is not None and not record.watch.settled:
+            record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
             return DISABLED if foreign or kept else context
         if self._ran_slower is not kept:
@@ -223,14 +223,15 @@ class LinearLayer(WeightCachingModule):
         """The registered weights and biases."""
         return [getattr(self, name) for name in self.weight_names], [getattr(self, name) for name in self.bias_names]
 
-    def _parameter(self, name: str) -> Any:
-        parameters = self._parameters  # faster than a module's __getattr__
-        return parameters[name] if name in parameters else getattr(self, name)
-
     def _weight_and_bias(self) -> tuple[Tensor, Any]:
         """The weight ``[N, K]`` and the bias; split parameters are concatenated."""
         if len(self.weight_names) == 1:
-            return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
+            (weight,), (bias,) = self.weight_names, self.bias_names
+            own = self._parameters  # faster than a module's __getattr__
+            return (
+                own[weight] if weight in own else getattr(self, weight),  # type: ignore[return-value]
+                own[bias] if bias in own else getattr(self, bias),
+            )
         weights, biases = self.weights_and_biases()
         if any(map(is_foreign, weights)):
             raise TypeError(

@@ -280,7 +280,7 @@ class CutLayer(GroupTaker, LinearLayer):
         """The bias that is returned with y. Callers add it to a shard of the sequence, so its gradient is summed."""
         if mode != "row" or not self.tensor_parallel.sequence:
             return bias
-        return sum_gradients(bias, parallel=self.tensor_parallel.over(mode))[0]
+        return sum_gradients(bias, group=self.tensor_parallel.over(mode).group)[0]
 
 
 def cut_linear(

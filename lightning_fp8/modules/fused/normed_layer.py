@@ -70,7 +70,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     def _normalized(self, x: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self.tensor_parallel.sequence:  # x is sharded
-            weight, bias = sum_gradients(weight, bias, parallel=self.tensor_parallel.over("column"))
+            weight, bias = sum_gradients(weight, bias, group=self.tensor_parallel.over("column").group)
         return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
     def _given_norm(self, normalized: Tensor) -> Tensor:
