@@ -17,7 +17,7 @@ from lightning_fp8.numerics.scaled import LINEAR_ROLES, Cast, Role, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import CastArgs, asked, operands_of
 from lightning_fp8.ops.gemm import Gemm
-from lightning_fp8.ops.linear import BackwardPass, ForwardPass
+from lightning_fp8.ops.linear import Pass
 from lightning_fp8.ops.op import PLAIN_TENSORS
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, kept_operands
 
@@ -54,7 +54,7 @@ class Product:
         self.main_grad = main_grad
         self.delayed = delayed
         self._casts = {role: recipe.cast(role) for role in LINEAR_ROLES}
-        self._passes: dict[tuple[Any, ...], Any] = {}
+        self._passes: dict[tuple[Any, ...], Pass] = {}
         self._span = span_of(recipe) if isinstance(recipe, DelayedScaling) else None
 
     def redirected(
@@ -158,50 +158,18 @@ class Product:
             columnwise: whether the operand of xᵀ is needed.
             again: whether this repeats a forward, which has observed the weight's amax.
         """
-        x8 = w8 = None
-        if isinstance(x, Quantized):
-            x8 = x
-        else:
-            x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            if isinstance(x, FP8Tensor) or (shared is not None and shared.rowwise is not None):
-                x8 = self._existing_operands(x, shared, columnwise)
-        if self.cached_weight is not None or isinstance(weight, FP8Tensor) or not weight.is_contiguous():
-            w8 = self.cached_weight or self.quantize(weight, Role.WEIGHT, again=again)
-        x_is_nonzero = w_is_nonzero = False
-        of_x: Any
-        of_w: Any
-        if x8 is None:
-            repeats = shared is not None and shared.reads > 1  # the slot already has the amax of the first reader
-            *of_scale, x_is_nonzero = self._scale_and_amax(Role.INPUT, repeats)
-            of_x = x, *of_scale
-        else:
-            of_x = *_parts(x8.rowwise), None
-        if w8 is None:
-            *of_scale, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again)
-            of_w = weight, *of_scale
-        else:
-            of_w = *_parts(w8.rowwise), None
-        key = dtype, x8 is None, x_is_nonzero, w8 is None, w_is_nonzero, columnwise, weight.is_cuda
-        kept: ForwardPass | None = self._passes.get(key)
-        if kept is None:
-            x_cast, w_cast = self._casts[Role.INPUT], self._casts[Role.WEIGHT]
-            kept = ForwardPass(
-                asked(x, x_cast, True, columnwise, x_is_nonzero) if x8 is None else None,  # type: ignore[arg-type]
-                w_cast.usage(True, False, w_is_nonzero) if w8 is None else None,
-                Gemm(x_cast.layout, w_cast.layout, dtype, fast_accum=True),
-            )
-            self._keep(key, kept)
-        y, of_x, of_w = kept.run(*of_x, *of_w, bias)
-        if x8 is None:
-            x8 = operands_of(of_x, kept.x_cast, True, columnwise)  # type: ignore[arg-type]
-            if shared is not None:
-                x8 = shared.complete(x8, columnwise)
-        if self.slots[Role.INPUT].sample is not None and type(x) in PLAIN_TENSORS:
-            self.sample(Role.INPUT, x, x8)  # type: ignore[arg-type]
-        if self.slots[Role.WEIGHT].sample is not None and w8 is None and not again:
-            operand = ScaledTensor(of_w[0], of_w[1], self._casts[Role.WEIGHT].layout)
-            self.sample(Role.WEIGHT, weight, Quantized(operand, None))
-        return y, x8
+        rows = x if isinstance(x, Quantized) or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        repeats = shared is not None and shared.reads > 1  # the slot already has the amax of the first reader
+        exist = isinstance(rows, FP8Tensor) or (shared is not None and shared.rowwise is not None)
+        a = self._existing_operands(rows, shared, columnwise, repeats) if exist else rows  # type: ignore[arg-type]
+        y, _, x8 = self._run(
+            Role.INPUT, a, weight, None, dtype, None, bias, columnwise=columnwise, again=repeats, w_again=again
+        )
+        if shared is not None and not exist:
+            x8 = shared.complete(x8, columnwise)
+        if self.slots[Role.INPUT].sample is not None and type(rows) in PLAIN_TENSORS:
+            self.sample(Role.INPUT, rows, x8)  # type: ignore[arg-type]
+        return y, x8  # type: ignore[return-value]
 
     def gradients(
         self,
@@ -216,74 +184,106 @@ class Product:
         Without ``weight`` there is no dx, and without ``x_t``, the operand of xᵀ, no dw. With :attr:`main_grad` or
         :attr:`delayed`, dw is the value that the backward pass returns in its place.
         """
-        dy8 = w8 = None
-        dy_is_nonzero = w_is_nonzero = False
-        of_dy: Any
-        of_w: Any = None, None
-        if isinstance(dy, Quantized):
-            dy8 = dy
-            of_dy = *_parts(dy.rowwise), None, *_parts(dy.columnwise)
-        else:
-            *of_scale, dy_is_nonzero = self._scale_and_amax(Role.GRAD_OUTPUT)
-            of_dy = dy, *of_scale, None, None
-        if weight is not None:
-            if self.cached_weight is not None or isinstance(weight, FP8Tensor) or not weight.is_contiguous():
-                w8 = self.cached_weight or self.quantize(
-                    weight, Role.WEIGHT, rowwise=False, columnwise=True, again=True
-                )
-                of_w = _parts(w8.columnwise)
-            else:
-                w_scale, _, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, again=True)
-                of_w = weight, w_scale
         redirected = self.main_grad is not None or self.delayed is not None
-        key = (
-            dx_dtype, dw_dtype, dy8 is None, dy_is_nonzero, weight is None, w8 is None, w_is_nonzero, x_t is None,
-            redirected, weight is not None and weight.is_cuda,
+        dx, dw, dy8 = self._run(
+            Role.GRAD_OUTPUT, dy, weight, None if redirected else x_t, dx_dtype, dw_dtype,
+            columnwise=x_t is not None, w_again=True,
         )  # fmt: skip
-        kept: BackwardPass | None = self._passes.get(key)
-        if kept is None:
-            dy_cast, w_cast, x_cast = (self._casts[role] for role in (Role.GRAD_OUTPUT, Role.WEIGHT, Role.INPUT))
-            casts_w = weight is not None and w8 is None
-            multiplies_dw = x_t is not None and not redirected
-            kept = BackwardPass(
-                asked(dy, dy_cast, weight is not None, x_t is not None, dy_is_nonzero) if dy8 is None else None,  # type: ignore[arg-type]
-                asked(weight, w_cast, False, True, w_is_nonzero) if casts_w else None,
-                None if weight is None else Gemm(dy_cast.layout, w_cast.layout, dx_dtype),
-                Gemm(dy_cast.layout, x_cast.layout, dw_dtype) if multiplies_dw else None,
-            )
-            self._keep(key, kept)
-        dx, dw, made = kept.run(*of_dy, *of_w, *_parts(x_t))
-        if kept.dy_cast is not None and (redirected or self.slots[Role.GRAD_OUTPUT].sample is not None):
-            dy8 = operands_of(made, kept.dy_cast, weight is not None, x_t is not None)  # type: ignore[arg-type]
+        if self.slots[Role.GRAD_OUTPUT].sample is not None and isinstance(dy, Tensor):
             self.sample(Role.GRAD_OUTPUT, dy, dy8)  # type: ignore[arg-type]
-        if redirected and x_t is not None and dy8 is not None:
-            add = partial(self._weight_gradient, dy8.columnwise, x_t, dw_dtype)
-            dw = redirect(add, self.main_grad, self.delayed)
+        if redirected and x_t is not None:
+            dw = redirect(partial(self._weight_gradient, dy8.columnwise, x_t, dw_dtype), self.main_grad, self.delayed)  # type: ignore[union-attr]
         return dx, dw
+
+    def _run(
+        self,
+        role: Role,
+        a: Tensor | Quantized,
+        weight: Tensor | None,
+        x_t: ScaledTensor | None,
+        first_dtype: torch.dtype,
+        second_dtype: torch.dtype | None,
+        bias: Tensor | None = None,
+        *,
+        columnwise: bool,
+        again: bool = False,
+        w_again: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Quantized | None]:
+        """Run a :class:`~lightning_fp8.ops.linear.Pass`: its two results, and the operands of ``a`` if they are read.
+
+        Args:
+            role: that of ``a``, which tells a forward from a backward.
+            weight: None leaves the first GEMM out.
+            x_t: the operand of xᵀ; None leaves the second GEMM out.
+            columnwise: whether to cast aᵀ, too.
+            again, w_again: whether the amaxes of ``a`` and of the weight have been observed before.
+        """
+        is_forward = role is Role.INPUT
+        a8 = w8 = None
+        a_is_nonzero = w_is_nonzero = False
+        of_a: Any
+        of_w: Any = None, None, None
+        if isinstance(a, Quantized):
+            a8, of_a = a, (*_parts(a.rowwise), None, *_parts(a.columnwise))
+        else:
+            *scale_and_amax, a_is_nonzero = self._scale_and_amax(role, again)
+            of_a = a, *scale_and_amax, None, None
+        if weight is None:
+            pass
+        elif self.cached_weight is not None or isinstance(weight, FP8Tensor) or not weight.is_contiguous():
+            w8 = self.cached_weight or self.quantize(
+                weight, Role.WEIGHT, rowwise=is_forward, columnwise=not is_forward, again=w_again
+            )
+            of_w = *_parts(w8.rowwise if is_forward else w8.columnwise), None
+        else:
+            *scale_and_amax, w_is_nonzero = self._scale_and_amax(Role.WEIGHT, w_again)
+            of_w = weight, *scale_and_amax
+        key = (
+            role, first_dtype, second_dtype, a8 is None, a_is_nonzero, columnwise, weight is None, w8 is None,
+            w_is_nonzero, x_t is None, (weight.is_cuda if weight is not None else isinstance(a, Tensor) and a.is_cuda),
+        )  # fmt: skip
+        kept = self._passes.get(key)
+        if kept is None:
+            a_cast, w_cast, x_cast = self._casts[role], self._casts[Role.WEIGHT], self._casts[Role.INPUT]
+            kept = Pass(
+                asked(a, a_cast, weight is not None, columnwise, a_is_nonzero) if isinstance(a, Tensor) else None,
+                None if w8 or weight is None else asked(weight, w_cast, is_forward, not is_forward, w_is_nonzero),
+                is_forward,
+                None if weight is None else Gemm(a_cast.layout, w_cast.layout, first_dtype, fast_accum=is_forward),
+                None if x_t is None else Gemm(a_cast.layout, x_cast.layout, second_dtype),  # type: ignore[arg-type]
+            )
+            if not torch.compiler.is_compiling():  # an autograd function that is traced must not change the product
+                self._passes[key] = kept
+        of_x_t = (None, None) if x_t is None else (x_t.data, x_t.scale_inv)
+        first, second, of_a, of_w = kept.run(*of_a, *of_w, bias, *of_x_t)
+        if kept.w_cast is not None and self.slots[Role.WEIGHT].sample is not None and not w_again:
+            operand = ScaledTensor(of_w[0], of_w[1], self._casts[Role.WEIGHT].layout)
+            self.sample(Role.WEIGHT, weight, Quantized(operand, None))  # type: ignore[arg-type]
+        is_read = is_forward or (columnwise and x_t is None) or self.slots[role].sample is not None
+        if kept.a_cast is not None and is_read:
+            a8 = operands_of(of_a, kept.a_cast, weight is not None, columnwise)
+        return first, second, a8
 
     def _weight_gradient(self, dy_t: ScaledTensor, x_t: ScaledTensor, dtype: torch.dtype) -> Tensor | None:
         if self.main_grad is None:
             return ops.scaled_mm(dy_t, x_t, out_dtype=dtype)
         return self.main_grad.add_product(dy_t, x_t)
 
-    def _existing_operands(self, x: Tensor, shared: InputCast | None, columnwise: bool) -> Quantized:
+    def _existing_operands(self, x: Tensor, shared: InputCast | None, columnwise: bool, again: bool) -> Quantized:
         """The operands of an FP8Tensor ``[R, K]``, or of an input that another layer has cast along its rows."""
         made = None
         if shared is None or shared.rowwise is None:
-            made = self.quantize(x, Role.INPUT, columnwise=columnwise, again=shared is not None and shared.reads > 1)
+            made = self.quantize(x, Role.INPUT, columnwise=columnwise, again=again)
         elif columnwise and shared.columnwise is None:
-            made = self.quantize(x, Role.INPUT, rowwise=False, columnwise=True, again=True)
+            made = self.quantize(x, Role.INPUT, rowwise=False, columnwise=True, again=again)
         return made if shared is None else shared.complete(made, columnwise)  # type: ignore[return-value]
-
-    def _keep(self, key: tuple[Any, ...], made: ForwardPass | BackwardPass) -> None:
-        if not torch.compiler.is_compiling():  # an autograd function that is traced must not change the product
-            self._passes[key] = made
 
     # --- Operands that wgrad needs ------------------------------------------------------------------------------------
 
     def saved(self, x8: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
         """The tensors of x's operand for wgrad, for ``save_for_backward``; see :meth:`unsaved`."""
-        return _parts(None if x8 is None else x8.columnwise)
+        x_t = None if x8 is None else x8.columnwise
+        return (None, None) if x_t is None else (x_t.data, x_t.scale_inv)
 
     def unsaved(self, data: Tensor, scale_inv: Tensor) -> ScaledTensor:
         """The operand, given the tensors of :meth:`saved`."""

@@ -125,12 +125,8 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
     # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
     enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return _version(x), dtype, slot.history.updates, stream, enclosing, backward
-
-
-def _version(x: Tensor) -> tuple[int, int]:
-    """The identity of the values of ``x``. The version alone does not change when ``data`` is assigned."""
-    return x._version, x.untyped_storage()._cdata
+    # The version alone does not change when ``data`` is assigned.
+    return x._version, x.untyped_storage()._cdata, dtype, slot.history.updates, stream, enclosing, backward
 
 
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:

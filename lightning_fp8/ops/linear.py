@@ -7,14 +7,13 @@ with an op than select its implementation (:func:`lightning_fp8.ops.op.is_watche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops import plans
-from lightning_fp8.ops.cast import Outputs, quantize_op, transposed_operand
+from lightning_fp8.ops.cast import quantize_op, transposed_operand
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.ops.memory import ALIGNMENT, operand_key, tensor_key
 from lightning_fp8.ops.op import PLAIN_TENSORS, Op, increment_version, is_watched
@@ -25,151 +24,100 @@ Steps = tuple["Run | None", ...]
 Key = tuple[Any, ...]
 
 MAX_KEYS = 256
-"""The number of keys whose steps a pass of one layer keeps."""
+"""The number of keys whose steps a pass keeps."""
 
 
-class _Pass:
-    """The steps of a pass of one layer, by the keys of its tensors."""
+class Pass:
+    """The casts and GEMMs of one layer that a forward or a backward runs, and their steps by the keys of tensors.
 
-    __slots__ = ("_last", "_steps")
+    | | a | first GEMM | second GEMM |
+    |---|---|---|---|
+    | forward | ``x [R, K]`` | ``y = x wᵀ + bias [R, N]`` | |
+    | backward | ``dy [R, N]`` | ``dx = dy w [R, K]`` | ``dw = dyᵀ x [N, K]`` |
 
-    def __init__(self) -> None:
+    Attributes:
+        a_cast, w_cast: the casts of a and of the weight; None for one whose operand is given, or that is not needed.
+        is_forward: whether the first GEMM multiplies the operand of w; otherwise it multiplies that of wᵀ.
+        first, second: the GEMMs; None for one that is not computed.
+    """
+
+    __slots__ = ("_last", "_steps", "a_cast", "first", "is_forward", "second", "w_cast")
+
+    def __init__(
+        self, a_cast: Cast | None, w_cast: Cast | None, is_forward: bool, first: Gemm | None, second: Gemm | None
+    ) -> None:
+        self.a_cast, self.w_cast, self.is_forward, self.first, self.second = a_cast, w_cast, is_forward, first, second
         self._steps: dict[Key, Steps] = {}
         self._last: tuple[Key | None, Steps | None] = None, None  # one tuple, since other threads may replace it
 
+    def run(
+        self,
+        a: Any, a_scale: Tensor | None, a_amax: Tensor | None, a_t: Any, a_t_scale: Any,
+        w: Any, w_scale: Tensor | None, w_amax: Tensor | None, bias: Tensor | None,
+        x_t: Any, x_t_scale: Any,
+    ) -> tuple[Tensor | None, Tensor | None, Any, Any]:  # fmt: skip
+        """The results of the first and of the second GEMM, and of the casts of a and of w.
+
+        Args:
+            a, a_scale, a_amax: a tensor, and the scale and amax of its cast; or the codes and scales of an operand.
+            a_t, a_t_scale: the operand of aᵀ, if a is not cast.
+            w, w_scale, w_amax: as of a; the given operand is that of w or wᵀ.
+            bias: added to the result of the first GEMM.
+            x_t, x_t_scale: the operand of xᵀ.
+        """
+        key = _key(a_amax is None, w_amax is None, a, a_scale, a_t, a_t_scale, w, w_scale, bias, x_t, x_t_scale)
+        steps = self.steps_of(key)
+        cast_a, cast_w, multiply_first, multiply_second = steps or _OPS
+        given = a, a_scale, w, w_scale
+        a8 = w8 = first = second = None
+        if self.a_cast is not None:
+            a8 = cast_a(a, self.a_cast, a_scale, a_amax, None)  # type: ignore[misc]
+            a, a_scale = a8[0], a8[1]
+            if self.second is not None:
+                a_t, a_t_scale = transposed_operand(a8, self.a_cast)
+        if self.w_cast is not None:
+            w8 = cast_w(w, self.w_cast, w_scale, w_amax, None)  # type: ignore[misc]
+            w, w_scale = (w8[0], w8[1]) if self.is_forward else transposed_operand(w8, self.w_cast)
+        if self.first is not None:
+            first = multiply_first(a, a_scale, w, w_scale, self.first, bias, None, None)  # type: ignore[misc]
+        if self.second is not None:
+            second = multiply_second(a_t, a_t_scale, x_t, x_t_scale, self.second, None, None, None)  # type: ignore[misc]
+        if steps is None:
+            if key is not None:
+                self._keep(key, (
+                    self.a_cast and _cast_step(given[0], self.a_cast, given[1], a_amax),
+                    self.w_cast and _cast_step(given[2], self.w_cast, given[3], w_amax),
+                    self.first and _gemm_step(a, a_scale, w, w_scale, self.first, bias),
+                    self.second and _gemm_step(a_t, a_t_scale, x_t, x_t_scale, self.second, None),
+                ))  # fmt: skip
+            return first, second, a8, w8
+        if a_amax is not None:
+            increment_version((a_amax,))
+        if w_amax is not None:
+            increment_version((w_amax,))
+        return first, second, a8, w8
+
     def steps_of(self, key: Key | None) -> Steps | None:
         """The steps of an earlier call with this key, or None."""
-        if key is None:
-            return None
         last_key, steps = self._last
         if key != last_key:
-            steps = self._steps.get(key)
+            steps = None if key is None else self._steps.get(key)
             self._last = key, steps
         return steps
 
-    def keep(self, key: Key, steps: Steps) -> None:
-        """Keep the ``steps`` of calls with this key, and drop those that were planned before plans were cleared."""
+    def _keep(self, key: Key, steps: Steps) -> None:
+        """Keep the steps of calls with this key, and drop those that were planned before plans were cleared."""
         if len(self._steps) == MAX_KEYS or next(iter(self._steps), key)[0] != key[0]:
             self._steps = {}
         self._steps[key] = steps
         self._last = key, steps
 
 
-class ForwardPass(_Pass):
-    """``x wᵀ + bias [R, N]`` of ``x [R, K]`` and ``w [N, K]``.
-
-    Attributes:
-        x_cast, w_cast: the casts of x and w; None for one whose operand is given.
-        gemm: the GEMM.
-    """
-
-    __slots__ = ("gemm", "w_cast", "x_cast")
-
-    def __init__(self, x_cast: Cast | None, w_cast: Cast | None, gemm: Gemm) -> None:
-        super().__init__()
-        self.x_cast, self.w_cast, self.gemm = x_cast, w_cast, gemm
-
-    def run(
-        self,
-        x: Tensor, x_scale: Tensor | None, x_amax: Tensor | None,
-        w: Tensor, w_scale: Tensor | None, w_amax: Tensor | None, bias: Tensor | None,
-    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:  # fmt: skip
-        """``x wᵀ + bias``, and the results of the casts of x and w.
-
-        Args:
-            x, x_scale, x_amax: a tensor, and the scale and amax of its cast; or the codes and scales of an operand.
-            w, w_scale, w_amax: likewise.
-        """
-        key = _key(x_amax is None, w_amax is None, x, x_scale, w, w_scale, bias)
-        steps = self.steps_of(key)
-        quantize_x, quantize_w, multiply = steps or _FORWARD_OPS
-        x8: Any = x, x_scale
-        if self.x_cast is not None:
-            x8 = quantize_x(x, self.x_cast, x_scale, x_amax, None)  # type: ignore[misc]
-        w8: Any = w, w_scale
-        if self.w_cast is not None:
-            w8 = quantize_w(w, self.w_cast, w_scale, w_amax, None)  # type: ignore[misc]
-        y = multiply(x8[0], x8[1], w8[0], w8[1], self.gemm, bias, None, None)  # type: ignore[misc]
-        if steps is not None:
-            if x_amax is not None:
-                increment_version((x_amax,))
-            if w_amax is not None:
-                increment_version((w_amax,))
-        elif key is not None:
-            of_x = self.x_cast and _cast_step(x, self.x_cast, x_scale, x_amax)
-            of_w = self.w_cast and _cast_step(w, self.w_cast, w_scale, w_amax)
-            self.keep(key, (of_x, of_w, _gemm_step(x8[0], x8[1], w8[0], w8[1], self.gemm, bias)))
-        return y, x8, w8
-
-
-class BackwardPass(_Pass):
-    """``dx = dy w [R, K]`` and ``dw = dyᵀ x [N, K]`` of ``dy [R, N]``.
-
-    Attributes:
-        dy_cast: the cast of dy; None if its operands are given.
-        w_cast: the cast of w; None if the operand of wᵀ is given, or there is no dx.
-        dx_gemm, dw_gemm: the GEMMs; None for a gradient that is not computed.
-    """
-
-    __slots__ = ("dw_gemm", "dx_gemm", "dy_cast", "w_cast")
-
-    def __init__(self, dy_cast: Cast | None, w_cast: Cast | None, dx_gemm: Gemm | None, dw_gemm: Gemm | None) -> None:
-        super().__init__()
-        self.dy_cast, self.w_cast, self.dx_gemm, self.dw_gemm = dy_cast, w_cast, dx_gemm, dw_gemm
-
-    def run(
-        self,
-        dy: Tensor | None, dy_scale: Tensor | None, dy_amax: Tensor | None,
-        dy_t: Tensor | None, dy_t_scale: Tensor | None,
-        w: Tensor | None, w_scale: Tensor | None, x_t: Tensor | None, x_t_scale: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, Outputs | None]:  # fmt: skip
-        """dx, dw, and the results of the cast of dy.
-
-        Args:
-            dy, dy_scale, dy_amax: a tensor, and the scale and amax of its cast; or the codes and scales of an operand.
-            dy_t, dy_t_scale: the operand of dyᵀ, if dy is not cast.
-            w, w_scale: a tensor, and the scale of its cast; or the operand of wᵀ.
-            x_t, x_t_scale: the operand of xᵀ.
-        """
-        key = _key(dy_amax is None, False, dy, dy_scale, dy_t, dy_t_scale, w, w_scale, x_t, x_t_scale)
-        steps = self.steps_of(key)
-        quantize_dy, quantize_w, multiply_dx, multiply_dw = steps or _BACKWARD_OPS
-        given: Any = dy, dy_scale, w, w_scale
-        dy8: Any = None
-        dx = dw = None
-        if self.dy_cast is not None:
-            dy8 = quantize_dy(dy, self.dy_cast, dy_scale, dy_amax, None)  # type: ignore[misc]
-            dy, dy_scale = dy8[0], dy8[1]
-            if self.dw_gemm is not None:
-                dy_t, dy_t_scale = transposed_operand(dy8, self.dy_cast)
-        if self.dx_gemm is not None:
-            if self.w_cast is not None:
-                w8 = quantize_w(w, self.w_cast, w_scale, None, None)  # type: ignore[misc]
-                w, w_scale = transposed_operand(w8, self.w_cast)
-            dx = multiply_dx(dy, dy_scale, w, w_scale, self.dx_gemm, None, None, None)  # type: ignore[misc]
-        if self.dw_gemm is not None:
-            dw = multiply_dw(dy_t, dy_t_scale, x_t, x_t_scale, self.dw_gemm, None, None, None)  # type: ignore[misc]
-        if steps is not None:
-            if dy_amax is not None:
-                increment_version((dy_amax,))
-        elif key is not None:
-            self.keep(key, (
-                self.dy_cast and _cast_step(given[0], self.dy_cast, given[1], dy_amax),
-                self.w_cast and _cast_step(given[2], self.w_cast, given[3], None),
-                self.dx_gemm and _gemm_step(dy, dy_scale, w, w_scale, self.dx_gemm, None),
-                self.dw_gemm and _gemm_step(dy_t, dy_t_scale, x_t, x_t_scale, self.dw_gemm, None),
-            ))  # fmt: skip
-        return dx, dw, dy8
-
-
-def _key(first_unobserved: bool, second_unobserved: bool, *tensors: Tensor | None) -> Key | None:
-    """All that the steps depend on; None if the dispatcher must see the ops, or a tensor is of a subclass.
-
-    The steps are for amaxes that are present or not, and hold for the current GPU until plans are cleared.
-    """
+def _key(a_is_unobserved: bool, w_is_unobserved: bool, *tensors: Tensor | None) -> Key | None:
+    """All that steps depend on; None if torch's dispatcher must see the ops, or a tensor is of a subclass."""
     if is_watched():
         return None
-    key: list[Any] = [plans.generation, first_unobserved, second_unobserved]
+    key: list[Any] = [plans.generation, a_is_unobserved, w_is_unobserved]
     on_gpu = False
     for x in tensors:
         if x is None:
@@ -192,8 +140,7 @@ def _multiply_by_op(
     return scaled_mm_op.call(a, scale_a, b, scale_b, gemm, bias)  # type: ignore[no-any-return]
 
 
-_FORWARD_OPS: Steps = quantize_op.call, quantize_op.call, _multiply_by_op
-_BACKWARD_OPS: Steps = quantize_op.call, quantize_op.call, _multiply_by_op, _multiply_by_op
+_OPS: Steps = quantize_op.call, quantize_op.call, _multiply_by_op, _multiply_by_op
 
 
 def _cast_step(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Run:

@@ -35,18 +35,18 @@ def by_ops() -> Iterator[None]:
 
 
 @contextmanager
-def noted_steps() -> Iterator[list[linear_ops._Pass]]:
+def noted_steps() -> Iterator[list[linear_ops.Pass]]:
     """The passes that ran steps that they kept."""
-    found: list[linear_ops._Pass] = []
-    steps_of = linear_ops._Pass.steps_of
+    found: list[linear_ops.Pass] = []
+    steps_of = linear_ops.Pass.steps_of
 
-    def noting(of: linear_ops._Pass, key: Any) -> Any:
+    def noting(of: linear_ops.Pass, key: Any) -> Any:
         steps = steps_of(of, key)
         if steps is not None:
             found.append(of)
         return steps
 
-    with patch.object(linear_ops._Pass, "steps_of", noting):
+    with patch.object(linear_ops.Pass, "steps_of", noting):
         yield found
 
 
@@ -231,7 +231,7 @@ def test_plans_of_given_operands_are_kept_for_each_kind_of_device() -> None:
     x_t = product.quantize(torch.randn(8, 48), Role.INPUT, columnwise=True).columnwise
     dy = product.quantize(torch.randn(8, 32), Role.GRAD_OUTPUT, columnwise=True)
     before = len(product._passes)
-    with patch.object(linear_ops.BackwardPass, "run", return_value=(None, None, None)):
+    with patch.object(linear_ops.Pass, "run", return_value=(None, None, None, None)):
         for weight.is_cuda in (False, True):
             product.gradients(dy, weight, x_t, torch.float32, torch.float32)
     assert len(product._passes) == before + 2
