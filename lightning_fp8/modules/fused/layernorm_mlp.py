@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,45 +184,17 @@ class LayerNormMLP(NormedLayer):
             return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
         context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
-        if context.enabled and self.fp8:
-            y, normalized = self._fused(inp, weights, context, is_first_microbatch)
-        else:
-            calibrating = context.calibrating and not context.enabled and self.fp8
-            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights))
-            y, normalized = self._in_high_precision(inp, (w1, w2), calibrating)
+        fuses = context.enabled and self.fp8 and self.activation in ops.ACTIVATIONS
+        run = self._fused if fuses else self._one_by_one
+        y, normalized = run(inp, weights, context, is_first_microbatch)
         return self._returned(y, self.fc2_bias, normalized)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
         """The forward of a sharded module: each rank activates its own features between the two linear layers."""
-        w1, w2 = self.fc1_weight, self.fc2_weight
-        context = self._begin(x, w1, is_first_microbatch, w2)
-        added_bias = None if self.return_bias else self.fc2_bias
-        calibrating = context.calibrating and not context.enabled and self.fp8
-        fc1 = fc2 = None
-        dtype = x.dtype
-        if context.enabled and self.fp8:
-            others = self.fc1_bias, added_bias, self.layer_norm_weight
-            (fc1, fc2), dtype = self._products(x, (w1, w2), others, context, is_first_microbatch)
-        else:
-            w1, w2 = (self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate((w1, w2)))
-
-        def computed(x: Tensor) -> tuple[Tensor, Tensor]:
-            normalized = self._normalized(x)
-            if calibrating:
-                self._observe(0, normalized, w1)
-            h = self._multiply("column", normalized, w1, self.fc1_bias, fc1, dtype)
-            h = self._observed(0, h) if calibrating else h
-            a = self.activate(h)
-            if calibrating:
-                self._observe(1, a, w2)
-            y = self._multiply("row", a, w2, added_bias, fc2, dtype)
-            return self._observed(1, y) if calibrating else y, normalized
-
-        if self.checkpoint and torch.is_grad_enabled() and not calibrating:
-            y, normalized = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, normalized = computed(x)
+        weights = self.fc1_weight, self.fc2_weight
+        context = self._begin(x, weights[0], is_first_microbatch, weights[1])
+        y, normalized = self._one_by_one(x, weights, context, is_first_microbatch)
         bias = self._returned_bias(self.fc2_bias, "row") if self.return_bias else None
         return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
 
@@ -235,50 +207,50 @@ class LayerNormMLP(NormedLayer):
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         (fc1, fc2), dtype = self._products(x, weights, tensors, context, is_first_microbatch)
         self._refuse_backward_override(fc1, _NO_OVERRIDE)
-        if self.activation not in ops.ACTIVATIONS:
-            return self._unfused_in_fp8(x, weights, added_bias, fc1, fc2, dtype)
         mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
         return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
 
-    def _unfused_in_fp8(
-        self,
-        x: Tensor,
-        weights: tuple[Tensor, Tensor],
-        added_bias: Tensor | None,
-        fc1: Product,
-        fc2: Product,
-        dtype: torch.dtype,
+    def _one_by_one(
+        self, x: Tensor, weights: Sequence[Tensor], context: FP8Context, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor]:
-        """y and the norm's output. Norm and activation run in high precision; the linear layers cast their outputs."""
-        (w1, w2), b1 = weights, self.fc1_bias
+        """y and the norm's output. Norm and activation run in high precision; in FP8 the linear layers cast them."""
+        added_bias = None if self.return_bias else self.fc2_bias
+        calibrating = context.calibrating and not context.enabled and self.fp8
+        products: Sequence[Product | None] = (None, None)
+        dtype = x.dtype
+        if context.enabled and self.fp8:
+            others = self.fc1_bias, added_bias, self.layer_norm_weight, self.layer_norm_bias
+            found, dtype = self._products(x, tuple(weights), others, context, is_first_microbatch)
+            if self.parallel_mode is None:
+                self._refuse_backward_override(found[0], _NO_OVERRIDE)
+            products = found
+        else:
+            weights = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
 
         def computed(x: Tensor) -> tuple[Tensor, Tensor]:
             normalized = self._normalized(x)
-            a = self.activate(self._multiplied(normalized.reshape(-1, self.hidden_size).to(dtype), w1, b1, fc1, dtype))
-            return self._multiplied(a, w2, added_bias, fc2, dtype).view(*x.shape[:-1], self.hidden_size), normalized
+            h = self._layer(0, normalized, weights[0], self.fc1_bias, products[0], dtype, calibrating)
+            return self._layer(1, self.activate(h), weights[1], added_bias, products[1], dtype, calibrating), normalized
 
-        if not (self.checkpoint and torch.is_grad_enabled()):
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # a recomputation would observe twice
             return computed(x)
         both: tuple[Tensor, Tensor] = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
         return both
 
-    def _in_high_precision(self, x: Tensor, weights: tuple[Tensor, Tensor], calibrating: bool) -> tuple[Tensor, Tensor]:
-        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # a recomputation would observe twice
-            return self._unfused(x, *weights, calibrating)
-        both: tuple[Tensor, Tensor] = checkpoint(
-            self._unfused, x, *weights, calibrating, use_reentrant=False, preserve_rng_state=False
-        )
-        return both
-
-    def _unfused(self, x: Tensor, w1: Tensor, w2: Tensor, calibrating: bool) -> tuple[Tensor, Tensor]:
-        """y and the norm's output. ``calibrating`` observes the tensors that FP8 would cast."""
-        normalized = self._normalized(x)
-        added_bias = None if self.return_bias else self.fc2_bias
-        if not calibrating:
-            h = F.linear(normalized, w1, self.fc1_bias)
-            return F.linear(self.activate(h), w2, added_bias), normalized
-        h = self._calibrating_forward(normalized, w1, self.fc1_bias)
-        return self._calibrating_forward(self.activate(h), w2, added_bias, gemm=1), normalized
+    def _layer(
+        self, gemm: int, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, dtype: torch.dtype,
+        calibrating: bool,
+    ) -> Tensor:  # fmt: skip
+        """One of the linear layers. ``calibrating`` observes the tensors that FP8 would cast."""
+        if self.parallel_mode is None and product is None:
+            return self._calibrating_forward(x, weight, bias, gemm) if calibrating else F.linear(x, weight, bias)
+        if self.parallel_mode is None:
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            return self._multiplied(rows, weight, bias, product, dtype).view(*x.shape[:-1], weight.shape[0])
+        if calibrating:
+            self._observe(gemm, x, weight)
+        y = self._multiply("row" if gemm else "column", x, weight, bias, product, dtype)
+        return self._observed(gemm, y) if calibrating else y
 
     def extra_repr(self) -> str:
         return (
