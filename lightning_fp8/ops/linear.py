@@ -118,16 +118,20 @@ def _key(a_is_unobserved: bool, w_is_unobserved: bool, *tensors: Tensor | None) 
     if is_watched():
         return None
     key: list[Any] = [plans.generation, a_is_unobserved, w_is_unobserved]
-    on_gpu = False
+    last = None
     for x in tensors:
         if x is None:
             key.append(None)
-        elif type(x) in PLAIN_TENSORS and not (x.is_neg() or x.is_meta):
-            key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device)
-            on_gpu = x.is_cuda
-        else:
+        elif type(x) not in PLAIN_TENSORS or x.is_neg():
             return None
-    key.append(on_gpu and current_device())
+        elif x.dim():
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device)
+            last = x
+        else:
+            key += (x.dtype, x.data_ptr() % ALIGNMENT, x.device)
+    if last is None or last.is_meta:
+        return None
+    key.append(last.is_cuda and current_device())
     return tuple(key)
 
 
