@@ -192,7 +192,7 @@ class Product:
         if self.slots[Role.GRAD_OUTPUT].sample is not None and isinstance(dy, Tensor):
             self.sample(Role.GRAD_OUTPUT, dy, dy8)  # type: ignore[arg-type]
         if redirected and x_t is not None:
-            dw = redirect(partial(self._weight_gradient, dy8.columnwise, x_t, dw_dtype), self.main_grad, self.delayed)  # type: ignore[union-attr]
+            dw = redirect(partial(self._weight_gradient, dy8.columnwise, x_t, dw_dtype), self.main_grad, self.delayed)  # type: ignore[union-attr, arg-type]
         return dx, dw
 
     def _run(
@@ -255,7 +255,7 @@ class Product:
             if not torch.compiler.is_compiling():  # an autograd function that is traced must not change the product
                 self._passes[key] = kept
         of_x_t = (None, None) if x_t is None else (x_t.data, x_t.scale_inv)
-        first, second, of_a, of_w = kept.run(*of_a, *of_w, bias, *of_x_t)
+        first, second, of_a, of_w = kept.run(*of_a, *of_w, bias, *of_x_t)  # type: ignore[call-arg]
         if kept.w_cast is not None and self.slots[Role.WEIGHT].sample is not None and not w_again:
             operand = ScaledTensor(of_w[0], of_w[1], self._casts[Role.WEIGHT].layout)
             self.sample(Role.WEIGHT, weight, Quantized(operand, None))  # type: ignore[arg-type]

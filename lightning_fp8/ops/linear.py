@@ -21,7 +21,7 @@ from lightning_fp8.ops.plans import Run, current_device
 
 Steps = tuple["Run | None", ...]
 """The functions that a pass calls in turn; None for what it does not compute."""
-Key = tuple[Any, ...]
+Key = list[Any]
 
 MAX_KEYS = 256
 """The number of keys whose steps a pass keeps."""
@@ -47,13 +47,13 @@ class Pass:
         self, a_cast: Cast | None, w_cast: Cast | None, is_forward: bool, first: Gemm | None, second: Gemm | None
     ) -> None:
         self.a_cast, self.w_cast, self.is_forward, self.first, self.second = a_cast, w_cast, is_forward, first, second
-        self._steps: dict[Key, Steps] = {}
+        self._steps: dict[tuple[Any, ...], Steps] = {}
         self._last: tuple[Key | None, Steps | None] = None, None  # one tuple, since other threads may replace it
 
     def run(
         self,
-        a: Any, a_scale: Tensor | None, a_amax: Tensor | None, a_t: Any, a_t_scale: Any,
-        w: Any, w_scale: Tensor | None, w_amax: Tensor | None, bias: Tensor | None,
+        a: Any, a_scale: Any, a_amax: Tensor | None, a_t: Any, a_t_scale: Any,
+        w: Any, w_scale: Any, w_amax: Tensor | None, bias: Tensor | None,
         x_t: Any, x_t_scale: Any,
     ) -> tuple[Tensor | None, Tensor | None, Any, Any]:  # fmt: skip
         """The results of the first and of the second GEMM, and of the casts of a and of w.
@@ -85,10 +85,10 @@ class Pass:
         if steps is None:
             if key is not None:
                 self._keep(key, (
-                    self.a_cast and _cast_step(given[0], self.a_cast, given[1], a_amax),
-                    self.w_cast and _cast_step(given[2], self.w_cast, given[3], w_amax),
-                    self.first and _gemm_step(a, a_scale, w, w_scale, self.first, bias),
-                    self.second and _gemm_step(a_t, a_t_scale, x_t, x_t_scale, self.second, None),
+                    None if self.a_cast is None else _cast_step(given[0], self.a_cast, given[1], a_amax),
+                    None if self.w_cast is None else _cast_step(given[2], self.w_cast, given[3], w_amax),
+                    None if self.first is None else _gemm_step(a, a_scale, w, w_scale, self.first, bias),
+                    None if self.second is None else _gemm_step(a_t, a_t_scale, x_t, x_t_scale, self.second, None),
                 ))  # fmt: skip
             return first, second, a8, w8
         if a_amax is not None:
@@ -101,15 +101,15 @@ class Pass:
         """The steps of an earlier call with this key, or None."""
         last_key, steps = self._last
         if key != last_key:
-            steps = None if key is None else self._steps.get(key)
+            steps = None if key is None else self._steps.get(tuple(key))
             self._last = key, steps
         return steps
 
     def _keep(self, key: Key, steps: Steps) -> None:
         """Keep the steps of calls with this key, and drop those that were planned before plans were cleared."""
-        if len(self._steps) == MAX_KEYS or next(iter(self._steps), key)[0] != key[0]:
+        if len(self._steps) == MAX_KEYS or next(iter(self._steps), (key[0],))[0] != key[0]:
             self._steps = {}
-        self._steps[key] = steps
+        self._steps[tuple(key)] = steps
         self._last = key, steps
 
 
@@ -117,7 +117,7 @@ def _key(a_is_unobserved: bool, w_is_unobserved: bool, *tensors: Tensor | None) 
     """All that steps depend on; None if torch's dispatcher must see the ops, or a tensor is of a subclass."""
     if is_watched():
         return None
-    key: list[Any] = [plans.generation, a_is_unobserved, w_is_unobserved]
+    key: Key = [plans.generation, a_is_unobserved, w_is_unobserved]
     last = None
     for x in tensors:
         if x is None:
@@ -125,14 +125,14 @@ def _key(a_is_unobserved: bool, w_is_unobserved: bool, *tensors: Tensor | None) 
         elif type(x) not in PLAIN_TENSORS or x.is_neg():
             return None
         elif x.dim():
-            key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device)
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.get_device())
             last = x
         else:
-            key += (x.dtype, x.data_ptr() % ALIGNMENT, x.device)
-    if last is None or last.is_meta:
+            key += (x.dtype, x.data_ptr() % ALIGNMENT, x.get_device())
+    if last is None or not (last.is_cuda or last.is_cpu):
         return None
     key.append(last.is_cuda and current_device())
-    return tuple(key)
+    return key
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------

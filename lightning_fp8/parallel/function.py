@@ -186,7 +186,7 @@ class ParallelLinearFunction(torch.autograd.Function):
         pending_dx: Pending | None = None
         if needs_dgrad:
             dx, _ = product.gradients(dy8, weight, None, x_dtype, weight_dtype)
-            if parallel.mode == "column":
+            if parallel.mode == "column" and dx is not None:
                 pending_dx = _start_reduction_of_input_gradient(dx, ctx.x_shape, parallel)
         if needs_wgrad:
             x_t = product.unsaved(*kept) if pending_x is None else pending_x()

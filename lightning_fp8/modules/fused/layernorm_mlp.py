@@ -244,7 +244,7 @@ class LayerNormMLP(NormedLayer):
         """One of the linear layers. ``calibrating`` observes the tensors that FP8 would cast."""
         if self.parallel_mode is None and product is None:
             return self._calibrating_forward(x, weight, bias, gemm) if calibrating else F.linear(x, weight, bias)
-        if self.parallel_mode is None:
+        if self.parallel_mode is None and product is not None:
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
             return self._multiplied(rows, weight, bias, product, dtype).view(*x.shape[:-1], weight.shape[0])
         if calibrating:
