@@ -22,6 +22,8 @@ def winners(document: dict[str, Any]) -> list[Measurement]:
     for result in document["suites"].get("products", ()):
         if result.get("choice") and result["correct"] and result["milliseconds"]:
             measured, time = from_json(result["choice"]), result["milliseconds"]["median"]
+            if measured is None:
+                continue
             time *= _OF_A_LIBRARY if isinstance(measured.choice, Library) else 1.0
             problem = measured.gemm, measured.sizes
             if problem not in fastest or time < fastest[problem][0]:

@@ -85,7 +85,7 @@ class Stage(NamedTuple):
 KERNELS = (
     "amax",
     "quantize",
-    "quantize, own scale, counted",
+    "quantize, own scale",
     "quantize ragged rows",
     "quantize rows",
     "quantize 1x128",
@@ -106,12 +106,10 @@ KERNELS = (
     "gated",
     "gated backward",
     "product, 1 warpgroup",
-    "product, 1 warpgroup of 64 × 128",
+    "product, stored from registers",
     "product, 2 warpgroups",
-    "product, alternating",
-    "product, cluster of 2",
-    "product, 2 warpgroups, cluster of 2",
-    "product, alternating, cluster of 2",
+    "product, 128 × 192",
+    "product of rows",
     "product, added",
     "product, 1x128 by 128x128",
     "product, 1x128 by 1x128",
@@ -141,11 +139,11 @@ CHANGED = (
     "attention backward, 256 channels",
 )
 """Kinds that changed since kernels last ran on a GPU: they come first."""
-DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, cluster of 2")
+DRY_KERNELS = ("amax", "product, 1 warpgroup", "product, 2 warpgroups")
 PRODUCTS, ATTENTION = "kernels/product", "kernels/attention"
 SANITIZED = (
     ("amax", "quantize", "quantize 1x128", "normalize"),
-    ("product, cluster of 2",),
+    ("product, 2 warpgroups",),
     ("attention forward, 128 channels", "attention backward, 128 channels"),
 )
 TOOLS = "memcheck", "racecheck", "synccheck"

@@ -46,8 +46,8 @@ class Kernel:
         threads: threads per block.
         shared_bytes: dynamic shared memory per block.
         min_blocks_per_sm: blocks that must fit on a multiprocessor of Hopper; it limits registers per thread.
-        cluster: blocks per cluster; must match the kernel's code.
         architectures: the architectures it can be compiled for.
+        loaded: handles of the kernel by index of the CUDA device that it is loaded on.
 
     Raises:
         TypeError: If ``parameters`` do not match those of ``function``.
@@ -59,9 +59,8 @@ class Kernel:
     threads: int
     shared_bytes: int = 0
     min_blocks_per_sm: int = 1
-    cluster: int = 1
     architectures: tuple[str, ...] = ARCHITECTURES
-    _loaded: dict[int, int] = field(default_factory=dict, repr=False)
+    loaded: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         names = tuple(signature(self.function).parameters)

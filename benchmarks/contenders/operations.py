@@ -30,8 +30,8 @@ CAST, CAST_AND_MORE = {"fraction_of_copy": 0.90, **HOST}, {"fraction_of_copy": 0
 
 
 Arguments = tuple[Any, ...]
-Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""The last arguments of an op that casts: scale, amax and overflow_counts."""
+Observed = tuple["Tensor | None", "Tensor | None"]
+"""The last arguments of an op that casts: scale and amax."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def casts(dtype: torch.dtype) -> list[Operation]:
     def own(layout: Layout, columnwise: bool) -> Callable[[Tensor], Arguments]:
         power_2 = not layout.has_one_scale  # as the recipes do
         cast = Cast(float8, layout, power_2).usage(True, columnwise)
-        return lambda x: (x, cast, None, None, None)
+        return lambda x: (x, cast, None, None)
 
     def by_columns(x: Tensor) -> Arguments:
         return x, torch.linspace(SCALE / 2, 2 * SCALE, x.shape[1]).to(x.device), dtype
@@ -185,7 +185,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
     """Products of ``x`` with itself, to measure host time; suite ``products`` measures the device's."""
 
     def operand(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        data, scale_inv, *_ = reference_quantize(x, Cast(float8_of(dtype), layout), None, None, None)
+        data, scale_inv, *_ = reference_quantize(x, Cast(float8_of(dtype), layout), None, None)
         return 2 * aligned_operand(data, scale_inv, layout)
 
     def product(layout: Layout) -> Callable[[Tensor], Arguments]:
@@ -204,7 +204,7 @@ def products(dtype: torch.dtype) -> list[Operation]:
 
 def _given(x: Tensor, amax: bool = True) -> Observed:
     """A given scale, and the amax so far if it is observed."""
-    return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None, None
+    return torch.full((), SCALE, device=x.device), torch.zeros((), device=x.device) if amax else None
 
 
 def update_scales(target: dict[str, float]) -> Operation:

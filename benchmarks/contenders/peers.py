@@ -76,7 +76,7 @@ def _with_scale(
 def _compiled_blocks(x: Tensor) -> Callable[[], Any]:
     quantize = _compile(reference_quantize, x.device)
     cast = Cast(E4M3, Layout.BLOCK_1X128, power_2_scale=True)
-    return lambda: quantize(x, cast, None, None, None)
+    return lambda: quantize(x, cast, None, None)
 
 
 def _compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

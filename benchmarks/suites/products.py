@@ -287,7 +287,7 @@ def _operand(rows: int, k: int, layout: Layout, plan: Plan, seed: int) -> Scaled
     generator = torch.Generator(plan.device).manual_seed(seed)
     x = torch.randn(rows, k, generator=generator, device=plan.device).bfloat16()
     quantize = quantize_op.call if x.is_cuda and plan.kernels else reference_quantize
-    data, scale_inv, *_ = quantize(x, Cast(E4M3, layout, power_2_scale=True), None, None, None)
+    data, scale_inv, *_ = quantize(x, Cast(E4M3, layout, power_2_scale=True), None, None)
     return ScaledTensor(*aligned_operand(data, scale_inv, layout), layout)
 
 

@@ -50,7 +50,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
     make_tiles = make_overlapped_tiles if head_dim == CHANNELS else make_tiles_in_turns
     consume, store = make_tiles(spec)
     load_rows = make_row_load(spec.panels)
-    next_stage, _ = stage_counters(stages)
+    next_stage = stage_counters(stages)
 
     @device
     def init_barriers(smem):

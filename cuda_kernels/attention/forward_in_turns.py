@@ -60,7 +60,7 @@ def make_tiles_in_turns(spec: AttentionSpec) -> ForwardTiles:
     scaled, rescale_add = scale_all(acc_count), rescale_add_rows(acc_count)
     store_low = make_result_store(columns, spec.out_dtype)
     store_high = make_result_store(columns, spec.out_dtype, 128, again=True)
-    next_stage, _ = stage_counters(forward_stages(spec))
+    next_stage = stage_counters(forward_stages(spec))
 
     @device
     def values_of(words, desc_v):

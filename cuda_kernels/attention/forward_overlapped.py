@@ -60,7 +60,7 @@ def make_overlapped_tiles(spec: AttentionSpec) -> ForwardTiles:
     wait_0, wait_1 = wgmma_wait(registers, 0), wgmma_wait(registers, 1)
     hide, scaled, rescale_add = make_band_mask(registers), scale_all(registers), rescale_add_rows(registers)
     rebase, probabilities = make_softmax(ROWS)
-    next_stage, _ = stage_counters(forward_stages(spec))
+    next_stage = stage_counters(forward_stages(spec))
 
     @device
     def release(barrier):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_kernels.casts.overflow import add_overflow_counts, counting_cast, min_blocks_per_sm
+from cuda_kernels.casts.quantize import min_blocks_per_sm, scaled_cast
 from cuda_kernels.device.codec import FP8_MAX, amax_to_scale, e8m0_code, e8m0_scale, magnitude
 from cuda_kernels.device.language import cuda, device, f32, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -116,7 +116,7 @@ def _block_scale(fp8: str, e8m0: bool) -> tuple[Any, Any]:
 
 @cache
 def quantize_blocks_kernel(
-    loader: TileLoader, fp8: str, block: Block, e8m0: bool, rowwise: bool, columnwise: bool, count: bool
+    loader: TileLoader, fp8: str, block: Block, e8m0: bool, rowwise: bool, columnwise: bool
 ) -> Kernel:
     """One scale per ``block``, one of :data:`BLOCKS`, from the block itself; E8M0 if ``e8m0``, else float32.
 
@@ -140,8 +140,7 @@ def quantize_blocks_kernel(
     store_rows = row_storer(loader.vector)
     n_maxima, clear, take, fold = maxima.num_registers, maxima.clear, maxima.take, maxima.fold
     largest_of_columns, largest_of = maxima.largest_of_columns, maxima.largest
-    cast, cast_columns = counting_cast(fp8, count), counting_cast(fp8, count and not rowwise)
-    fp8_max = FP8_MAX[fp8]
+    cast, fp8_max = scaled_cast(fp8), FP8_MAX[fp8]
     block_2d = block_rows > 1
     in_parts = block_columns < TILE  # several blocks per row of a tile share a warp
     row_scales_from_warp = rowwise and not block_2d and not in_parts
@@ -161,7 +160,7 @@ def quantize_blocks_kernel(
     scale_smem = TRANSPOSED_BYTES + WARPS * TILE * 4
 
     def quantize_blocks(
-        loader_args, counts, out, out_scale_inv, out_t, out_t_scale_inv,
+        loader_args, out, out_scale_inv, out_t, out_t_scale_inv,
         rows, columns, power_2, epsilon, out_stride, out_scale_inv_stride, out_t_stride, out_t_scale_inv_stride,
     ):  # fmt: skip
         out, out_scale_inv, out_t, out_t_scale_inv = own(out), own(out_scale_inv), own(out_t), own(out_t_scale_inv)
@@ -197,7 +196,6 @@ def quantize_blocks_kernel(
             vector_amax[quad_index // quads_of_row] = largest_of(vector_maxima)
 
         packed = cuda.local.array(WARP_ROWS, u32)
-        overflows = u32(0)
         if block_2d:
             amax = from_bits(block_max(largest_of(column_maxima), smem + amax_smem, thread))
             scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
@@ -211,8 +209,7 @@ def quantize_blocks_kernel(
                         out_t_scale_inv + (block_column * out_t_scale_inv_stride + block_row) * 4, divide(_ONE, scale)
                     )
             for quad_index in range(WARP_ROWS):
-                packed[quad_index], num_overflows = cast(decode(registers, quad_index), scale, scale, scale, scale)
-                overflows += num_overflows
+                packed[quad_index] = cast(decode(registers, quad_index), scale, scale, scale, scale)
             if rowwise:
                 store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
         else:
@@ -243,8 +240,7 @@ def quantize_blocks_kernel(
                         scale = from_bits(shuffle(lane_scales[vector & (scales_of_lane - 1)], owner))
                     elif row_scales_from_warp:
                         scale = from_bits(shuffle(magnitude(row_scale), row_of(lane, quad_index)))
-                    packed[quad_index], num_overflows = cast(quad, scale, scale, scale, scale)
-                    overflows += num_overflows
+                    packed[quad_index] = cast(quad, scale, scale, scale, scale)
                 store_rows(packed, out, out_stride, first_row, rows, column, full_tile)
             if columnwise:
                 max_0, max_1, max_2, max_3 = largest_of_columns(column_maxima)
@@ -282,22 +278,18 @@ def quantize_blocks_kernel(
                 words = shared_load_16(smem + scale_smem + (part * TILE + 4 * lane) * 4)
                 e, f, g, h = from_bits(words[0]), from_bits(words[1]), from_bits(words[2]), from_bits(words[3])
                 for quad_index in range(WARP_ROWS):
-                    packed[quad_index], num_overflows = cast_columns(decode(registers, quad_index), e, f, g, h)
-                    overflows += num_overflows
+                    packed[quad_index] = cast(decode(registers, quad_index), e, f, g, h)
         if columnwise:
             store_transposed(packed, smem, thread, out_t, out_t_stride, tile_row, tile_col, columns)
-        if count:
-            add_overflow_counts(counts, overflows, lane)
 
-    name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=}, {count=})"
+    name = f"quantize_blocks({loader.name}, {fp8}, {scales}, {rowwise=}, {columnwise=})"
     parameters = {
         "loader_args": loader.args_type,
-        "counts": i64,
         **typed(loader.address_type, "out out_scale_inv out_t out_t_scale_inv"),
         **typed(i32, "rows columns power_2"),
         "epsilon": f32,
         **typed(i64, "out_stride out_scale_inv_stride out_t_stride out_t_scale_inv_stride"),
     }
     shared_bytes = TRANSPOSED_BYTES + WARPS * TILE * 4 + 4 * TILE * 4
-    blocks = min_blocks_per_sm(loader, count, 1 if block_2d else rowwise + columnwise)
+    blocks = min_blocks_per_sm(loader, 1 if block_2d else rowwise + columnwise)
     return Kernel(name, quantize_blocks, parameters, THREADS, shared_bytes=shared_bytes, min_blocks_per_sm=blocks)

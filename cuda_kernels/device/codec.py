@@ -106,7 +106,7 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     row's length are multiples of four elements, so that all four elements are either inside or outside.
     """
     if aligned:
-        return _vector_loader_in_bounds(dtype, 4)
+        return vector_loader_in_bounds(dtype, 4)
 
     item = ITEM_BYTES[dtype]
     load_one = load_2_if if item == 2 else cached_4_if
@@ -128,23 +128,9 @@ def quad_loader(dtype: DtypeName, aligned: bool) -> Any:
     return load_halves if item == 2 else load_each
 
 
-def vector_loader(dtype: DtypeName, elements: int) -> Any:
-    """A device function ``address -> registers`` that loads ``elements`` consecutive elements, all inside the tensor.
-
-    They take 8 or 16 bytes, and the address is a multiple of that.
-    """
-    load_if = _load_vector_if(dtype, elements)
-
-    @device
-    def load(address):
-        return load_if(address, True)
-
-    return load
-
-
-def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
+def vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     """An aligned :func:`quad_loader` of ``elements`` elements, which take 8 or 16 bytes."""
-    load_if = _load_vector_if(dtype, elements)
+    load_if = load_vector_if(dtype, elements)
 
     @device
     def load(address, column, columns, in_bounds):
@@ -153,13 +139,12 @@ def _vector_loader_in_bounds(dtype: DtypeName, elements: int) -> Any:
     return load
 
 
-def _load_vector_if(dtype: DtypeName, elements: int) -> Any:
+def load_vector_if(dtype: DtypeName, elements: int) -> Any:
+    """A device function ``(address, flag) -> registers`` that loads consecutive elements, which take 8 or 16 bytes.
+
+    The address is a multiple of that.
+    """
     return load_8_if if elements * ITEM_BYTES[dtype] == 8 else load_16_if
-
-
-def edge_loader(dtype: DtypeName, vector: int) -> Any:
-    """:func:`quad_loader`, or for ``vector=8`` and rows of multiples of 8 elements a loader of eight elements."""
-    return quad_loader(dtype, vector == 4) if vector < 8 else _vector_loader_in_bounds(dtype, 8)
 
 
 def quad_registers(dtype: DtypeName) -> int:
@@ -192,17 +177,10 @@ def quad_decoder(dtype: DtypeName) -> Any:
 
 def element_storer(dtype: DtypeName) -> Any:
     """A device function ``(address, value)`` that rounds and stores one element."""
-    pack = pack_halves.get(dtype)
-
-    @device
-    def store_float(address, value):
-        store_f32(address, value)
-
-    @device
-    def store_half(address, value):
-        store_2(address, pack(value, value))
-
-    return store_half if pack else store_float
+    if dtype == "float32":
+        return store_f32
+    pack = pack_halves[dtype]
+    return device(lambda address, value: store_2(address, pack(value, value)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Type:
 
 
 # Typed as Any, since kernels call them.
-i16, i32, i64 = (Type(f"int{bits}") for bits in (16, 32, 64))  # type: Any, Any, Any
+i32, i64 = Type("int32"), Type("int64")  # type: Any, Any
 u32: Any = Type("uint32")
 f32: Any = Type("float32")
 void: Any = Type("void")

@@ -1,4 +1,4 @@
-"""PTX of Hopper: mbarriers, the tensor memory accelerator (TMA), clusters, and wgmma."""
+"""PTX of Hopper: mbarriers, the tensor memory accelerator (TMA), and wgmma."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from functools import cache
 from typing import Any
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import asm, const, i16, i32, i64, lowered, u32x, void
+from cuda_kernels.device.language import asm, const, i32, i64, lowered, u32x, void
 
 # --- Barriers ---------------------------------------------------------------------------------------------------------
 
 mbarrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", void, i32, i32)
 mbarrier_arrive = asm("mbarrier.arrive.shared::cta.b64 _, [$0];", void, i32)
-mbarrier_arrive_remote = asm(
-    "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [a]; }",
-    void, i32, i32,
-)  # fmt: skip
-"""Arrive at the barrier at the same shared-memory address in the block of the cluster with that rank.
-
-It needs no ``.release.cluster``, because nothing was written. With it, each arrival would wait until the thread's
-writes are visible to the whole GPU.
-"""
 mbarrier_arrive_expect_tx = asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, i32, i32)
 TRAP_VARIABLE = "LIGHTNING_FP8_TRAP"
 """Environment variable, read when kernels are first imported: with 1, waiting too long for a barrier traps."""
@@ -40,7 +31,7 @@ named_barrier = asm("bar.sync $0, $1;", void, i32, i32)
 named_barrier_arrive = asm("bar.arrive $0, $1;", void, i32, i32)
 """Arrive at a named barrier without waiting for the others."""
 
-# --- Warps and clusters -----------------------------------------------------------------------------------------------
+# --- Warps ------------------------------------------------------------------------------------------------------------
 
 elect_sync = asm("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", i32)
 shfl_sync_0 = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
@@ -48,13 +39,6 @@ shfl_sync_0 = asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", i32, i32)
 syncwarp = asm("bar.warp.sync 0xffffffff;")
 warpgroup_reg_alloc = asm("setmaxnreg.inc.sync.aligned.u32 $0;", void, const)
 warpgroup_reg_dealloc = asm("setmaxnreg.dec.sync.aligned.u32 $0;", void, const)
-cluster_start = asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;")
-"""A cluster barrier after ``fence_mbarrier_init``; it makes only the initialized mbarriers visible to the cluster."""
-cluster_sync = asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
-cluster_rank = asm("mov.u32 $0, %cluster_ctarank;", i32, pure=True)
-
-in_clusters_of = lowered("entry", "in_clusters_of")
-"""``in_clusters_of(blocks)``: a function that, called in a kernel, sets the size of its clusters."""
 
 # --- Tensor maps and copies -------------------------------------------------------------------------------------------
 
@@ -64,13 +48,11 @@ address_of = lowered("entry", "address_of")()
 """``map -> int64``: its address, the operand of TMA instructions."""
 
 prefetch_tensormap = asm("prefetch.tensormap [$0];", void, i64)
-_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-tma_load = asm(f"{_LOAD} [$0], [$1, {{$3, $4}}], [$2];", void, i32, i64, i32, i32, i32)
+tma_load = asm(
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4}], [$2];",
+    void, i32, i64, i32, i32, i32,
+)  # fmt: skip
 """``(shared, map, barrier, column, row)``."""
-tma_load_multicast = asm(
-    f"{_LOAD}.multicast::cluster [$0], [$1, {{$3, $4}}], [$2], $5;", void, i32, i64, i32, i32, i32, i16
-)
-"""The same, to all blocks of the cluster whose bits are set in the last operand."""
 tma_store = asm("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, i64, i32, i32, i32)
 """``(map, shared, column, row)``."""
 tma_reduce_add = asm(

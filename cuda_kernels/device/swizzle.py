@@ -62,13 +62,13 @@ def ldmatrix_b(lane):
 
 @cache
 def make_swizzled_store(num_registers: int, dtype: DtypeName) -> Any:
-    """A device function ``(acc, shared, lane)`` by which a warp stores its 16 rows of at most 128 bytes in ``dtype``.
+    """A device function ``(acc, shared, lane)`` by which a warp stores its 16 rows of 64 or 128 bytes in ``dtype``.
 
     ``acc``: ``num_registers`` float32; ``shared``: address of the first row, aligned as for :func:`swizzle_128b`.
     """
     wide = dtype == "float32"
     store = store_fragment_shared(num_registers, dtype)
-    addresses_along_row = _addresses_along_row(num_registers // (4 if wide else 8))
+    addresses_along_row = _four_addresses if num_registers // (4 if wide else 8) == 4 else _two_addresses
 
     @device
     def store_rows(acc, shared, lane):
@@ -81,23 +81,16 @@ def make_swizzled_store(num_registers: int, dtype: DtypeName) -> Any:
     return store_rows
 
 
-@cache
-def _addresses_along_row(count: int, start: int = 0) -> Any:
-    """A device function ``address -> addresses``: ``count - start`` of them, 32 bytes apart along the row."""
+@device
+def _two_addresses(address):
+    """``address``, and the one 32 bytes further along the row."""
+    return i32(address), i32(along_row(address, 32))
 
-    @device
-    def first_address(address):
-        return (i32(along_row(address, 32 * start)),)
 
-    if start == count - 1:
-        return first_address
-    other_addresses = _addresses_along_row(count, start + 1)
-
-    @device
-    def addresses(address):
-        return first_address(address) + other_addresses(address)
-
-    return addresses
+@device
+def _four_addresses(address):
+    """``address``, and three 32 bytes apart along the row."""
+    return _two_addresses(address) + _two_addresses(along_row(address, 64))
 
 
 SMEM_DESC_K_MAJOR_SW128 = (1 << 62) | (ATOM_BYTES >> 4 << 32)

@@ -16,12 +16,13 @@ from cuda_kernels.device.codec import (
     DtypeName,
     Maxima,
     decoded_maxima,
-    edge_loader,
     largest_of,
+    load_vector_if,
     packed_maxima,
     quad_decoder,
+    quad_loader,
     quad_registers,
-    vector_loader,
+    vector_loader_in_bounds,
 )
 from cuda_kernels.device.language import UniTuple, cuda, device, i32, i64, u32
 from cuda_kernels.device.ptx import (
@@ -163,30 +164,16 @@ class TileLoader:
 
 def thread_origin(vector: int) -> Any:
     """A device function ``thread -> row, column`` of the first element of a tile that belongs to a thread."""
-
-    @device
-    def quad_origin(thread):
-        return i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))
-
-    @device
-    def octet_origin(thread):
-        return i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))
-
-    return quad_origin if vector == 4 else octet_origin
+    if vector == 4:
+        return device(lambda thread: (i32(WARP_ROWS * (thread >> 5)), i32(4 * (thread & 31))))
+    return device(lambda thread: (i32(WARP_ROWS * (thread >> 5) + ((thread >> 4) & 1)), i32(8 * (thread & 15))))
 
 
 def row_of_quad(vector: int) -> Any:
     """A device function ``(lane, quad_index) -> row`` of a quad, within its warp's rows."""
-
-    @device
-    def quad_row(lane, quad_index):
-        return i32(quad_index)
-
-    @device
-    def octet_row(lane, quad_index):
-        return i32(2 * (quad_index >> 1) + (lane >> 4))
-
-    return quad_row if vector == 4 else octet_row
+    if vector == 4:
+        return device(lambda lane, quad_index: i32(quad_index))
+    return device(lambda lane, quad_index: i32(2 * (quad_index >> 1) + (lane >> 4)))
 
 
 @cache
@@ -202,8 +189,8 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     lanes_columns = max(4, vector)
     registers_of_load = registers_of_quad * lanes_columns // 4
     row_step = lanes_columns // 4
-    load_inside = vector_loader(dtype, lanes_columns)
-    load_some = edge_loader(dtype, vector)
+    load_inside = load_vector_if(dtype, lanes_columns)
+    load_some = vector_loader_in_bounds(dtype, 8) if vector == 8 else quad_loader(dtype, vector == 4)
 
     @device
     def load(args, rows, columns, first_row, column, full_tile, registers):
@@ -213,7 +200,7 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
         stride = row_stride * (itemsize * row_step)
         if full_tile and vector > 1:
             for step in range(WARP_ROWS // row_step):
-                loaded = load_inside(address)
+                loaded = load_inside(address, True)
                 for register in range(registers_of_load):
                     registers[step * registers_of_load + register] = loaded[register]
                 address += stride

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from cuda_kernels.device.codec import update_amax
@@ -27,15 +27,7 @@ from cuda_kernels.device.sm90 import (
     tma_store_wait,
 )
 from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store
-from cuda_kernels.gemm.spec import (
-    EPI_TILE_BYTES,
-    GemmConfig,
-    GemmSpec,
-    Scaling,
-    epi_tile_columns,
-    num_epi_tiles,
-    smem_offsets,
-)
+from cuda_kernels.gemm.spec import EPI_TILE_BYTES, GemmConfig, GemmSpec, Scaling, epi_tile_columns, smem_offsets
 from cuda_kernels.kernel import KernelError
 
 
@@ -46,56 +38,30 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax.
     ``frag_row``, ``frag_col``: position of the thread's first register in the result.
     """
-    visitors: list[Any] = []
+    steps: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        visitors.append(_make_tensor_scaler(num_registers))
+        scale = scale_all(num_registers)
+        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
     elif spec.scaling is Scaling.ROW:
-        visitors.append(_make_row_scaler(num_registers, even))
+        steps.append(_make_row_scaler(num_registers, even))
     elif not spec.scaling.along_k:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
     if spec.bias_dtype:
-        visitors.append(_make_bias_adder(num_registers, spec.bias_dtype, even))
+        add = add_columns(num_registers, spec.bias_dtype, even)
+        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
     if spec.has_amax:
-        visitors.append(_make_amax_observer(num_registers, spec.out_dtype))
-    return _composed(visitors)
+        steps.append(_make_amax_observer(num_registers, spec.out_dtype))
+    return reduce(_then, steps, device(lambda acc, epi_args, frag_row, m, frag_col, n: acc))
 
 
-def _composed(visitors: list[Any]) -> Any:
-    """One device function that applies ``visitors`` in order; absent ones have no cost."""
-    if not visitors:
-        return device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
-    if len(visitors) == 1:
-        return visitors[0]
-    first_visitor = visitors[0]
-    remaining = _composed(visitors[1:])
+def _then(first: Any, second: Any) -> Any:
+    """One device function that applies both, one after the other."""
 
     @device
-    def composed(acc, epi_args, frag_row, m, frag_col, n):
-        return remaining(first_visitor(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
+    def both(acc, epi_args, frag_row, m, frag_col, n):
+        return second(first(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
 
-    return composed
-
-
-def _make_tensor_scaler(num_registers: int) -> Any:
-    scale = scale_all(num_registers)
-
-    @device
-    def scale_acc(acc, epi_args, frag_row, m, frag_col, n):
-        scale_inv_ab, _, _, _, _ = epi_args
-        return scale(acc, scale_inv_ab)
-
-    return scale_acc
-
-
-def _make_bias_adder(num_registers: int, dtype: str, even: bool) -> Any:
-    add = add_columns(num_registers, dtype, even)
-
-    @device
-    def add_bias(acc, epi_args, frag_row, m, frag_col, n):
-        _, _, _, bias, _ = epi_args
-        return add(acc, bias, frag_col, n)
-
-    return add_bias
+    return both
 
 
 def _make_row_scaler(num_registers: int, even: bool) -> Any:
@@ -153,14 +119,9 @@ def make_epilogue_store(spec: GemmSpec, config: GemmConfig) -> Any:
 
 
 def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
-    """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another.
-
-    If they do not divide the tile's columns, the last one starts earlier, and stores some columns again.
-    """
+    """:func:`make_epilogue_store` through shared memory, one epilogue tile of 128-byte rows after another."""
     columns = epi_tile_columns(spec.out_dtype)
-    epi_tiles = num_epi_tiles(config, spec)
-    start = min(epi_tile * columns, config.tile_n - columns)
-    num_registers = columns // 2
+    epi_tiles, start, num_registers = config.tile_n // columns, epi_tile * columns, columns // 2
     buffers = config.epi_stages
     is_last = epi_tile == epi_tiles - 1
     buffer_idx = epi_tile % buffers
@@ -184,13 +145,9 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
             named_barrier(1 + wg_idx, 128)
         # Scales and bias are loaded per epilogue tile, because those of all tiles would not fit into registers.
         finished = finish(
-            slice_epi_tile(acc),
-            epi_args,
-            first_row + warp * 16 + (lane >> 2),
-            m,
-            tile_col + (start + 2 * (lane & 3)),
-            n,
-        )
+            slice_epi_tile(acc), epi_args,
+            first_row + warp * 16 + (lane >> 2), m, tile_col + (start + 2 * (lane & 3)), n,
+        )  # fmt: skip
         copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)

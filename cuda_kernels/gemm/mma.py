@@ -125,11 +125,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             )
         if b_along_k_by_row:
             copy_scale_invs(
-                stage_addr + scale_inv_b_offset,
-                scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride,
-                tile_n,
-                tile_col,
-                n,
+                stage_addr + scale_inv_b_offset, scale_inv_b + 4 * i64(k_iter) * scale_inv_b_stride, tile_n, tile_col, n
             )
 
     def mma_gemm(
@@ -179,12 +175,9 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
                     block_scale_inv = block_scale_invs_at(block_scale_invs, k_iter)[0]
                 if along_k:
                     acc = promote_add_scaled(
-                        acc,
-                        partial,
-                        stage_addr + scale_inv_a_offset + 4 * row_in_tile,
-                        stage_addr + scale_inv_b_offset + 4 * col_in_tile,
-                        block_scale_inv,
-                    )
+                        acc, partial, stage_addr + scale_inv_a_offset + 4 * row_in_tile,
+                        stage_addr + scale_inv_b_offset + 4 * col_in_tile, block_scale_inv,
+                    )  # fmt: skip
                 else:
                     acc = promote_add(acc, partial) if promote else partial
                 stage_addr, free_stage_addr = next_stage(stage_addr, smem), stage_addr
@@ -192,16 +185,8 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
-        epilogue_store(
-            acc,
-            out,
-            out_stride,
-            (scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out),
-            tile_row + row_in_tile,
-            m,
-            tile_col + col_in_tile,
-            n,
-        )
+        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out
+        epilogue_store(acc, out, out_stride, epi_args, tile_row + row_in_tile, m, tile_col + col_in_tile, n)
 
     return Kernel(
         f"mma_gemm({spec}, {config})",

@@ -29,7 +29,7 @@ from cuda_kernels.gemm.spec import (
 def reads_scales_early(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether registers suffice to read all scales before the wgmmas; a direct store from registers needs some more."""
     col_scale_inv_registers = config.tile_n // 4 if spec.scaling.b_along_k_by_row else 0
-    most = ACCUMULATORS if config.smem_epilogue or config.even else ACCUMULATORS - 40
+    most = ACCUMULATORS if config.smem_epilogue else ACCUMULATORS - 40
     return config.tile_n // 2 * (config.waves + 1) + col_scale_inv_registers <= most
 
 
@@ -58,20 +58,14 @@ def stage_scale_reader(spec: GemmSpec, config: GemmConfig) -> Any:
 
     if spec.scaling.b_along_k_by_block:
         return row_scale_invs
-    if not reads_scales_early(spec, config):
-        return device(
-            lambda smem, stage_idx, row_in_tile: (
-                row_scale_invs(smem, stage_idx, row_in_tile),
-                col_scale_inv_smem(smem, stage_idx),
-            )
-        )
-    load_col_scale_invs = column_pairs(config.tile_n // 2)
-    return device(
-        lambda smem, stage_idx, row_in_tile: (
-            row_scale_invs(smem, stage_idx, row_in_tile),
-            load_col_scale_invs(col_scale_inv_smem(smem, stage_idx)),
-        )
-    )
+    early = reads_scales_early(spec, config)
+    col_scale_invs = column_pairs(config.tile_n // 2) if early else device(lambda address: address)
+
+    @device
+    def scale_invs_of_both(smem, stage_idx, row_in_tile):
+        return row_scale_invs(smem, stage_idx, row_in_tile), col_scale_invs(col_scale_inv_smem(smem, stage_idx))
+
+    return scale_invs_of_both
 
 
 @cache

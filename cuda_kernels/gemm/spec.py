@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from cuda_kernels.device.sizes import DtypeName, ceil_div
+from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.device.swizzle import ROW_BYTES
 
 WGMMA_ARCHITECTURES = ("90a",)
@@ -36,8 +36,9 @@ class Scaling(Enum):
 
     Attributes:
         layouts: the names of A's layout and of B's.
-        along_k: whether scales change along K, so that products with one scale are summed before they are scaled.
-        scale_k: elements of K with one scale in a K iteration.
+        along_k: whether scales change along K, so that the products of a K iteration are summed before they are scaled.
+        b_along_k_by_row: whether each row of B has its own scales along K.
+        b_along_k_by_block: whether :data:`SCALE_N` rows of B share theirs.
     """
 
     TENSOR = "tensor"
@@ -52,40 +53,15 @@ class Scaling(Enum):
     def __init__(self, value: str) -> None:
         a, _, b = value.partition(" ")
         self.layouts = a, b or a
-        self.along_k = self.layouts[1] in _BLOCKS_ALONG_K
-        self._b_rows, self.scale_k = _BLOCKS_ALONG_K.get(self.layouts[1], (0, TILE_K))
-        blocks = [_BLOCKS_ALONG_K.get(layout) for layout in self.layouts]
-        if (blocks[0] is None) != (blocks[1] is None):
+        of_a, of_b = (_BLOCKS_ALONG_K.get(layout) for layout in self.layouts)
+        self.along_k = of_b is not None
+        self.b_along_k_by_row, self.b_along_k_by_block = of_b == (1, TILE_K), of_b == (SCALE_N, TILE_K)
+        if (of_a is None) != (of_b is None):
             raise ValueError(f"scaling {value!r}: the scales of A and B must both change along K, or neither")
-        if any(block is not None and block[1] != TILE_K for block in blocks):
+        if any(block is not None and block[1] != TILE_K for block in (of_a, of_b)):
             raise ValueError(
                 f"scaling {value!r}: kernels scale the products of a K iteration at once, of blocks of {TILE_K}"
             )
-
-    @property
-    def b_along_k_by_row(self) -> bool:
-        """Whether each row of B has its own scales along K."""
-        return self._b_rows == 1
-
-    @property
-    def b_along_k_by_block(self) -> bool:
-        """Whether :data:`SCALE_N` rows of B share their scales along K."""
-        return self._b_rows == SCALE_N
-
-    @property
-    def sums_per_k_iter(self) -> int:
-        """Number of partial sums of a K iteration that have their own scales."""
-        return TILE_K // self.scale_k
-
-    @property
-    def a_scales_per_stage(self) -> int:
-        """Scales of a row of A in a pipeline stage; see :func:`stage_bytes` for their bytes."""
-        return self.sums_per_k_iter if self.along_k else 0
-
-    @property
-    def b_scales_per_stage(self) -> int:
-        """The same for B; 0 if many rows share scales."""
-        return self.sums_per_k_iter if self.b_along_k_by_row else 0
 
 
 @dataclass(frozen=True)
@@ -132,52 +108,24 @@ class GemmConfig:
         waves: blocks of 64 rows that each of them computes, one after the other; 1 or 2.
         tile_n: columns of a tile, a multiple of 32 and at least 64.
         stages: pipeline stages for operands in shared memory.
-        cluster: blocks of a cluster, 1 or 2.
-        multicast_a: whether the blocks of a cluster share rows, and load A once; otherwise they share columns and B.
         epi_stages: buffers per warpgroup for epilogue tiles; with two, one is filled while the other is stored.
         smem_epilogue: store the result through shared memory with TMA, which requires rows of the result to be aligned
             to 16 bytes; otherwise directly from registers.
         even: N, the output's row stride and all addresses allow two consecutive elements of a row to be read or written
             at once.
-        pingpong: two warpgroups process alternating tiles, so that one multiplies while the other stores its results;
-            otherwise they share a tile.
     """
 
     mma_warpgroups: int
     waves: int
     tile_n: int
     stages: int
-    cluster: int = 1
-    multicast_a: bool = False
     epi_stages: int = 2
     smem_epilogue: bool = True
     even: bool = True
-    pingpong: bool = False
-
-    @property
-    def warpgroups_per_tile(self) -> int:
-        """Number of warpgroups that share a tile."""
-        return 1 if self.pingpong else self.mma_warpgroups
 
     @property
     def tile_m(self) -> int:
-        return 64 * self.warpgroups_per_tile * self.waves
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of all tiles of a cluster together."""
-        tile_m, tile_n, cluster = self.tile_m, self.tile_n, self.cluster
-        return (tile_m, tile_n * cluster) if self.multicast_a else (tile_m * cluster, tile_n)
-
-    @property
-    def a_rows_loaded(self) -> int:
-        """Rows of A that one block loads for its tile; its share if the blocks of a cluster share them."""
-        return self.tile_m // (self.cluster if self.multicast_a else 1)
-
-    @property
-    def b_rows_loaded(self) -> int:
-        """The same for B, whose rows are the tile's columns."""
-        return self.tile_n // (1 if self.multicast_a else self.cluster)
+        return 64 * self.mma_warpgroups * self.waves
 
     @property
     def threads(self) -> int:
@@ -186,10 +134,8 @@ class GemmConfig:
 
     def __str__(self) -> str:
         parts = [f"{self.tile_m}x{self.tile_n}", f"mma_warpgroups={self.mma_warpgroups}", f"waves={self.waves}"]
-        parts += [f"stages={self.stages}", f"cluster={self.cluster}"] + ["multicast_a"] * self.multicast_a
-        parts += ["smem_epilogue", f"epi_stages={self.epi_stages}"] * self.smem_epilogue
-        parts += ["even"] * self.even + ["pingpong"] * self.pingpong
-        return " ".join(parts)
+        parts += [f"stages={self.stages}"] + ["smem_epilogue", f"epi_stages={self.epi_stages}"] * self.smem_epilogue
+        return " ".join(parts + ["even"] * self.even)
 
 
 class StageBytes(NamedTuple):
@@ -211,8 +157,8 @@ def stage_bytes(config: GemmConfig | MmaConfig, scaling: Scaling) -> StageBytes:
     return StageBytes(
         config.tile_m * TILE_K,
         config.tile_n * TILE_K,
-        config.tile_m * scaling.a_scales_per_stage * 4,
-        config.tile_n * scaling.b_scales_per_stage * 4,
+        config.tile_m * scaling.along_k * 4,
+        config.tile_n * scaling.b_along_k_by_row * 4,
     )
 
 
@@ -233,7 +179,6 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
         ("scale_inv_b", config.stages * of_stage.scale_inv_b),
         ("full", 8 * config.stages),
         ("empty", 8 * config.stages),
-        ("order", 16 if config.pingpong else 0),
     ):
         offsets[name], end = end, end + size
     return {**offsets, "end": end}
@@ -242,11 +187,6 @@ def smem_offsets(config: GemmConfig, scaling: Scaling) -> dict[str, int]:
 def epi_tile_columns(out_dtype: DtypeName) -> int:
     """Columns of an epilogue tile: 128 bytes of a row of the result."""
     return 32 if out_dtype == "float32" else 64
-
-
-def num_epi_tiles(config: GemmConfig, spec: GemmSpec) -> int:
-    """Number of epilogue tiles across a tile of ``config``."""
-    return ceil_div(config.tile_n, epi_tile_columns(spec.out_dtype))
 
 
 WARP_COLUMNS = 32
@@ -269,12 +209,6 @@ class MmaConfig:
     tile_n: int
     stages: int
     even: bool = True
-    cluster: ClassVar[int] = 1
-
-    @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.tile_m, self.tile_n
 
     @property
     def threads(self) -> int:

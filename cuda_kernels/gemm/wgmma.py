@@ -2,10 +2,9 @@
 
 Each pipeline stage holds 128 bytes of each row of A's and B's tile in shared memory. It has two mbarriers: ``full``
 counts the bytes written by TMA, ``empty`` the arrivals of consumers that have read it. K iteration ``i`` of a block
-uses stage ``i mod stages`` and waits for the phase bit ``(i div stages) & 1``. With ping-pong, two warpgroups process
-alternating tiles, and pass on an ``order`` barrier, because a phase bit distinguishes only adjacent rounds. Otherwise
-they share a tile, and the second one starts when all stages of the first tile are full. It stays some iterations
-behind, so that one stores results while the other multiplies.
+uses stage ``i mod stages`` and waits for the phase bit ``(i div stages) & 1``. Two warpgroups share a tile, and the
+second one starts when all stages of the first tile are full. It stays some iterations behind, so that one stores
+results while the other multiplies.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
-    cluster_rank,
-    cluster_start,
-    cluster_sync,
     elect_sync,
     fence_mbarrier_init,
     grid_constant_params,
-    in_clusters_of,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
     prefetch_tensormap,
     shfl_sync_0,
+    syncwarp,
     tma_load,
-    tma_load_multicast,
     tma_store_wait,
     warpgroup_reg_alloc,
     warpgroup_reg_dealloc,
@@ -45,7 +40,6 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
-from cuda_kernels.gemm.pipeline import make_consumer_release
 from cuda_kernels.gemm.promotion import (
     block_scale_readers,
     block_scale_window,
@@ -71,21 +65,15 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     """
     scaling, promote = spec.scaling, spec.promote
     mma_warpgroups, waves, tile_m, tile_n = config.mma_warpgroups, config.waves, config.tile_m, config.tile_n
-    stages, cluster = config.stages, config.cluster
-    pingpong, warpgroups_per_tile = config.pingpong, config.warpgroups_per_tile
-    tiles_in_flight = mma_warpgroups // warpgroups_per_tile
+    stages = config.stages
     num_registers = tile_n // 2
     offsets = smem_offsets(config, scaling)
     a_bytes, b_bytes, scale_inv_a_bytes, scale_inv_b_bytes = of_stage = stage_bytes(config, scaling)
     tx_bytes = sum(of_stage)
-    b_offset, scale_inv_a_offset, scale_inv_b_offset, full_offset, empty_offset, order_offset = (
-        offsets[name] for name in ("b", "scale_inv_a", "scale_inv_b", "full", "empty", "order")
+    b_offset, scale_inv_a_offset, scale_inv_b_offset, full_offset, empty_offset = (
+        offsets[name] for name in ("b", "scale_inv_a", "scale_inv_b", "full", "empty")
     )
-    multicast_a, multicast_b = config.multicast_a and cluster > 1, not config.multicast_a and cluster > 1
-    a_slice_rows, b_slice_rows = config.a_rows_loaded, config.b_rows_loaded
-    work_rows, work_columns = config.cluster_tile
-    mcast_mask = (1 << cluster) - 1
-    empty_arrivals = warpgroups_per_tile * cluster * (_WARPGROUP_WARPS if scaling.along_k else 1)
+    empty_arrivals = mma_warpgroups * (_WARPGROUP_WARPS if scaling.along_k else 1)
     zero_acc = zeros(num_registers)
     wgmma_k32 = wgmma(tile_n, spec.a_dtype, spec.b_dtype)
     wgmma_wait_0, wgmma_wait_1 = wgmma_wait(num_registers, 0), wgmma_wait(num_registers, 1)
@@ -100,21 +88,28 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     releases_early = reads_scales_early(spec, config)
     load_block_scale_invs, block_scale_invs_at = block_scale_readers(tile_n)
     scale_window = block_scale_window(scaling)
-    next_stage, stage_after = stage_counters(stages)
-    consumer_release = make_consumer_release(empty_offset, cluster, along_k)
-    in_clusters = in_clusters_of(cluster)
+    next_stage = stage_counters(stages)
     two_waves = waves == 2
 
     @device
-    def work_coord(work_tile, m_tiles, n_tiles, rank):
-        """The first row and column of this block's tile; the blocks of a cluster have adjacent tiles."""
-        i, j = tile_coord(work_tile, m_tiles, n_tiles)
-        tile_row, tile_col = i * work_rows, j * work_columns
-        if multicast_b:
-            tile_row += rank * tile_m
-        if multicast_a:
-            tile_col += rank * tile_n
-        return tile_row, tile_col
+    def first_element(tile_idx, m_tiles, n_tiles):
+        """The first row and column of a tile."""
+        i, j = tile_coord(tile_idx, m_tiles, n_tiles)
+        return i * tile_m, j * tile_n
+
+    @device
+    def consumer_release(smem, stage_idx, wg_thread):
+        """Arrive at the stage's ``empty`` barrier.
+
+        One thread arrives for its warpgroup, because wgmma completes for all of it. If scales are read, by plain loads,
+        one thread of each warp arrives.
+        """
+        arriving_lane = wg_thread
+        if along_k:
+            syncwarp()
+            arriving_lane = wg_thread & 31
+        if arriving_lane == 0:
+            mbarrier_arrive(smem + empty_offset + 8 * stage_idx)
 
     @device
     def issue_k_iter(acc, desc_a, desc_b, accumulate):
@@ -157,27 +152,19 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         return acc, acc_below, partial
 
     @device
-    def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank):
+    def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters):
         map_a, map_b, _, map_scale_inv_a, map_scale_inv_b = maps
         stage_idx, phase = i32(0), i32(0)
         while work_tile < work_tiles:
-            tile_row, tile_col = work_coord(work_tile, m_tiles, n_tiles, rank)
+            tile_row, tile_col = first_element(work_tile, m_tiles, n_tiles)
             for k_iter in range(k_iters):
                 full = smem + full_offset + 8 * stage_idx
                 a = smem + stage_idx * a_bytes
                 b = smem + b_offset + stage_idx * b_bytes
                 mbarrier_wait(smem + empty_offset + 8 * stage_idx, phase ^ 1)
                 mbarrier_arrive_expect_tx(full, tx_bytes)
-                if multicast_a:
-                    start = rank * a_slice_rows
-                    tma_load_multicast(a + start * TILE_K, map_a, full, k_iter * TILE_K, tile_row + start, mcast_mask)
-                else:
-                    tma_load(a, map_a, full, k_iter * TILE_K, tile_row)
-                if multicast_b:
-                    start = rank * b_slice_rows
-                    tma_load_multicast(b + start * TILE_K, map_b, full, k_iter * TILE_K, tile_col + start, mcast_mask)
-                else:
-                    tma_load(b, map_b, full, k_iter * TILE_K, tile_col)
+                tma_load(a, map_a, full, k_iter * TILE_K, tile_row)
+                tma_load(b, map_b, full, k_iter * TILE_K, tile_col)
                 if along_k:
                     tma_load(
                         smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full,
@@ -189,24 +176,19 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                         tile_col, k_iter,
                     )  # fmt: skip
                 stage_idx, phase = next_stage(stage_idx, phase)
-            work_tile += quotient(cuda.gridDim.x, i32(cluster))
+            work_tile += cuda.gridDim.x
 
     @device
     def consume(
         smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
-        work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
+        work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
     ):  # fmt: skip
         wg_thread = cuda.threadIdx.x & 127
         lane = wg_thread & 31
         warp = shfl_sync_0(wg_thread >> 5)
-        order_round = wg_idx
         stage_idx, phase = i32(0), i32(0)
         wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
-        if pingpong:
-            stage_idx, phase = stage_after(stage_idx, phase, wg_idx * k_iters)
-            wg_row = 0
-            work_tile = work_tile + wg_idx * quotient(cuda.gridDim.x, i32(cluster))
-        elif wg_idx == 1 and work_tile < work_tiles:
+        if wg_idx == 1 and work_tile < work_tiles:
             mbarrier_wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
         row_in_tile = wg_row + warp * 16 + (lane >> 2)
         scale_inv_ab = np.float32(1)
@@ -218,18 +200,15 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         next_block_scale_invs = block_scale_invs
         if b_along_k_by_block:
             next_block_scale_invs = load_block_scale_invs(
-                scale_inv_b, scale_inv_b_stride, work_coord(work_tile, m_tiles, n_tiles, rank)[1], n, 0, k_iters
+                scale_inv_b, scale_inv_b_stride, first_element(work_tile, m_tiles, n_tiles)[1], n, 0, k_iters
             )
         while work_tile < work_tiles:
-            tile_row, tile_col = work_coord(work_tile, m_tiles, n_tiles, rank)
+            tile_row, tile_col = first_element(work_tile, m_tiles, n_tiles)
             first_row = tile_row + wg_row
-            work_tile += tiles_in_flight * quotient(cuda.gridDim.x, i32(cluster))
+            work_tile += cuda.gridDim.x
             if b_along_k_by_block:
-                next_tile_col = work_coord(min(work_tile, work_tiles - 1), m_tiles, n_tiles, rank)[1]
+                next_tile_col = first_element(min(work_tile, work_tiles - 1), m_tiles, n_tiles)[1]
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
-            if pingpong:  # the first warpgroup does not wait for its first tile
-                mbarrier_wait(smem + order_offset + 8 * wg_idx, (order_round & 1) ^ 1)
-                order_round += 1
             previous_stage = stage_idx
             for window_start in range(i32(0), k_iters, i32(scale_window)):
                 if b_along_k_by_block:
@@ -255,8 +234,6 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                             consumer_release(smem, previous_stage, wg_thread)
                     previous_stage = stage_idx
                     stage_idx, phase = next_stage(stage_idx, phase)
-            if pingpong and lane == 0:  # each warp arrives: wgmma synchronizes a warp, not a warpgroup
-                mbarrier_arrive(smem + order_offset + 8 * (wg_idx ^ 1))
             if not promote:
                 acc = wgmma_wait_0(acc)
                 consumer_release(smem, previous_stage, wg_thread)
@@ -266,8 +243,6 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread,
                     first_row + 64, m, tile_col, n,
                 )  # fmt: skip
-            if pingpong:
-                stage_idx, phase = stage_after(stage_idx, phase, k_iters)
         if smem_epilogue and wg_thread == 0:
             tma_store_wait(0)
 
@@ -276,13 +251,10 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n, k,
     ):  # fmt: skip
         grid_constant_params()
-        if cluster > 1:
-            in_clusters()
         scale_inv_maps = address_of(map_scale_inv_a), address_of(map_scale_inv_b)
         maps = address_of(map_a), address_of(map_b), address_of(map_out), scale_inv_maps[0], scale_inv_maps[1]
         smem = dynamic_shared()
         wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
-        rank = cluster_rank() if cluster > 1 else 0
         if cuda.threadIdx.x == 0:
             prefetch_tensormap(maps[0])
             prefetch_tensormap(maps[1])
@@ -295,33 +267,22 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             for stage in range(stages):
                 mbarrier_init(smem + full_offset + 8 * stage, 1)
                 mbarrier_init(smem + empty_offset + 8 * stage, empty_arrivals)
-            if pingpong:
-                mbarrier_init(smem + order_offset, _WARPGROUP_WARPS)
-                mbarrier_init(smem + order_offset + 8, _WARPGROUP_WARPS)
             fence_mbarrier_init()
-        if cluster > 1:
-            cluster_start()
-        else:
-            cuda.syncthreads()
-        m_tiles, n_tiles = (
-            quotient(m + (work_rows - 1), work_rows),
-            quotient(n + (work_columns - 1), work_columns),
-        )
+        cuda.syncthreads()
+        m_tiles, n_tiles = quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
         work_tiles = m_tiles * n_tiles
         k_iters = quotient(k + (TILE_K - 1), TILE_K)
-        work_tile = quotient(cuda.blockIdx.x, cluster)
+        work_tile = cuda.blockIdx.x
         if wg_idx == mma_warpgroups:
             warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
             if warp == _WARPGROUP_WARPS * mma_warpgroups and elect_sync():
-                produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank)
+                produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters)
         else:
             warpgroup_reg_alloc(_REGISTERS)
             consume(
                 smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
-                work_tile, work_tiles, m_tiles, n_tiles, k_iters, rank, wg_idx,
+                work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
             )  # fmt: skip
-        if cluster > 1:
-            cluster_sync()  # another block may still write to this one's shared memory
 
     return Kernel(
         f"gemm({spec}, {config})",
@@ -333,6 +294,5 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         },
         config.threads,
         shared_bytes=offsets["end"],
-        cluster=cluster,
         architectures=WGMMA_ARCHITECTURES,
     )

@@ -49,7 +49,7 @@ def cached(key: str, build: Callable[[], bytes]) -> bytes:
     if code is None:
         code = build()
         try:
-            _write(path, code)
+            write_code(path, code)
         except OSError as error:
             warn_once(
                 f"compiled FP8 kernels cannot be cached in {path.parent} ({error.strerror}) and are compiled again by"
@@ -81,22 +81,13 @@ def is_carried(key: str) -> bool:
     return folder not in (None, "", OFF) and Path(folder, key).exists()
 
 
-def carry(folder: Path, key: str, code: bytes) -> None:
-    """Write ``code`` to ``folder``, for :func:`carried`.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    _write(folder / key, code)
-
-
 def is_cached(key: str) -> bool:
     """Whether ``key`` is cached; the file may be damaged."""
     return key in _memory or (cache_folder() / key).exists()
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes written by :func:`_write`; None if the file does not exist or is damaged."""
+    """The bytes written by :func:`write_code`; None if the file does not exist or is damaged."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -108,7 +99,8 @@ def _read(path: Path) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
-def _write(path: Path, code: bytes) -> None:
+def write_code(path: Path, code: bytes) -> None:
+    """Write a kernel's file; :func:`write_whole` says what is raised."""
     write_whole(path, hashlib.sha256(code).digest() + code)
 
 

@@ -2,7 +2,7 @@
 
 | machine code comes from | |
 |---|---|
-| the kernel's handle, if loaded on this device before | :func:`loaded`, called first by a launch |
+| the kernel's handle, if loaded on this device before | ``Kernel.loaded``, read first by a launch |
 | the folder of prebuilt kernels | :func:`cubin`; files: ``host/cache_folder.py`` |
 | the cache in memory, or its folder | :func:`built`; files: ``host/cache_folder.py`` |
 | Numba, which compiles to LTO-IR, and nvJitLink, which links it | ``lowering/compiler.py``: ``ltoir``, ``link`` |
@@ -10,9 +10,8 @@
 The cache is the folder ``~/.cache/lightning_fp8``, or ``LIGHTNING_FP8_CACHE``. A file's name is its key, a hash of all
 that its machine code depends on. Changed sources have new keys, so files never have to be deleted. :func:`source_key`
 hashes the kernel's :func:`fingerprint`, parameters, bounds and architecture, and identifies prebuilt kernels;
-:func:`cache_key` adds the versions of the compilers. Files are written atomically. A damaged file is compiled again,
-and a folder that is not writable is warned about once. ``host/precompile.py`` can fill the cache before the first
-launch, and ``lightning-fp8 kernels build`` a folder for other machines.
+:func:`cache_key` adds the versions of the compilers. ``host/precompile.py`` can fill the cache before the first launch,
+and ``lightning-fp8 kernels build`` a folder for other machines.
 
 A fingerprint is a text of everything that a kernel is compiled from. A kernel is a function that calls others, which
 are assembled from options: the functions of a loader or an epilogue, and PTX instructions. Everything that it reaches
@@ -44,13 +43,6 @@ from cuda_kernels.references import references
 _ROOT = Path(__file__).parents[1]
 
 _TENSOR_MAP_BYTES = 128
-
-
-def loaded(kernel: Kernel, index: int, load: Callable[[], int]) -> int:
-    """The handle of ``kernel`` on CUDA device ``index``; ``load``, called once, loads :func:`cubin`."""
-    if index not in kernel._loaded:
-        kernel._loaded[index] = load()
-    return kernel._loaded[index]
 
 
 def is_compiled(kernel: Kernel, arch: str) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import product
@@ -20,7 +20,6 @@ from cuda_kernels.gemm.spec import (
     GemmConfig,
     GemmSpec,
     MmaConfig,
-    num_epi_tiles,
     smem_offsets,
 )
 from cuda_kernels.kernel import SHARED_BYTES
@@ -74,7 +73,7 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     99 KiB, and on Hopper the accumulators into 192 registers per thread.
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
-        return list(_hopper_configs(problem))
+        return [config for shape in _SHAPES if (config := _hopper_config(*shape, problem))]
     return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []
 
 
@@ -99,57 +98,32 @@ def cublaslt_takes(problem: GemmProblem) -> bool:
 
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
-_SHAPES = (
-    (2, 1, 256, False),
-    (2, 2, 128, False),
-    (2, 1, 192, False),
-    (2, 1, 160, False),
-    (2, 1, 256, True),
-    (2, 1, 128, False),
-    (2, 1, 128, True),
-    (1, 1, 256, False),
-    (1, 1, 128, False),
-    (2, 1, 64, False),
-    (1, 1, 64, False),
-)
-"""``mma_warpgroups, waves, tile_n, pingpong`` of Hopper's candidates."""
+_SHAPES = ((2, 1, 256), (2, 2, 128), (2, 1, 192), (1, 1, 128))
+"""``mma_warpgroups, waves, tile_n`` of Hopper's candidates: 128x256, 256x128, 128x192 and 64x128.
+
+In benchmarks/results/2026-11-26-h200-products.json, the best of these four takes 0.3 % longer than the best of 21, in
+the geometric mean over 20 GEMMs, and at most 4.1 %. The others shared operands in clusters of two blocks, let two
+warpgroups take turns at whole tiles, or had other sizes.
+"""
 
 
-def _hopper_configs(problem: GemmProblem) -> Iterator[GemmConfig]:
-    for mma_warpgroups, waves, tile_n, pingpong in _SHAPES:
-        config = GemmConfig(
-            mma_warpgroups, waves, tile_n, stages=4, smem_epilogue=problem.out_aligned, even=problem.even,
-            pingpong=pingpong,
-        )  # fmt: skip
-        candidates = [config]
-        if problem.multiprocessors > 1:  # each block of a cluster occupies one
-            candidates.append(replace(config, cluster=2, multicast_a=config.tile_m > tile_n))
-        yield from filter(None, (_fitted(candidate, problem.spec) for candidate in candidates))
-
-
-def _fitted(config: GemmConfig, spec: GemmSpec) -> GemmConfig | None:
-    """``config`` with as many stages and epilogue stages as fit; None if it is not legal."""
+def _hopper_config(mma_warpgroups: int, waves: int, tile_n: int, problem: GemmProblem) -> GemmConfig | None:
+    """The config with as many stages and epilogue stages as fit; None if it is not legal."""
     for epi_stages, stages in product((2, 1), range(8, 3, -1)):
-        fitted = replace(config, stages=stages, epi_stages=min(epi_stages, num_epi_tiles(config, spec)))
-        if is_legal(fitted, spec):
-            return fitted
+        config = GemmConfig(mma_warpgroups, waves, tile_n, stages, epi_stages, problem.out_aligned, problem.even)
+        if is_legal(config, problem.spec):
+            return config
     return None
 
 
 def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
-    """Whether the kernel supports ``spec`` with these tiles, without spilling registers, and is worth considering.
-
-    Alternating warpgroups alternate in all steps of a tile. With promoted sums they would wait for each step's
-    products, then add 64 numbers per thread while no warpgroup multiplies: about 420 clocks for 256 clocks of products
-    (:func:`estimate_cycles`). Hiding the tile's end compensates for this only for k below about 800.
-    """
+    """Whether the kernel supports ``spec`` with these tiles, without spilling registers."""
     sums = config.tile_n // 2 * (config.waves + spec.promote)
     return (
         smem_offsets(config, spec.scaling)["end"] <= SHARED_BYTES["90a"]
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have their own accumulators only if partial sums are added to them.
         and (config.waves == 1 or (spec.promote and config.smem_epilogue))
-        and not (config.pingpong and spec.promote)
         and (config.smem_epilogue or config.tile_n <= 128)
     )
 
@@ -174,9 +148,9 @@ def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
     """The config with the least estimated time; a library only if no kernel of ours is legal.
 
     The estimate counts clocks. From NVIDIA's data sheets, a multiprocessor of Hopper multiplies 4,096 FP8 numbers and
-    moves 128 bytes to or from shared memory per clock. Loading 64 bytes per clock, and 2 % for a cluster, fit the tiles
-    timed in benchmarks/results/2026-11-26-h200-products.json: the chosen tile takes 0.6 % longer than the fastest, in
-    the geometric mean. The costs of promotion and of a tile's end are assumptions.
+    moves 128 bytes to or from shared memory per clock. Loading 64 bytes per clock fits the tiles timed in
+    benchmarks/results/2026-11-26-h200-products.json: the chosen tile takes 0.2 % longer than the fastest, in the
+    geometric mean. The costs of promotion and of a tile's end are assumptions.
     """
     configs = legal_configs(problem)
     if not configs:
@@ -187,34 +161,23 @@ def fastest_by_estimate(problem: GemmProblem) -> GemmChoice:
 def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
     """Estimated clocks of a GEMM; see :func:`fastest_by_estimate`."""
     rows, columns = config.tile_m, config.tile_n
-    loaded_rows = float(rows + columns)
-    if isinstance(config, GemmConfig):
-        loaded_rows = float(config.a_rows_loaded + config.b_rows_loaded)
-    rounds = ceil_div(num_tiles(problem.m, problem.n, config), resident_blocks(config, problem.multiprocessors))
-    k_iter = max(rows * columns * TILE_K / 4096, loaded_rows * TILE_K / 64)
+    rounds = ceil_div(num_tiles(problem, config), problem.multiprocessors)
+    k_iter = max(rows * columns * TILE_K / 4096, (rows + columns) * TILE_K / 64)
     if isinstance(config, GemmConfig):
         k_iter = max(k_iter, shared_memory_cycles(config, problem.spec), _promotion_cycles(config, problem.spec))
-        k_iter *= 1.02 if config.cluster > 1 else 1.0
     epilogue = 1500 + rows * columns / 16
-    epilogues = 1 if isinstance(config, GemmConfig) and config.pingpong else rounds
-    return rounds * ceil_div(problem.k, TILE_K) * k_iter + epilogues * epilogue
+    return rounds * (ceil_div(problem.k, TILE_K) * k_iter + epilogue)
 
 
-def num_tiles(m: int, n: int, config: KernelConfig) -> int:
-    """Number of tiles of ``out [m, n]``, including those outside that complete a cluster."""
-    rows, columns = config.cluster_tile
-    return ceil_div(m, rows) * ceil_div(n, columns) * config.cluster
-
-
-def resident_blocks(config: KernelConfig, multiprocessors: int) -> int:
-    """Number of blocks that run at a time: one per multiprocessor, in whole clusters."""
-    return multiprocessors // config.cluster * config.cluster
+def num_tiles(problem: GemmProblem, config: KernelConfig) -> int:
+    """Number of tiles of the result."""
+    return ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
 
 
 def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:
-    """Blocks of the grid: one per tile; on Hopper at most the resident blocks, since each loops over tiles."""
-    tiles = num_tiles(problem.m, problem.n, config)
-    return min(tiles, resident_blocks(config, problem.multiprocessors)) if isinstance(config, GemmConfig) else tiles
+    """Blocks of the grid: one per tile; on Hopper at most one per multiprocessor, since each loops over tiles."""
+    tiles = num_tiles(problem, config)
+    return min(tiles, problem.multiprocessors) if isinstance(config, GemmConfig) else tiles
 
 
 def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
@@ -224,7 +187,7 @@ def shared_memory_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     scales of its columns, eight at a time, if there are any.
     """
     rows, columns = config.tile_m, config.tile_n
-    scales = rows // 16 * columns / 8 * spec.scaling.b_scales_per_stage
+    scales = rows // 16 * columns / 8 * spec.scaling.b_along_k_by_row
     return rows + columns + rows // 64 * (64 + columns) + scales
 
 
@@ -233,5 +196,4 @@ def _promotion_cycles(config: GemmConfig, spec: GemmSpec) -> float:
     if not spec.promote:
         return 0.0
     operations = 2 if spec.scaling.b_along_k_by_row else 1
-    added = spec.scaling.sums_per_k_iter * config.waves * (config.tile_n / 2 * operations + 100)
-    return 64 * config.waves * config.tile_n * TILE_K / 4096 + added
+    return config.waves * (64 * config.tile_n * TILE_K / 4096 + config.tile_n / 2 * operations + 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,15 +12,11 @@ from cuda_kernels.gemm.mma import mma_gemm_kernel
 from cuda_kernels.gemm.spec import TILE_K, GemmConfig, MmaConfig, epi_tile_columns
 from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
-from cuda_kernels.host.launch import Argument, Box, address_on, bind
+from cuda_kernels.host.launch import Box, address_on, bind
 from cuda_kernels.host.tensor_maps import map_on
 
 GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 """``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
-
-
-MapOf = Callable[[Box], Callable[[Tensor], Argument]]
-"""From a matrix's box to a function that makes the tensor map of a tensor."""
 
 
 class GemmStrides(NamedTuple):
@@ -53,72 +48,51 @@ def bind_gemm_kernel(
     Raises:
         KernelError: If the kernel cannot be compiled or loaded.
     """
-    launcher = _wgmma_launcher if isinstance(config, GemmConfig) else _mma_launcher
-    return launcher(device, problem, config, strides)  # type: ignore[arg-type]
+    if isinstance(config, GemmConfig):
+        return _bind_wgmma(device, problem, config, strides)
+    return _bind_mma(device, problem, config, strides)
 
 
-def _wgmma_launcher(device: torch.device, problem: GemmProblem, config: GemmConfig, strides: GemmStrides) -> GemmStart:
-    spec = problem.spec
-    pointer = address_on(device)
-    map_of = partial(map_on, device)
-    map_a = map_of(Box(config.a_rows_loaded, TILE_K))
-    map_b = map_of(Box(config.b_rows_loaded, TILE_K))
-    map_out = map_of(Box(64, epi_tile_columns(spec.out_dtype))) if config.smem_epilogue else None
-    map_scale_inv_a = _scale_inv_map(map_of, spec.scaling.a_scales_per_stage, config.tile_m)
-    map_scale_inv_b = _scale_inv_map(map_of, spec.scaling.b_scales_per_stage, config.tile_n)
+def _bind_wgmma(device: torch.device, problem: GemmProblem, config: GemmConfig, strides: GemmStrides) -> GemmStart:
+    spec, scaling, pointer = problem.spec, problem.spec.scaling, address_on(device)
+    map_a, map_b = map_on(device, Box(config.tile_m, TILE_K)), map_on(device, Box(config.tile_n, TILE_K))
+    map_out = map_on(device, Box(64, epi_tile_columns(spec.out_dtype)))
+    map_scale_inv_a, map_scale_inv_b = (
+        map_on(device, Box(1, rows, swizzle=False, transposed=True)) for rows in (config.tile_m, config.tile_n)
+    )
     launch = bind(
         gemm_kernel(spec, config),
         num_blocks(problem, config),
         device,
         (
             "map_a", "map_b", "map_out", "map_scale_inv_a", "map_scale_inv_b",
-            "scale_inv_a", "scale_inv_b", "bias", "amax_out", "out", "out_stride", "scale_inv_b_stride",
+            "scale_inv_a", "scale_inv_b", "bias", "amax_out", "out",
         ),
-        **_sizes(problem),
+        out_stride=strides.out, scale_inv_b_stride=strides.scale_inv_b, m=problem.m, n=problem.n, k=problem.k,
     )  # fmt: skip
 
     def run(
-        a: Tensor,
-        scale_inv_a: Tensor,
-        b: Tensor,
-        scale_inv_b: Tensor,
-        bias: Tensor | None,
-        amax: Tensor | None,
-        out: Tensor,
-    ) -> None:
+        a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor,
+        bias: Tensor | None, amax: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
         absent = encoded_a = map_a(a)
         launch(
             encoded_a,
             map_b(b),
-            absent if map_out is None else map_out(out),
-            absent if map_scale_inv_a is None else map_scale_inv_a(scale_inv_a),
-            absent if map_scale_inv_b is None else map_scale_inv_b(scale_inv_b),
+            map_out(out) if config.smem_epilogue else absent,
+            map_scale_inv_a(scale_inv_a) if scaling.along_k else absent,
+            map_scale_inv_b(scale_inv_b) if scaling.b_along_k_by_row else absent,
             pointer(scale_inv_a),
             pointer(scale_inv_b),
             0 if bias is None else pointer(bias),
             0 if amax is None else pointer(amax),
             pointer(out),
-            strides.out,
-            strides.scale_inv_b,
         )
 
     return run
 
 
-def _sizes(problem: GemmProblem) -> dict[str, int]:
-    """The last parameters of both kernels."""
-    return {"m": problem.m, "n": problem.n, "k": problem.k}
-
-
-def _scale_inv_map(map_of: MapOf, scales: int, rows: int) -> Callable[[Tensor], Argument] | None:
-    """Makes tensor maps of an operand's scales along K, with contiguous columns: ``scales`` of each of ``rows`` rows.
-
-    None if no scales are copied.
-    """
-    return map_of(Box(scales, rows, swizzle=False, transposed=True)) if scales else None
-
-
-def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:
+def _bind_mma(device: torch.device, problem: GemmProblem, config: MmaConfig, strides: GemmStrides) -> GemmStart:
     pointer = address_on(device)
     launch = bind(
         mma_gemm_kernel(problem.spec, config),
@@ -128,31 +102,17 @@ def _mma_launcher(device: torch.device, problem: GemmProblem, config: MmaConfig,
             "a", "a_stride", "b", "b_stride", "scale_inv_a", "scale_inv_a_stride", "scale_inv_b", "scale_inv_b_stride",
             "bias", "amax_out", "out", "out_stride",
         ),
-        **_sizes(problem),
+        m=problem.m, n=problem.n, k=problem.k,
     )  # fmt: skip
 
     def run(
-        a: Tensor,
-        scale_inv_a: Tensor,
-        b: Tensor,
-        scale_inv_b: Tensor,
-        bias: Tensor | None,
-        amax: Tensor | None,
-        out: Tensor,
-    ) -> None:
+        a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor,
+        bias: Tensor | None, amax: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
         launch(
-            pointer(a),
-            strides.a,
-            pointer(b),
-            strides.b,
-            pointer(scale_inv_a),
-            strides.scale_inv_a,
-            pointer(scale_inv_b),
-            strides.scale_inv_b,
-            0 if bias is None else pointer(bias),
-            0 if amax is None else pointer(amax),
-            pointer(out),
-            strides.out,
-        )
+            pointer(a), strides.a, pointer(b), strides.b,
+            pointer(scale_inv_a), strides.scale_inv_a, pointer(scale_inv_b), strides.scale_inv_b,
+            0 if bias is None else pointer(bias), 0 if amax is None else pointer(amax), pointer(out), strides.out,
+        )  # fmt: skip
 
     return run

@@ -70,7 +70,7 @@ def measured_on(card: str) -> tuple[Measurement, ...]:
 
 def _load_measurements(path: Path) -> list[Measurement]:
     try:
-        return [from_json(entry) for entry in json.loads(path.read_text())["measured"]]
+        return [known for entry in json.loads(path.read_text())["measured"] if (known := from_json(entry))]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -95,6 +95,8 @@ def document(card: str, measured: Iterable[Measurement]) -> dict[str, Any]:
 
 
 _CONFIGS = {"GemmConfig": GemmConfig, "MmaConfig": MmaConfig}
+_OLDER_FIELDS = {"cluster": 1, "multicast_a": False, "pingpong": False}
+"""Fields in files of older versions, with the only values that still have a kernel."""
 
 
 def to_json(measured: Measurement) -> dict[str, Any]:
@@ -104,8 +106,8 @@ def to_json(measured: Measurement) -> dict[str, Any]:
     return {"gemm": measured.gemm, "sizes": list(measured.sizes), "choice": described}
 
 
-def from_json(entry: dict[str, Any]) -> Measurement:
-    """Read an entry of a file.
+def from_json(entry: dict[str, Any]) -> Measurement | None:
+    """Read an entry of a file; None if its kernel was one of an older version.
 
     Raises:
         KeyError, TypeError, ValueError: If the entry is not valid.
@@ -113,7 +115,9 @@ def from_json(entry: dict[str, Any]) -> Measurement:
     described = entry["choice"]
     choice: GemmChoice
     if isinstance(described, dict):
-        fields = {name: value for name, value in described.items() if name != "kind"}
+        if any(described.get(name, value) != value for name, value in _OLDER_FIELDS.items()):
+            return None
+        fields = {name: value for name, value in described.items() if name not in ("kind", *_OLDER_FIELDS)}
         choice = _CONFIGS[described["kind"]](**fields)
     else:
         choice = Library(described)

@@ -20,9 +20,10 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from cuda_kernels.gemm.mma import mma_gemm_kernel
 from cuda_kernels.gemm.spec import GemmConfig
+from cuda_kernels.gemm.wgmma import gemm_kernel
 from cuda_kernels.host.gemm_configs import (
     GemmChoice,
     GemmProblem,
@@ -33,9 +34,7 @@ from cuda_kernels.host.gemm_configs import (
     legal_configs,
 )
 from cuda_kernels.host.gemm_measurements import Measurement, measured_on
-
-if TYPE_CHECKING:
-    from cuda_kernels.host.precompile import Build
+from cuda_kernels.host.precompile import Build
 
 CHOICE_VARIABLE = "LIGHTNING_FP8_GEMM"
 """Environment variable: a backend, one of :data:`BACKENDS`, to use wherever it supports a GEMM."""
@@ -103,9 +102,7 @@ def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 def builds_of(problem: GemmProblem) -> list[Build]:
     """The functions, with arguments, that build the kernels of all :func:`legal_configs`."""
-    from cuda_kernels.gemm import mma, wgmma
-
     return [
-        (wgmma.gemm_kernel if isinstance(config, GemmConfig) else mma.mma_gemm_kernel, (problem.spec, config))
+        (gemm_kernel if isinstance(config, GemmConfig) else mma_gemm_kernel, (problem.spec, config))
         for config in legal_configs(problem)
     ]

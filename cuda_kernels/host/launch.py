@@ -79,9 +79,7 @@ class Launch:
     """A kernel bound to a grid and its scalars; :meth:`run` takes only tensor maps and pointers.
 
     Attributes:
-        kernel: the kernel to launch.
         grid: the grid; an int is the number of blocks in the first dimension.
-        blocks: the number of blocks.
         scalars: the kernel's last parameters; those before are tensor maps and int64.
         device: the device to launch on. It must be the current device during a launch.
 
@@ -103,7 +101,9 @@ class Launch:
         self._handle = 0
         if is_cuda_device(device):
             self._index = device.index or 0
-            self._handle = compile_cache.loaded(kernel, self._index, partial(_load, kernel, self._index))
+            if self._index not in kernel.loaded:
+                kernel.loaded[self._index] = _load(kernel, self._index)
+            self._handle = kernel.loaded[self._index]
             proofs.binding(kernel)
             self._local = threading.local()
         elif device.type not in EXECUTORS:
@@ -140,17 +140,16 @@ class Launch:
         assert self._index is not None
         enter_context(self._index)
         kernel = self.kernel
-        block = _ParameterBlock(self.kernel)
+        buffer, pointers = self._local.block = _parameter_block(kernel)  # owns the memory
         struct_codes = kernel.struct_codes[:addresses]
         nothing = [b"" if code == "128s" else 0 for code in struct_codes]
-        kernel.param_struct.pack_into(block.buffer, 0, *nothing, *self.scalars)
+        kernel.param_struct.pack_into(buffer, 0, *nothing, *self.scalars)
         shape = *self.grid, kernel.threads, 1, 1
         launch_kernel: Callable[..., Any] = partial(_driver().cuLaunchKernel, self._handle, *shape, kernel.shared_bytes)
         if proofs.is_watched():
             launch_kernel = partial(_told_before, kernel, launch_kernel)
-        write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, block.buffer, 0)
-        self._local.block = block  # owns the memory
-        return write, launch_kernel, torch._C._cuda_getCurrentRawStream, block.pointers
+        write = partial(struct.Struct("@" + "".join(struct_codes)).pack_into, buffer, 0)
+        return write, launch_kernel, torch._C._cuda_getCurrentRawStream, ctypes.addressof(pointers)
 
 
 def named_launch(kernel: Kernel, grid: int | Grid, device: torch.device, **scalars: int | float) -> Launch:
@@ -168,23 +167,10 @@ def named_launch(kernel: Kernel, grid: int | Grid, device: torch.device, **scala
 def bind(
     kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
 ) -> Callable[..., None]:
-    """:meth:`Launch.run` of ``kernel`` on ``blocks`` blocks, with all parameters named here once.
-
-    Args:
-        kernel: the kernel.
-        blocks: blocks of the grid.
-        device: the device to launch on.
-        addresses: names of the parameters of each launch, in the order of its arguments.
-        scalars: the parameters that are bound.
-
-    Raises:
-        TypeError: If these are not the kernel's parameters in order.
-        KernelError: If the kernel cannot be compiled or loaded.
-    """
-    named = *addresses, *scalars
-    if named != kernel.parameter_names:
-        raise _misnamed(kernel, named)
-    return Launch(kernel, blocks, tuple(scalars.values()), device).run
+    """:meth:`Launch.run` of a :func:`named_launch`; ``addresses`` names the parameters of each launch in order."""
+    if (*addresses, *scalars) != kernel.parameter_names:
+        raise _misnamed(kernel, (*addresses, *scalars))
+    return named_launch(kernel, blocks, device, **scalars).run
 
 
 def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:
@@ -199,24 +185,17 @@ def _told_before(kernel: Kernel, launch_kernel: Callable[..., Any], *args: Any) 
     return launch_kernel(*args)
 
 
-class _ParameterBlock:
-    """Memory for a kernel's parameters.
+def _parameter_block(kernel: Kernel) -> tuple[Any, Any]:
+    """A C struct of a kernel's parameters, and an array of their addresses, ``kernelParams``.
 
-    Attributes:
-        buffer: the parameters as a C struct.
-        pointers: address of an array of the parameters' addresses, ``kernelParams``. A single buffer in C's layout does
-            not work for kernels with tensor maps: on Hopper their alignment of 64 bytes applies in the constant bank,
-            where parameters start at 0x210, so that they are shifted by 48 bytes.
+    A single buffer in C's layout does not work for kernels with tensor maps: on Hopper their alignment of 64 bytes
+    applies in the constant bank, where parameters start at 0x210, so that they are shifted by 48 bytes.
     """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.buffer = ctypes.create_string_buffer(kernel.param_struct.size)
-        first = ctypes.addressof(self.buffer)
-        struct_codes = kernel.struct_codes
-        ends = [struct.calcsize("@" + "".join(struct_codes[: index + 1])) for index in range(len(struct_codes))]
-        addresses = [first + end - struct.calcsize(code) for end, code in zip(ends, struct_codes)]
-        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        self.pointers = ctypes.addressof(self._pointers)
+    buffer = ctypes.create_string_buffer(kernel.param_struct.size)
+    codes = kernel.struct_codes
+    ends = [struct.calcsize("@" + "".join(codes[: index + 1])) for index in range(len(codes))]
+    addresses = [ctypes.addressof(buffer) + end - struct.calcsize(code) for end, code in zip(ends, codes)]
+    return buffer, (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def zeroing(device: torch.device, elements: int) -> Callable[[Any], object]:
@@ -365,7 +344,7 @@ def _machine_code(kernel: Kernel, arch: str) -> bytes:
     except Exception as error:  # compilers may raise anything
         missing = isinstance(error, ImportError)  # the same for all kernels, so that it is reported once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
-        ways_out = conflicts(versions()) or [_install()] * missing
+        ways_out = [str(conflict) for conflict in conflicts(versions())] or [_install()] * missing
         raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
 
 

@@ -6,7 +6,7 @@ Compatibility is taken from the packages' own sources: numba's ``__init__`` for 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -41,6 +41,9 @@ class Conflict(NamedTuple):
     problem: str
     way_out: str
 
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.way_out}"
+
 
 def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
     """The versions of the installed packages among ``names``."""
@@ -53,15 +56,9 @@ def versions(names: Iterable[str] = (*TOOLS, *COMPANIONS)) -> dict[str, str]:
     return installed
 
 
-def conflicts(installed: Versions) -> list[str]:
-    """A sentence with advice for each conflict between the packages ``installed``, as returned by :func:`versions`."""
-    return [f"{problem}; {way_out}" for problem, way_out in known_conflicts(installed)]
-
-
-def known_conflicts(installed: Versions) -> list[Conflict]:
-    """:func:`conflicts` in parts."""
-    rules: tuple[Callable[[Versions], Conflict | None], ...] = (_numpy_too_new, _nvvm_too_new)
-    return [conflict for rule in rules if (conflict := rule(installed))]
+def conflicts(installed: Versions) -> list[Conflict]:
+    """The conflicts between the packages ``installed``, as returned by :func:`versions`."""
+    return [conflict for rule in (_numpy_too_new, _nvvm_too_new) if (conflict := rule(installed))]
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -1,73 +1,56 @@
-"""What a kernel says to the compiler of its launch: clusters, tensor maps by value, dynamic shared memory."""
+"""Annotations of a kernel for the compiler: tensor maps passed by value, dynamic shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba.cuda.cgutils import get_or_insert_named_metadata
 
-from cuda_kernels.device.language import i32, i64, void
-from cuda_kernels.lowering.compiler import TENSOR_MAP, intrinsic_of, signature
-
-
-def _annotate(builder: Any, name: str, value: Any) -> None:
-    module, function = builder.module, builder.function
-    node = module.add_metadata([function, ir.MetaDataString(module, name), value])
-    get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
-
-
-@cache
-def in_clusters_of(blocks: int) -> Any:
-    """A function whose call in a kernel makes it run in clusters of so many blocks."""
-
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        for name, size in (("cluster_dim_x", blocks), ("cluster_dim_y", 1), ("cluster_dim_z", 1)):
-            _annotate(builder, name, ir.IntType(32)(size))
-        return context.get_dummy_value()
-
-    return intrinsic_of("in_clusters", 0, lambda typingctx: (signature(void), lower))
+from cuda_kernels.device.language import i32, i64, tensor_map, void
+from cuda_kernels.lowering.compiler import I32, I64, TENSOR_MAP, generated
 
 
 @cache
 def grid_constant_params() -> Any:
     """A function whose call in a kernel makes its tensor maps lie in its parameters."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+    def emit(builder: Any) -> None:
+        module, function = builder.module, builder.function
         # NVVM counts parameters from 1, as these places do: the first argument is the address of Numba's own result.
-        maps = [index for index, arg in enumerate(builder.function.args) if arg.type == TENSOR_MAP.as_pointer()]
+        maps = [index for index, arg in enumerate(function.args) if arg.type == TENSOR_MAP.as_pointer()]
         for index in maps:
-            attributes = builder.function.args[index].attributes
+            attributes = function.args[index].attributes
             set.add(attributes, "byval ")  # NVVM's dialect spells it without a type
             attributes.align = 64
-        _annotate(builder, "grid_constant", builder.module.add_metadata([ir.IntType(32)(index) for index in maps]))
-        return context.get_dummy_value()
+        indices = module.add_metadata([I32(index) for index in maps])
+        node = module.add_metadata([function, ir.MetaDataString(module, "grid_constant"), indices])
+        get_or_insert_named_metadata(module, "nvvm.annotations").add(node)
 
-    return intrinsic_of("grid_constant_params", 0, lambda typingctx: (signature(void), lower))
+    return generated(emit, void)
 
 
 @cache
 def address_of() -> Any:
     """``map -> int64``."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        return builder.ptrtoint(args[0], ir.IntType(64))
+    def emit(builder: Any, tensor_map: Any) -> Any:
+        return builder.ptrtoint(tensor_map, I64)
 
-    return intrinsic_of("address_of", 1, lambda typingctx, x: (signature(i64, x), lower))
+    return generated(emit, i64, tensor_map)
 
 
 @cache
 def dynamic_shared(alignment: int) -> Any:
     """``() -> int32``: where the block's dynamic shared memory begins, at a multiple of ``alignment`` bytes."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
+    def emit(builder: Any) -> Any:
         memory = builder.module.globals.get("dynamic_shared")
         if memory is None:
             memory = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", addrspace=3)
             memory.linkage = "external"
             memory.align = alignment
-        return builder.ptrtoint(memory, ir.IntType(32))
+        return builder.ptrtoint(memory, I32)
 
-    return intrinsic_of("dynamic_shared", 0, lambda typingctx: (signature(i32), lower))
+    return generated(emit, i32)

@@ -7,124 +7,100 @@ lane modulo 4 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"; ``mma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.cgutils import pack_array, unpack_tuple
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32
-from cuda_kernels.device.sizes import DtypeName
-from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
-
-_F32 = ir.FloatType()
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
+from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, u32x, void
+from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
+from cuda_kernels.device.swizzle import ATOM_BYTES
+from cuda_kernels.lowering.compiler import F32, I32, I64, generated, inline, pure
 
 Values = list[Any]
 
 
-def _inline(builder: Any, template: str, result: Any, constraints: str, *operands: Any, effect: bool = False) -> Any:
-    return inline(builder, template, result, constraints, operands, pure=not effect, convergent=effect)
-
-
-def _multiply(builder: Any, x: Any, y: Any) -> Any:
+def multiply(builder: Any, x: Any, y: Any) -> Any:
     """The product, rounded: the compiler shall not fuse it with an addition."""
-    return _inline(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
+    return pure(builder, "mul.rn.f32 $0, $1, $2;", F32, "=f,f,f", x, y)
 
 
-def _add(builder: Any, x: Any, y: Any) -> Any:
-    return _inline(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, y)
+def add_rounded(builder: Any, x: Any, y: Any) -> Any:
+    """The sum, rounded."""
+    return pure(builder, "add.rn.f32 $0, $1, $2;", F32, "=f,f,f", x, y)
 
 
-def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return _inline(builder, "fma.rn.f32 $0, $1, $2, $3;", _F32, "=f,f,f,f", x, y, z)
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x y + z``, rounded once."""
+    return pure(builder, "fma.rn.f32 $0, $1, $2, $3;", F32, "=f,f,f,f", x, y, z)
 
 
-def _mapped(
-    name: str, num_registers: int, operands: Sequence[Any], emit: Callable[[Any, Values, list[Any]], Values]
-) -> Any:
-    """A function of ``num_registers`` registers and ``operands`` that gives as many registers."""
-    fragment = fragment_type(num_registers)
-
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        unpacked = [
-            unpack_tuple(builder, value) if isinstance(kind, types.BaseTuple) else value
-            for kind, value in zip(sig.args, args)
-        ]
-        return pack_array(builder, emit(builder, unpacked[0], unpacked[1:]))
-
-    return intrinsic_of(
-        name, 1 + len(operands), lambda typingctx, *args: (signature(fragment, fragment, *operands), lower)
-    )
+def row_of(index: int) -> int:
+    """Which of a thread's two rows register ``index`` belongs to."""
+    return index >> 1 & 1
 
 
 @cache
 def zeros(num_registers: int) -> Any:
     """``() -> num_registers`` zeros."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        return ir.Constant(context.get_value_type(sig.return_type), None)
+    def emit(builder: Any) -> Values:
+        return [F32(0)] * num_registers
 
-    return intrinsic_of("zeros", 0, lambda typingctx: (signature(fragment_type(num_registers)), lower))
+    return generated(emit, fragment_type(num_registers))
 
 
 @cache
 def slice_fragment(num_registers: int, start: int, size: int) -> Any:
     """``acc -> size`` of its registers."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        return pack_array(builder, unpack_tuple(builder, args[0])[start : start + size])
+    def emit(builder: Any, acc: Values) -> Values:
+        return acc[start : start + size]
 
-    return intrinsic_of(
-        "slice_fragment",
-        1,
-        lambda typingctx, acc: (signature(fragment_type(size), fragment_type(num_registers)), lower),
-    )
+    return generated(emit, fragment_type(size), fragment_type(num_registers))
 
 
 @cache
 def scale_all(num_registers: int) -> Any:
     """``(acc, s) -> acc s``."""
-    return _mapped(
-        "scale_all", num_registers, (f32,), lambda builder, acc, rest: [_multiply(builder, x, rest[0]) for x in acc]
-    )
+
+    def emit(builder: Any, acc: Values, scale: Any) -> Values:
+        return [multiply(builder, x, scale) for x in acc]
+
+    return generated(emit, fragment_type(num_registers), fragment_type(num_registers), f32)
 
 
 @cache
 def scale_rows(num_registers: int) -> Any:
     """``(acc, s, t) -> acc`` with its first row times ``s`` and the row eight below times ``t``."""
-    return _mapped(
-        "scale_rows",
-        num_registers,
-        (f32, f32),
-        lambda builder, acc, rest: [_multiply(builder, x, rest[index >> 1 & 1]) for index, x in enumerate(acc)],
-    )
+
+    def emit(builder: Any, acc: Values, *scales: Any) -> Values:
+        return [multiply(builder, x, scales[row_of(index)]) for index, x in enumerate(acc)]
+
+    return generated(emit, fragment_type(num_registers), fragment_type(num_registers), f32, f32)
 
 
 @cache
 def add(num_registers: int) -> Any:
     """``(acc, part) -> acc + part``."""
-    return _mapped(
-        "add",
-        num_registers,
-        (fragment_type(num_registers),),
-        lambda builder, acc, rest: [_add(builder, x, y) for x, y in zip(acc, rest[0])],
-    )
+
+    def emit(builder: Any, acc: Values, part: Values) -> Values:
+        return [add_rounded(builder, x, y) for x, y in zip(acc, part)]
+
+    return generated(emit, *[fragment_type(num_registers)] * 3)
 
 
 @cache
 def add_rows(num_registers: int) -> Any:
     """``(acc, part, s, t) -> acc + part`` with part's rows scaled as :func:`scale_rows` does."""
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, *scales = rest
-        return [_fused(builder, y, scales[index >> 1 & 1], x) for index, (x, y) in enumerate(zip(acc, part))]
+    def emit(builder: Any, acc: Values, part: Values, *scales: Any) -> Values:
+        return [multiply_add(builder, y, scales[row_of(index)], x) for index, (x, y) in enumerate(zip(acc, part))]
 
-    return _mapped("add_rows", num_registers, (fragment_type(num_registers), f32, f32), emit)
+    return generated(emit, *[fragment_type(num_registers)] * 3, f32, f32)
 
 
 @cache
@@ -134,24 +110,23 @@ def add_rows_of_two(num_registers: int) -> Any:
     ``cols_in_first``: the column, a multiple of 32, from which on v and w are taken in place of s and t.
     """
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, *scales, cols_in_first = rest
+    def emit(builder: Any, acc: Values, part: Values, s: Any, t: Any, v: Any, w: Any, cols_in_first: Any) -> Values:
         results = []
         for start in range(0, num_registers, 16):  # of 32 columns
-            in_first = builder.icmp_signed("<", _I32(2 * start), cols_in_first)
-            factors = [builder.select(in_first, scales[half], scales[half + 2]) for half in range(2)]
+            in_first = builder.icmp_signed("<", I32(2 * start), cols_in_first)
+            factors = builder.select(in_first, s, v), builder.select(in_first, t, w)
             for index in range(start, min(start + 16, num_registers)):
-                results.append(_fused(builder, part[index], factors[index >> 1 & 1], acc[index]))
+                results.append(multiply_add(builder, part[index], factors[row_of(index)], acc[index]))
         return results
 
-    return _mapped("add_rows_of_two", num_registers, (fragment_type(num_registers), f32, f32, f32, f32, i32), emit)
+    return generated(emit, *[fragment_type(num_registers)] * 3, f32, f32, f32, f32, i32)
 
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
     """Load the two float32 in shared memory that belong to the columns of registers ``4 j`` and ``4 j + 1``."""
-    pair = ir.LiteralStructType([_F32, _F32])
-    address = builder.add(shared, _I32(32 * j))
-    loaded = _inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", address, effect=True)
+    pair = ir.LiteralStructType([F32, F32])
+    address = builder.add(shared, I32(32 * j))
+    loaded = inline(builder, "ld.shared.v2.f32 {$0, $1}, [$2];", pair, "=f,=f,r", [address])
     return [builder.extract_value(loaded, index) for index in range(2)]
 
 
@@ -159,12 +134,10 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 def column_pairs(num_registers: int) -> Any:
     """``shared -> num_registers / 2`` float32 scales, of a thread's columns; ``shared``: the address of the first."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        return pack_array(builder, [x for j in range(num_registers // 4) for x in _column_pair(builder, args[0], j)])
+    def emit(builder: Any, shared: Any) -> Values:
+        return [x for j in range(num_registers // 4) for x in _column_pair(builder, shared, j)]
 
-    return intrinsic_of(
-        "column_pairs", 1, lambda typingctx, shared: (signature(fragment_type(num_registers // 2), i32), lower)
-    )
+    return generated(emit, fragment_type(num_registers // 2), i32)
 
 
 @cache
@@ -175,18 +148,17 @@ def add_rows_and_columns(num_registers: int, loaded: bool = False) -> Any:
     loaded when it is needed.
     """
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        part, s, t, col_scales = rest
+    def emit(builder: Any, acc: Values, part: Values, s: Any, t: Any, col_scales: Any) -> Values:
         results = []
         for j in range(num_registers // 4):
             pair = col_scales[2 * j : 2 * j + 2] if loaded else _column_pair(builder, col_scales, j)
             for index in range(4):
-                factor = _multiply(builder, pair[index & 1], (s, t)[index >> 1])
-                results.append(_fused(builder, part[4 * j + index], factor, acc[4 * j + index]))
+                factor = multiply(builder, pair[index & 1], (s, t)[index >> 1])
+                results.append(multiply_add(builder, part[4 * j + index], factor, acc[4 * j + index]))
         return results
 
     kind = fragment_type(num_registers // 2) if loaded else i32
-    return _mapped("add_rows_and_columns", num_registers, (fragment_type(num_registers), f32, f32, kind), emit)
+    return generated(emit, *[fragment_type(num_registers)] * 3, f32, f32, kind)
 
 
 # --- Columns of a vector in memory: scales and biases -----------------------------------------------------------------
@@ -211,27 +183,23 @@ def _column_values(
 
     ``address``: of the element of ``column``, the thread's first.
     """
-    size = 4 if dtype == "float32" else 2
     count = 2 if even else 1
     loaded_values = []
     for index in range(8 * j, 8 * j + 2, count):
         # All elements are loaded from one address with offsets: an address for each would take as many registers.
-        load = _COLUMNS[dtype, count] % f"[${count}+{size * index}]"
+        load = _COLUMNS[dtype, count] % f"[${count}+{ITEM_BYTES[dtype] * index}]"
         in_bounds = f"add.s32 c, ${count + 1}, {index}; setp.lt.s32 p, c, ${count + 2};"
         template = f"{{ .reg .pred p; .reg .s32 c; {in_bounds} {load} }}"
-        kind = ir.LiteralStructType([_F32] * count)
+        kind = ir.LiteralStructType([F32] * count)
         constraints = ",".join(["=f"] * count + ["l", "r", "r"])
-        loaded = _inline(builder, template, kind if even else _F32, constraints, address, column, columns, effect=True)
+        loaded = inline(builder, template, kind if even else F32, constraints, [address, column, columns])
         loaded_values += [builder.extract_value(loaded, neighbour) for neighbour in range(2)] if even else [loaded]
     return loaded_values
 
 
-def _with_columns(
-    name: str, num_registers: int, dtype: DtypeName, even: bool, op: Callable[[Any, Any, Any], Any]
-) -> Any:
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        vector, column, columns = rest
-        offset = builder.mul(builder.sext(column, _I64), _I64(4 if dtype == "float32" else 2))
+def _with_columns(op: Callable[..., Any], num_registers: int, dtype: DtypeName, even: bool) -> Any:
+    def emit(builder: Any, acc: Values, vector: Any, column: Any, columns: Any) -> Values:
+        offset = builder.mul(builder.sext(column, I64), I64(ITEM_BYTES[dtype]))
         address = builder.add(vector, offset)
         results = []
         for j in range(num_registers // 4):
@@ -239,7 +207,7 @@ def _with_columns(
             results += [op(builder, acc[4 * j + index], loaded_values[index & 1]) for index in range(4)]
         return results
 
-    return _mapped(name, num_registers, (i64, i32, i32), emit)
+    return generated(emit, fragment_type(num_registers), fragment_type(num_registers), i64, i32, i32)
 
 
 @cache
@@ -248,13 +216,13 @@ def scale_columns(num_registers: int, even: bool) -> Any:
 
     ``column``: the thread's first. ``even``: ``columns`` is, and the vector's address a multiple of two elements.
     """
-    return _with_columns("scale_columns", num_registers, "float32", even, _multiply)
+    return _with_columns(multiply, num_registers, "float32", even)
 
 
 @cache
 def add_columns(num_registers: int, dtype: DtypeName, even: bool) -> Any:
     """``(acc, vector, column, columns) -> acc`` plus ``vector [columns]`` of ``dtype`` in each row."""
-    return _with_columns("add_columns", num_registers, dtype, even, _add)
+    return _with_columns(add_rounded, num_registers, dtype, even)
 
 
 @cache
@@ -264,19 +232,136 @@ def largest_of_rows(num_registers: int) -> Any:
     ``cols_left``: columns from the thread's first one to the edge of the matrix.
     """
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        packed, cols_left = args
-        largest = [_I32(0), _I32(0)]
-        for index, value in enumerate(unpack_tuple(builder, packed)):
-            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
-            in_bounds = builder.icmp_signed("<", _I32(8 * (index >> 2) + (index & 1)), cols_left)
-            bits = builder.select(in_bounds, bits, _I32(0))
-            half = index >> 1 & 1
-            larger = builder.icmp_unsigned(">", bits, largest[half])
-            largest[half] = builder.select(larger, bits, largest[half])
-        return pack_array(builder, largest)
+    def emit(builder: Any, acc: Values, cols_left: Any) -> Values:
+        largest = [I32(0), I32(0)]
+        for index, value in enumerate(acc):
+            bits = builder.and_(builder.bitcast(value, I32), I32(0x7FFFFFFF))
+            in_bounds = builder.icmp_signed("<", I32(8 * (index >> 2) + (index & 1)), cols_left)
+            bits = builder.select(in_bounds, bits, I32(0))
+            larger = builder.icmp_unsigned(">", bits, largest[row_of(index)])
+            largest[row_of(index)] = builder.select(larger, bits, largest[row_of(index)])
+        return largest
 
-    results = UniTuple(u32, 2)
-    return intrinsic_of(
-        "largest_of_rows", 2, lambda typingctx, *args: (signature(results, fragment_type(num_registers), i32), lower)
+    return generated(emit, UniTuple(u32, 2), fragment_type(num_registers), i32)
+
+
+# --- Stores to shared and to global memory ----------------------------------------------------------------------------
+
+_MATRICES = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+_TWO_PAIRS = f"st.shared.v2.f32 [$0], {{$1, $2}}; st.shared.v2.f32 [$0+{ATOM_BYTES}], {{$3, $4}};"
+
+
+@cache
+def store_fragment_shared(num_registers: int, dtype: DtypeName) -> Any:
+    """``(acc, addresses)``: store a warp's 16 rows to shared memory, 32 bytes of each to one address after the other.
+
+    For 16-bit values an address is that of the row that a lane has in ``stmatrix``; for float32 that of the lane's own
+    two elements, from which the row eight below is :data:`~cuda_kernels.device.swizzle.ATOM_BYTES` on.
+    """
+    rounded = dtype != "float32"
+    pack_halves = f"{CVT_RN_X2[dtype]} $0, $2, $1;" if rounded else ""
+
+    def emit(builder: Any, acc: Values, addresses: Values) -> None:
+        for j, address in enumerate(addresses):
+            if rounded:
+                pairs = [acc[index : index + 2] for index in range(8 * j, 8 * j + 8, 2)]
+                packed = [pure(builder, pack_halves, I32, "=r,f,f", *pair) for pair in pairs]
+                inline(builder, _MATRICES, ir.VoidType(), "r,r,r,r,r", [address, *packed])
+            else:
+                inline(builder, _TWO_PAIRS, ir.VoidType(), "r,f,f,f,f", [address, *acc[4 * j : 4 * j + 4]])
+
+    return generated(emit, void, fragment_type(num_registers), UniTuple(i32, num_registers // (8 if rounded else 4)))
+
+
+_STORED = {
+    ("float32", 1): "@p st.global.f32 [$0], $1;",
+    ("float32", 2): "@p st.global.v2.f32 [$0], {$1, $2};",
+    **{(dtype, 1): f".reg .b16 h; {cvt} h, $1; @p st.global.b16 [$0], h;" for dtype, cvt in CVT_RN.items()},
+    **{(dtype, 2): f".reg .b32 w; {cvt} w, $2, $1; @p st.global.b32 [$0], w;" for dtype, cvt in CVT_RN_X2.items()},
+}
+"""One element, or two neighbours."""
+_ADDED = {
+    1: ".reg .f32 v; @p ld.global.f32 v, [$0]; add.rn.f32 v, v, $1; @p st.global.f32 [$0], v;",
+    2: ".reg .f32 v, w; @p ld.global.v2.f32 {v, w}, [$0]; add.rn.f32 v, v, $1; add.rn.f32 w, w, $2;"
+    " @p st.global.v2.f32 [$0], {v, w};",
+}
+
+
+@cache
+def store_fragment_global(num_registers: int, dtype: DtypeName, even: bool, accumulate: bool) -> Any:
+    """``(acc, out, stride, row, rows, column, columns)``: store what is inside ``out [rows, columns]`` of ``dtype``.
+
+    ``row``, ``column``: of register 0. ``stride``: of out's rows, in elements. ``even``: columns and stride are even,
+    so that two elements are stored at once. ``accumulate``: adds to ``out``; float32 only.
+    """
+    width = 2 if even else 1
+    template = GUARDED % (f"${1 + width}", _ADDED[width] if accumulate else _STORED[dtype, width])
+    constraints = ",".join(["l", *"f" * width, "r"])
+
+    def emit(builder: Any, acc: Values, out: Any, stride: Any, row: Any, rows: Any, column: Any, columns: Any) -> None:
+        for half in range(2):
+            row_of_half = builder.add(row, I32(8 * half))
+            in_rows = builder.icmp_signed("<", row_of_half, rows)
+            row_offset = builder.mul(builder.sext(row_of_half, I64), stride)
+            for first_register in range(0, num_registers, 4):
+                for index in range(0, 2, width):
+                    col = builder.add(column, I32(2 * first_register + index))
+                    in_bounds = builder.zext(builder.and_(in_rows, builder.icmp_signed("<", col, columns)), I32)
+                    offset = builder.mul(builder.add(row_offset, builder.sext(col, I64)), I64(ITEM_BYTES[dtype]))
+                    stored = acc[first_register + 2 * half + index :][:width]
+                    address = builder.add(out, offset)
+                    inline(builder, template, ir.VoidType(), constraints, [address, *stored, in_bounds])
+
+    return generated(emit, void, fragment_type(num_registers), i64, i64, i32, i32, i32, i32)
+
+
+# --- Operands and products of a warp ----------------------------------------------------------------------------------
+
+
+@cache
+def ldmatrix_x4(count: int, stride: int) -> Any:
+    """``shared -> 4 count`` registers: four matrices of 8 rows of 16 bytes, and the next four ``stride`` bytes further.
+
+    Of each four, lanes 0 to 7 give the addresses of the first one's rows, lanes 8 to 15 the second's ...
+    """
+    four = ir.LiteralStructType([I32] * 4)
+    template = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+
+    def emit(builder: Any, shared: Any) -> Values:
+        addresses = [builder.add(shared, I32(stride * index)) for index in range(count)]
+        loaded = [inline(builder, template, four, "=r,=r,=r,=r,r", [address]) for address in addresses]
+        return [builder.extract_value(matrices, index) for matrices in loaded for index in range(4)]
+
+    return generated(emit, u32x(4 * count), i32)
+
+
+@cache
+def mma(strips: int, parts: int, atype: str, btype: str) -> Any:
+    """``(acc, a, b) -> acc + A [16 strips, 32] Bᵀ [32, 8 parts]`` of FP8 formats ``atype`` and ``btype``, of a warp.
+
+    ``acc``: ``4 parts`` registers for each strip. ``a``: four registers for each strip, its rows 0 to 7 and 8 to 15 of
+    bytes 0 to 15, then of 16 to 31. ``b``: two registers for each part.
+    """
+    num_registers = 4 * strips * parts
+    four = ir.LiteralStructType([F32] * 4)
+    template = (
+        f"mma.sync.aligned.m16n8k32.row.col.f32.{atype}.{btype}.f32"
+        " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
+
+    def emit(builder: Any, acc: Values, a: Values, b: Values) -> Values:
+        results = []
+        for strip in range(strips):
+            for part in range(parts):
+                first_register = 4 * (strip * parts + part)
+                operands = (
+                    acc[first_register : first_register + 4] + a[4 * strip : 4 * strip + 4] + b[2 * part : 2 * part + 2]
+                )
+                summed = inline(builder, template, four, constraints, operands, pure=True)
+                results += [builder.extract_value(summed, index) for index in range(4)]
+        return results
+
+    return generated(
+        emit, fragment_type(num_registers), fragment_type(num_registers), u32x(4 * strips), u32x(2 * parts)
     )

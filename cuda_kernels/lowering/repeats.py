@@ -1,4 +1,4 @@
-"""What Numba computes repeatedly or for nothing while it compiles a kernel, once or not at all; the code is the same.
+"""Memoizes call resolution and skips unused liveness analysis in Numba. The generated code does not change.
 
 Type inference resolves each call three times, and lowering once more. The result depends on the function and the types
 of the arguments alone, and kernel code has few functions and few types: four of five calls were resolved before. After
@@ -43,7 +43,7 @@ def _run(self: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> 
 
 @contextmanager
 def fewer_repeats() -> Iterator[None]:
-    """Let Numba-CUDA compile so meanwhile. Results of calls are kept for that long."""
+    """Context manager that installs both changes; resolved calls are kept until it ends."""
     known: dict[Any, Any] = {}
 
     def get_call_type(self: Any, context: Any, args: Any, kws: dict[str, Any]) -> Any:

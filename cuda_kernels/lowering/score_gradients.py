@@ -6,21 +6,16 @@ columns, these lie in shared memory and are read two by two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba.cuda.cgutils import unpack_tuple
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import f32, i32, i64, void
-from cuda_kernels.lowering.attention_fragments import _pure, _reduced, _row_of
-from cuda_kernels.lowering.compiler import inline, intrinsic_of, signature
-from cuda_kernels.lowering.fragments import Values, _mapped
-
-_F32 = ir.FloatType()
-_I64 = ir.IntType(64)
+from cuda_kernels.device.language import UniTuple, f32, i32, i64, void
+from cuda_kernels.lowering.attention_fragments import reduced
+from cuda_kernels.lowering.compiler import F32, I64, generated, inline, pure
+from cuda_kernels.lowering.fragments import Values, add_rounded, multiply, row_of
 
 _POWER = "{ .reg .f32 x; neg.f32 x, $3; fma.rn.f32 x, $1, $2, x; ex2.approx.ftz.f32 $0, x; }"
 _GRADIENT = "{ .reg .f32 x; neg.f32 x, $3; fma.rn.f32 x, $1, $2, x; mul.rn.f32 $0, x, $4; }"
@@ -28,7 +23,7 @@ _GRADIENT = "{ .reg .f32 x; neg.f32 x, $3; fma.rn.f32 x, $1, $2, x; mul.rn.f32 $
 
 def _column_pair(builder: Any, shared: Any, j: int) -> Values:
     """Load the two float32 in shared memory that belong to the columns of registers ``4 j`` and ``4 j + 1``."""
-    pair = ir.LiteralStructType([_F32, _F32])
+    pair = ir.LiteralStructType([F32, F32])
     template = f"ld.shared.v2.f32 {{$0, $1}}, [$2+{32 * j}];"
     loaded = inline(builder, template, pair, "=f,=f,r", [shared], convergent=False)
     return [builder.extract_value(loaded, index) for index in range(2)]
@@ -38,54 +33,55 @@ def _column_pair(builder: Any, shared: Any, j: int) -> Values:
 def exp2_columns(num_registers: int) -> Any:
     """``(acc, c, shared) -> 2 ** (acc c - m)``; ``shared``: the address of ``m`` of the thread's first column."""
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        factor, shared = rest
+    def emit(builder: Any, acc: Values, factor: Any, shared: Any) -> Values:
         results = []
         for j in range(num_registers // 4):
             pair = _column_pair(builder, shared, j)
             for index in range(4 * j, 4 * j + 4):
-                results.append(_pure(builder, _POWER, _F32, "=f,f,f,f", acc[index], factor, pair[index & 1]))
+                results.append(pure(builder, _POWER, F32, "=f,f,f,f", acc[index], factor, pair[index & 1]))
         return results
 
-    return _mapped("exp2_columns", num_registers, (f32, i32), emit)
+    return generated(emit, fragment_type(num_registers), fragment_type(num_registers), f32, i32)
 
 
 @cache
 def score_gradients_rows(num_registers: int) -> Any:
     """``(dp, p, c, d, e) -> p (dp c - d)``, ``e`` in place of ``d`` in the row eight below."""
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        p, factor, *offsets = rest
+    def emit(builder: Any, acc: Values, p: Values, factor: Any, *offsets: Any) -> Values:
         return [
-            _pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", x, factor, offsets[_row_of(index)], y)
+            pure(builder, _GRADIENT, F32, "=f,f,f,f,f", x, factor, offsets[row_of(index)], y)
             for index, (x, y) in enumerate(zip(acc, p))
         ]
 
-    return _mapped("score_gradients_rows", num_registers, (fragment_type(num_registers), f32, f32, f32), emit)
+    return generated(emit, *[fragment_type(num_registers)] * 3, f32, f32, f32)
 
 
 @cache
 def score_gradients_columns(num_registers: int) -> Any:
     """``(dp, p, c, shared) -> p (dp c - d)``; ``shared``: the address of ``d`` of the thread's first column."""
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
-        p, factor, shared = rest
+    def emit(builder: Any, acc: Values, p: Values, factor: Any, shared: Any) -> Values:
         results = []
         for j in range(num_registers // 4):
             pair = _column_pair(builder, shared, j)
             for index in range(4 * j, 4 * j + 4):
                 operands = acc[index], factor, pair[index & 1], p[index]
-                results.append(_pure(builder, _GRADIENT, _F32, "=f,f,f,f,f", *operands))
+                results.append(pure(builder, _GRADIENT, F32, "=f,f,f,f,f", *operands))
         return results
 
-    return _mapped("score_gradients_columns", num_registers, (fragment_type(num_registers), f32, i32), emit)
+    return generated(emit, *[fragment_type(num_registers)] * 3, f32, i32)
 
 
 @cache
 def rows_amax(num_registers: int) -> Any:
     """``acc -> (x, y)``: the largest magnitude of each row that this thread holds; NaN if there is one."""
     template = "{ .reg .f32 x, y; abs.f32 x, $1; abs.f32 y, $2; max.NaN.f32 $0, x, y; }"
-    return _reduced("rows_amax", template, num_registers)
+
+    def emit(builder: Any, acc: Values) -> Values:
+        return reduced(builder, template, acc)
+
+    return generated(emit, UniTuple(f32, 2), fragment_type(num_registers))
 
 
 @cache
@@ -97,32 +93,25 @@ def add_rows_to_global(num_registers: int, threads: int, first: bool = False) ->
     """
     operation = "st.global.f32" if first else "red.global.add.f32"
 
-    def lower(context: Any, builder: Any, sig: Any, args: Sequence[Any]) -> Any:
-        packed, *scales, address = args
-        for index, x in enumerate(unpack_tuple(builder, packed)):
-            scaled = _pure(builder, "mul.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, scales[_row_of(index)])
-            place = builder.add(address, _I64(4 * threads * index))
+    def emit(builder: Any, acc: Values, s: Any, t: Any, address: Any) -> None:
+        for index, x in enumerate(acc):
+            scaled = multiply(builder, x, (s, t)[row_of(index)])
+            place = builder.add(address, I64(4 * threads * index))
             inline(builder, f"{operation} [$0], $1;", ir.VoidType(), "l,f", [place, scaled], convergent=False)
-        return context.get_dummy_value()
 
-    kinds = fragment_type(num_registers), f32, f32, i64
-    return intrinsic_of(
-        "store_rows_first" if first else "add_rows_to_global",
-        4,
-        lambda typingctx, *args: (signature(void, *kinds), lower),
-    )
+    return generated(emit, void, fragment_type(num_registers), f32, f32, i64)
 
 
 @cache
 def add_from_global(num_registers: int, threads: int) -> Any:
     """``(acc, address) -> acc`` plus what :func:`add_rows_to_global` left at ``address``."""
 
-    def emit(builder: Any, acc: Values, rest: list[Any]) -> Values:
+    def emit(builder: Any, acc: Values, address: Any) -> Values:
         results = []
         for index, x in enumerate(acc):
-            place = builder.add(rest[0], _I64(4 * threads * index))
-            kept = inline(builder, "ld.relaxed.gpu.global.f32 $0, [$1];", _F32, "=f,l", [place], convergent=False)
-            results.append(_pure(builder, "add.rn.f32 $0, $1, $2;", _F32, "=f,f,f", x, kept))
+            place = builder.add(address, I64(4 * threads * index))
+            kept = inline(builder, "ld.relaxed.gpu.global.f32 $0, [$1];", F32, "=f,l", [place], convergent=False)
+            results.append(add_rounded(builder, x, kept))
         return results
 
-    return _mapped("add_from_global", num_registers, (i64,), emit)
+    return generated(emit, fragment_type(num_registers), fragment_type(num_registers), i64)

@@ -124,24 +124,9 @@ class ContextParallel:
 def context_parallel(
     cp_group: Any, cp_global_ranks: Sequence[int] | None = None, cp_comm_type: str = "p2p"
 ) -> ContextParallel | None:
-    """Create a :class:`ContextParallel` from Transformer Engine's arguments.
+    """The ranks that :meth:`lightning_fp8.DotProductAttention.set_context_parallel_group` is given, with its errors.
 
-    Args:
-        cp_group: a process group, or None.
-        cp_global_ranks: the global ranks of ``cp_group``, or None. Ranks that are given must equal the group's, in
-            order.
-        cp_comm_type: one of :data:`COMM_TYPES`. It has no effect: the FP8 codes of keys and values are always gathered,
-            and every type gives the same results.
-
-    Returns:
-        None if ``cp_group`` is None or has one rank.
-
-    Raises:
-        TypeError: If ``cp_group`` is not a process group.
-        ValueError: If ``cp_global_ranks`` differs from the group's ranks or is passed without ``cp_group``, or if
-            ``cp_comm_type`` is unknown.
-        NotImplementedError: If ``cp_comm_type`` is ``"a2a+p2p"``, which uses two groups, or if ``cp_group`` is a list
-            of groups.
+    It is None if ``cp_group`` is None or has one rank.
     """
     types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
     if "a2a+p2p" in types or isinstance(cp_group, (list, tuple)):
@@ -244,10 +229,8 @@ def attention_of_gathered(
     """Attention in pieces, with keys and values gathered in their own dtype.
 
     Args:
-        ranks: the context-parallel ranks.
         q, k, v: this rank's ``[B, L, H, D]``.
         band: no limit, or causal with any ``left``.
-        attend: computes a piece.
     """
     keys, values = GatherFunction.apply(k, v, ranks)
     chunk = k.shape[1] // 2
@@ -264,10 +247,8 @@ def fp8_attention_of_codes(
     """FP8 attention with gathered codes of keys and values.
 
     Args:
-        ranks: the context-parallel ranks.
         q, k, v: this rank's ``[B, L, H, D]``; L of keys :func:`has_whole_blocks`.
         band: no limit, or causal with any ``left``.
-        softmax_scale: the factor of the scores.
         center_keys: subtract from keys their mean over the whole sequence before the cast.
     """
     return CodesFunction.apply(q, k, v, ranks, band, softmax_scale, center_keys)  # type: ignore[no-any-return]

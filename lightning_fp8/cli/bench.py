@@ -82,7 +82,7 @@ def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmCh
     def operand(role: Role, rows: int) -> tuple[Tensor, Tensor]:
         cast = recipe.cast(role)
         x = torch.randn(rows, gemm.k, device=bound.device, dtype=torch.bfloat16)
-        data, scale_inv, *_ = quantize_op.call(x, cast, None, None, None)
+        data, scale_inv, *_ = quantize_op.call(x, cast, None, None)
         return aligned_operand(data, scale_inv, cast.layout)
 
     operands = *operand(gemm.a, gemm.m), *operand(gemm.b, gemm.n)
@@ -163,12 +163,8 @@ def bench(
     return found
 
 
-MOST_BARS = 8
-"""The maximum number of choices in the plot of a product."""
-
-
 def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str, path: Path) -> None:
-    """Plot the speed of each product's fastest choices. Libraries have another color.
+    """Plot the speed of each product's choices. Libraries have another color.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -180,13 +176,13 @@ def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str,
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    counts = [min(len(times), MOST_BARS) for _, times in found]
+    counts = [len(times) for _, times in found]
     figure, axes = plt.subplots(
         len(found), figsize=(9, 0.6 + sum(0.9 + 0.24 * count for count in counts)), layout="constrained", sharex=True,
         squeeze=False, gridspec_kw={"height_ratios": [1.5 + count for count in counts]},
     )  # fmt: skip
     for (gemm, times), axis in zip(found, axes[:, 0]):
-        for place, (choice, seconds) in enumerate(list(times.items())[:MOST_BARS]):
+        for place, (choice, seconds) in enumerate(times.items()):
             color = "#b45309" if isinstance(choice, Library) else "#0b5cad"
             axis.barh(place, _teraflops(gemm, seconds), color=color)
             axis.annotate(_name(choice), (0, place), (4, 0), textcoords="offset points", va="center", size=7, color="w")

@@ -80,18 +80,16 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *started: object) -> None:
         launched[kernel.name] = kernel
 
-    executors, gives_a_view = dict(launch.EXECUTORS), cast.gives_a_view
+    gives_a_view = cast.gives_a_view
     on_cpu = {op: op.implementations["cpu"] for op in _OPS}
-    launch.EXECUTORS["cpu"] = note
     cast.gives_a_view = lambda *operand: False  # GEMMs on a GPU need contiguous rows
     for op in _OPS:
         op.implementations["cpu"] = _on_card_too(op)
     plans.clear_plan_cache()
     try:
-        yield launched
+        with launch.executing(note):
+            yield launched
     finally:
-        launch.EXECUTORS.clear()
-        launch.EXECUTORS.update(executors)
         cast.gives_a_view = gives_a_view
         for op, implementation in on_cpu.items():
             op.implementations["cpu"] = implementation
@@ -133,8 +131,7 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
             continue
         problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
         spec = replace(problem.spec, **options)
-        # Two multiprocessors are enough for clusters.
-        builds = builds_of(replace(problem, spec=spec, architecture=arch, multiprocessors=2))
+        builds = builds_of(replace(problem, spec=spec, architecture=arch))
         kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 
@@ -182,7 +179,7 @@ def _build_share(
     for name in sorted(kernels)[share::num_shares]:
         key = compile_cache.source_key(kernels[name], "cubin", arch)
         try:
-            cache_folder.carry(folder, key, compile_cache.built(kernels[name], arch))
+            cache_folder.write_code(folder / key, compile_cache.built(kernels[name], arch))
             built[key] = name
         except Exception as error:  # compilers may raise any error
             failed[name] = str(error)

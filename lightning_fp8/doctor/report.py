@@ -290,7 +290,7 @@ def _compilation(versions: Mapping[str, str], seconds: float, wanted: bool, cuda
         missing = "numba-cuda is not installed: FP8 casts run as plain torch operations, slower"
         yield Finding("compile", missing, *(("fail", install) if wanted else ()))
         return
-    for problem, way_out in toolchain.known_conflicts(versions):
+    for problem, way_out in toolchain.conflicts(versions):
         yield Finding("versions", problem, severity, way_out)
     with tempfile.TemporaryDirectory() as empty:  # a cached kernel would not test the compiler
         answer = probe("compile", seconds, **{CACHE_VARIABLE: empty, CARRIED_VARIABLE: ""})

@@ -70,6 +70,15 @@ class _GammaModule(GroupTaker):
     zero_centered_gamma: bool
     sequence_parallel: bool = False
     weight: Any  # None without elementwise_affine
+    eps: Any  # a float; torch.nn.RMSNorm allows None
+    normalized_shape: tuple[int, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., *normalized_shape]`` to the same shape, in the input's dtype (or torch.autocast's)."""
+        _check_input(self, input, tuple(self.normalized_shape))
+        norm = Norm(self.eps, isinstance(self, nn.RMSNorm), self.zero_centered_gamma)
+        weight, bias = self._summed(self.weight, None if norm.rms else self.bias)
+        return normalize(input, weight, bias, norm, self.normalized_shape, _output_dtype(input))
 
     def _summed(self, *parameters: Any) -> list[Any]:
         """The parameters. With ``sequence_parallel`` their gradients are summed over the tensor-parallel group.
@@ -141,21 +150,12 @@ class LayerNorm(_GammaModule, nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, one_dtype(params_dtype, dtype, _DTYPES))
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., *normalized_shape]`` to the same shape, in the input's dtype (or torch.autocast's)."""
-        _check_input(self, input, tuple(self.normalized_shape))
-        norm = Norm(self.eps, zero_centered=self.zero_centered_gamma)
-        weight, bias = self._summed(self.weight, self.bias)
-        return normalize(input, weight, bias, norm, self.normalized_shape, _output_dtype(input))
-
 
 class RMSNorm(_GammaModule, nn.RMSNorm):
     """``x / sqrt(mean(x²) + eps) * gamma`` over the last dimensions.
 
     The arguments and errors are those of :class:`LayerNorm`.
     """
-
-    eps: float  # type: ignore[assignment]  # never None
 
     @checked_arguments
     def __init__(
@@ -176,10 +176,3 @@ class RMSNorm(_GammaModule, nn.RMSNorm):
         self.zero_centered_gamma = zero_centered_gamma
         super().__init__(shape, eps, elementwise_affine, device, one_dtype(params_dtype, dtype, _DTYPES))
         self.sequence_parallel = sequence_parallel
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., *normalized_shape]`` to the same shape, in the input's dtype (or torch.autocast's)."""
-        _check_input(self, input, tuple(self.normalized_shape))
-        norm = Norm(self.eps, rms=True, zero_centered=self.zero_centered_gamma)
-        (weight,) = self._summed(self.weight)
-        return normalize(input, weight, None, norm, self.normalized_shape, _output_dtype(input))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import torch
@@ -34,34 +34,37 @@ _TRACES_RECIPES = TorchVersion(torch.__version__) >= "2.13"
 """Whether torch.compile(fullgraph=True) supports a function that creates a recipe."""
 
 
-def _require_format(recipe: Any, *allowed: Format) -> None:
-    if not isinstance(recipe.fp8_format, Format):
-        names = ", ".join(f"Format.{format.name}" for format in allowed)
-        raise TypeError(f"fp8_format={recipe.fp8_format!r} is not a Format; use one of {names}")
-    if recipe.fp8_format not in allowed:
-        names = ", ".join(format.name for format in allowed)
-        raise ValueError(f"fp8_format={recipe.fp8_format.name} is not supported by {recipe.name!r}; use one of {names}")
-
-
-def _take_plain(recipe: Any) -> None:
-    for field in dataclasses.fields(recipe):
-        object.__setattr__(recipe, field.name, plain(getattr(recipe, field.name)))
-
-
-def _require_name(recipe: Any) -> None:
-    expected = type(recipe).__dataclass_fields__["name"].default
-    if not isinstance(recipe.name, str) or recipe.name != expected:
-        raise ValueError(f"name={recipe.name!r} does not belong to {type(recipe).__name__}, whose name is {expected!r}")
-
-
-def _require_int(recipe: Any, field: str, minimum: int, maximum: int | None = None, because: str = "") -> None:
-    value = getattr(recipe, field)
+def _require_int(name: str, value: Any, minimum: int, maximum: int | None = None, because: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field}={value!r} must be an integer of at least {minimum}")
+        raise TypeError(f"{name}={value!r} must be an integer of at least {minimum}")
     if value < minimum:
-        raise ValueError(f"{field}={value} must be at least {minimum}")
+        raise ValueError(f"{name}={value} must be at least {minimum}")
     if maximum is not None and value > maximum:
-        raise ValueError(f"{field}={value} must be at most {maximum}: {because}")
+        raise ValueError(f"{name}={value} must be at most {maximum}: {because}")
+
+
+def _require_override(name: str, value: Any) -> None:
+    if value is not None:
+        one_of(name, value, ("high_precision", "dequantized"))
+
+
+def _require_algorithm(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ("max", "most_recent"):
+        raise ValueError(f"{name}={value!r} is unknown; use 'max' or 'most_recent'")
+
+
+_TOO_SMALL = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
+_TOO_LONG = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("fp8_dpa", "fp8_mha", "reduce_amax", "power_2_scale"), require_bool),
+    "backward_override": _require_override,
+    "margin": partial(_require_int, minimum=0, maximum=LARGEST_MARGIN, because=_TOO_SMALL),
+    "interval": partial(_require_int, minimum=1),
+    "amax_history_len": partial(_require_int, minimum=1, maximum=LONGEST_HISTORY, because=_TOO_LONG),
+    "amax_compute_algo": _require_algorithm,
+    "amax_epsilon": partial(require_number, largest=FLOAT32_MAX),
+}
+"""The checks of fields, by name. Those of a recipe's name and format are in :meth:`RecipeFields.__post_init__`."""
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -78,6 +81,11 @@ def _takes_te_arguments(cls: _Class) -> _Class:
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
+
+
+def _is_named(*names: str) -> Any:
+    """A class method: whether the recipe's name is one of ``names``."""
+    return classmethod(lambda cls: cls.name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +112,24 @@ class RecipeFields:
                 "torch.compile before torch 2.13 cannot make a recipe: make it outside of the compiled function, or "
                 "pass the recipe's name"
             )
-        _take_plain(self)
-        _require_name(self)
-        _require_format(self, *self._formats)
-        self._require_options()
-        for field in ("fp8_dpa", "fp8_mha"):
-            require_bool(field, getattr(self, field))
-        if self.backward_override is not None:
-            one_of("backward_override", self.backward_override, ("high_precision", "dequantized"))
+        expected = type(self).name  # type: ignore[attr-defined]
+        for field in dataclasses.fields(self):
+            name, value = field.name, plain(getattr(self, field.name))
+            object.__setattr__(self, name, value)
+            if name in _CHECKS:
+                _CHECKS[name](name, value)
+            elif name == "name" and (not isinstance(value, str) or value != expected):
+                raise ValueError(
+                    f"{name}={value!r} does not belong to {type(self).__name__}, whose name is {expected!r}"
+                )
+            elif name == "fp8_format" and not isinstance(value, Format):
+                names = ", ".join(f"Format.{format.name}" for format in self._formats)
+                raise TypeError(f"{name}={value!r} is not a Format; use one of {names}")
+            elif name == "fp8_format" and value not in self._formats:
+                names = ", ".join(format.name for format in self._formats)
+                raise ValueError(f"{name}={value.name} is not supported by {expected!r}; use one of {names}")
         # Made under torch.compile, a recipe's numbers may pass for ones that vary.
         object.__setattr__(self, "_casts", {role: self._cast(role) for role in Role})
-
-    def _require_options(self) -> None:
-        """Check the fields that only this recipe has."""
 
     def cast(self, role: Role) -> Cast:
         """Format and scales of the tensors of ``role``."""
@@ -127,40 +140,13 @@ class RecipeFields:
 
     # Transformer Engine's predicates
 
-    @classmethod
-    def delayed(cls) -> bool:
-        """Whether it is delayed scaling."""
-        return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Whether each tensor is scaled by its current amax."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Whether a tensor has one scale."""
-        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Whether blocks of 1 × 128 and 128 × 128 have a scale each."""
-        return issubclass(cls, Float8BlockScaling)
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Whether it is MXFP8."""
-        return issubclass(cls, MXFP8BlockScaling)
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """False: no recipe casts to four bits."""
-        return False
-
-    @classmethod
-    def custom(cls) -> bool:
-        """False: no recipe supports a factory of quantizers."""
-        return False
+    delayed = _is_named("delayed")
+    float8_current_scaling = _is_named("tensorwise")
+    float8_per_tensor_scaling = _is_named("delayed", "tensorwise")
+    float8_block_scaling = _is_named("blockwise")
+    mxfp8 = _is_named("mxfp8")
+    nvfp4 = _is_named()  # no recipe casts to four bits
+    custom = _is_named()  # no recipe supports a factory of quantizers
 
 
 @_takes_te_arguments
@@ -188,21 +174,13 @@ class DelayedScaling(RecipeFields):
     reduce_amax: bool = True
     name: Literal["delayed"] = "delayed"
 
-    def _require_options(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backward_override is not None:
             raise ValueError(
                 f"backward_override={self.backward_override!r} is not supported by DelayedScaling, which needs the "
                 "amaxes of gradients; use another recipe"
             )
-        too_small = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
-        _require_int(self, "margin", 0, LARGEST_MARGIN, too_small)
-        _require_int(self, "interval", 1)
-        too_long = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
-        _require_int(self, "amax_history_len", 1, LONGEST_HISTORY, too_long)
-        require_bool("reduce_amax", self.reduce_amax)
-        algorithm = self.amax_compute_algo
-        if not isinstance(algorithm, str) or algorithm not in ("max", "most_recent"):
-            raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r} is unknown; use 'max' or 'most_recent'")
 
     def _cast(self, role: Role) -> Cast:
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR)
@@ -224,9 +202,8 @@ class Float8CurrentScaling(RecipeFields):
     amax_epsilon: float = 0.0
     name: Literal["tensorwise"] = "tensorwise"
 
-    def _require_options(self) -> None:
-        require_bool("power_2_scale", self.power_2_scale)
-        require_number("amax_epsilon", self.amax_epsilon, largest=FLOAT32_MAX)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
 
     def _cast(self, role: Role) -> Cast:
@@ -265,9 +242,6 @@ class Float8BlockScaling(RecipeFields):
     name: Literal["blockwise"] = "blockwise"
 
     _formats = (Format.E4M3,)
-
-    def _require_options(self) -> None:
-        require_bool("power_2_scale", self.power_2_scale)
 
     def _cast(self, role: Role) -> Cast:
         layout = Layout.BLOCK_128X128 if role is Role.WEIGHT else Layout.BLOCK_1X128
@@ -328,8 +302,8 @@ def float8_for(format: Format, role: Role) -> Float8:
     return (_OF_BACKWARD if role.is_gradient else _OF_FORWARD)[format]
 
 
-_AS_NAMED = {name: recipe() for name, recipe in RECIPES.items()}
-"""The recipe of each name. torch.compile(fullgraph=True) supports recipe objects, but cannot create one."""
+_AS_NAMED = {recipe: recipe() for recipe in RECIPES.values()}
+"""A recipe of each class. torch.compile(fullgraph=True) supports recipe objects, but cannot create one."""
 
 
 def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
@@ -346,7 +320,7 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         TypeError: If it is not a recipe, name or mapping.
     """
     if isinstance(recipe, str):
-        return _AS_NAMED[_known_name(recipe)]
+        return _AS_NAMED[_class_of(recipe)]
     if isinstance(recipe, Mapping):
         fields = dict(recipe)
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
@@ -360,13 +334,9 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
 
 
 def _class_of(name: Any) -> type[Recipe]:
-    return RECIPES[_known_name(name)]
-
-
-def _known_name(name: Any) -> str:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
-    return name
+    return RECIPES[name]
 
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:

@@ -20,14 +20,14 @@ from lightning_fp8.ops.cast import (
     CastArgs,
     Outputs,
     Quantized,
-    asked,
+    asked_by,
     check_cast,
     fake_outputs,
+    joined,
     operands_of,
     reference_quantize,
 )
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
-from lightning_fp8.ops.memory import empty_tensor
 from lightning_fp8.ops.op import op
 
 
@@ -81,8 +81,8 @@ def activation_quantize(x: Tensor, activation: str, cast: Cast, **cast_args: Unp
         TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the activation
             is unknown, or if x has an odd number of columns and the activation is gated.
     """
-    usage, observed, operands = _asked(x, cast, cast_args)
-    return operands(_activation_quantize(x, activation, usage, *observed))
+    usage, requested, observed = asked_by(x, cast, cast_args)
+    return operands_of(_activation_quantize(x, activation, usage, *observed), usage, *requested)
 
 
 def activation_backward_quantize(
@@ -110,9 +110,9 @@ def activation_backward_quantize(
         TypeError, ValueError: See :func:`activation_quantize`. Also if dy does not have the shape of the activation's
             output, or if ``bias_dtype`` is not bfloat16, float16 or float32.
     """
-    usage, observed, operands = _asked(dy, cast, cast_args)
+    usage, requested, observed = asked_by(dy, cast, cast_args)
     results = _activation_backward_quantize(dy, x, activation, bias_dtype, usage, *observed)
-    return operands(results), results[4] if bias_dtype else None
+    return operands_of(results, usage, *requested), results[4] if bias_dtype else None
 
 
 def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
@@ -128,8 +128,8 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
         TypeError, ValueError: See :func:`activation_quantize`. Also if the activation is gated, or if the shape or
             dtype of ``factor`` is not x's.
     """
-    usage, observed, operands = _asked(x, cast, cast_args)
-    return operands(_gated_quantize(x, factor, activation, usage, *observed))
+    usage, requested, observed = asked_by(x, cast, cast_args)
+    return operands_of(_gated_quantize(x, factor, activation, usage, *observed), usage, *requested)
 
 
 def gated_backward_quantize(
@@ -141,7 +141,7 @@ def gated_backward_quantize(
         dy: ``[R, F]``, the gradient of the result, in x's dtype.
         x, factor, activation: see :func:`gated_quantize`.
         cast: the format and layout of both.
-        of_x, of_factor: the other arguments of each cast, but ``overflow_counts``. Both have a scale, or none has. A
+        of_x, of_factor: the other arguments of each cast. Both have a scale, or none has. A
             copy that one of them asks for is made of both.
 
     Raises:
@@ -153,28 +153,16 @@ def gated_backward_quantize(
         "columnwise": of_x.get("columnwise", False) or of_factor.get("columnwise", False),
         "scale_is_nonzero": of_x.get("scale_is_nonzero", False) and of_factor.get("scale_is_nonzero", False),
     }
-    usage, _, operands = _asked(x, cast, args)
+    usage, requested, _ = asked_by(x, cast, args)
     observed = (each.get(name) for name in ("scale", "amax") for each in (of_x, of_factor))
     results = _gated_backward_quantize(dy, x, factor, activation, usage, *observed)
-    return operands(results[:4]), operands(results[4:])
-
-
-def _asked(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, Observed, Callable[[Sequence[Tensor]], Quantized]]:
-    """The cast and the other arguments to pass to an op, and the function that converts its results to operands."""
-    rowwise, columnwise = args.get("rowwise", True), args.get("columnwise", False)
-    usage = asked(x, cast, rowwise, columnwise, args.get("scale_is_nonzero", False))
-    observed = args.get("scale"), args.get("amax"), args.get("overflow_counts")
-    return usage, observed, lambda results: operands_of(results, usage, rowwise, columnwise)
-
-
-Observed = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-"""``scale``, ``amax`` and ``overflow_counts``."""
+    return operands_of(results[:4], usage, *requested), operands_of(results[4:], usage, *requested)
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> None:
+def _check(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
     check_cast(x, cast, *observed)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
@@ -184,14 +172,10 @@ def _check(activation: str, x: Tensor, cast: Cast, *observed: Tensor | None) -> 
         )
 
 
-def _check_activation(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
-    _check(activation, x, cast, *observed)
-
-
 def _check_backward(
     dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
 ) -> None:
-    _check(activation, x, cast, *observed)
+    _check(x, activation, cast, *observed)
     if bias_dtype is not None and bias_dtype not in HIGH_PRECISION:
         raise TypeError(f"bias_dtype={bias_dtype} must be None or one of {', '.join(map(str, HIGH_PRECISION))}")
     if dy.shape != activated_shape(activation, x.shape):
@@ -202,7 +186,7 @@ def _check_backward(
 
 
 def _check_gated(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> None:
-    _check(activation, x, cast, *observed)
+    _check(x, activation, cast, *observed)
     if is_gated(activation):
         raise ValueError(
             f"{activation} splits x, but gated ops have a separate factor; use a plain activation (silu, not swiglu)"
@@ -214,53 +198,28 @@ def _check_gated_backward(
     dy: Tensor, x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None
 ) -> None:
     scale, factor_scale, amax, factor_amax = observed
-    _check_gated(x, factor, activation, cast, scale, amax, None)
-    check_cast(x, cast, factor_scale, factor_amax, None)
+    _check_gated(x, factor, activation, cast, scale, amax)
+    check_cast(x, cast, factor_scale, factor_amax)
     if (scale is None) != (factor_scale is None):
         raise ValueError("scale and factor_scale must both be given, or neither; a value of 0 computes it")
     require("dy", dy, x.dtype, x.shape, x.device)
 
 
-_WRITES = "amax", "overflow_counts"
-
-
-@op("activation_quantize", check=_check_activation, writes=_WRITES, twin=True)
-def activation_quantize_op(
-    x: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
+@op("activation_quantize", check=_check)
+def activation_quantize_op(x: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, *activated_shape(activation, x.shape))
 
 
-@op("activation_backward_quantize", check=_check_backward, writes=_WRITES, twin=True)
+@op("activation_backward_quantize", check=_check_backward)
 def activation_backward_quantize_op(
-    dy: Tensor,
-    x: Tensor,
-    activation: str,
-    bias_dtype: torch.dtype | None,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
+    dy: Tensor, x: Tensor, activation: str, bias_dtype: torch.dtype | None, cast: Cast, *observed: Tensor | None
 ) -> GradientOutputs:
     dbias = x.new_empty(x.shape[1] if bias_dtype else 0, dtype=bias_dtype or torch.float32)
     return GradientOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), dbias)
 
 
-@op("gated_quantize", check=_check_gated, writes=_WRITES, twin=True)
-def gated_quantize_op(
-    x: Tensor,
-    factor: Tensor,
-    activation: str,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
+@op("gated_quantize", check=_check_gated)
+def gated_quantize_op(x: Tensor, factor: Tensor, activation: str, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, x.shape[0], x.shape[1])
 
 
@@ -378,11 +337,10 @@ ACTIVATIONS = tuple(_FORMULAS)
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """The activation of ``x [R, F]``, or ``x [R, 2 F]`` if it is gated, in float32."""
-    forward, _ = _FORMULAS[activation]
     if not is_gated(activation):
-        return forward(x.float())
-    x, gate = x.float().chunk(2, 1)
-    return forward(x) * gate
+        return _FORMULAS[activation].forward(x.float())
+    x, gate = x.chunk(2, 1)
+    return gated(x, gate, activation)
 
 
 def activated_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -429,15 +387,9 @@ def reference_gated_backward(
 ) -> GatedGradients:
     """See :func:`gated_backward_quantize`."""
     scale, factor_scale, amax, factor_amax = observed
-    of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax, None)
-    of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax, None)
-    return gated_gradients(of_x, of_factor)
-
-
-def gated_gradients(of_x: Outputs, of_factor: Outputs) -> GatedGradients:
-    """The results of both casts as those of one op, which must not share memory."""
-    apart = (x if x.dim() != 1 or x.numel() else empty_tensor(x.device, x.dtype, 1) for x in of_factor)
-    return GatedGradients(*of_x, *apart)
+    of_x = reference_quantize(gated_backward(dy, x, factor, activation), cast, scale, amax)
+    of_factor = reference_quantize(gated(x, dy, activation), cast, factor_scale, factor_amax)
+    return GatedGradients(*joined(of_x, of_factor))
 
 
 activation_quantize_op.implement("cpu", reference_activation)

@@ -42,7 +42,6 @@ class CastArgs(TypedDict, total=False):
     scale_is_nonzero: bool
     rowwise: bool
     columnwise: bool
-    overflow_counts: Tensor | None
 
 
 class Outputs(NamedTuple):
@@ -66,7 +65,6 @@ def quantize(
     scale_is_nonzero: bool = False,
     rowwise: bool = True,
     columnwise: bool = False,
-    overflow_counts: Tensor | None = None,
 ) -> Quantized:
     """Cast ``x`` to FP8: ``round_to_nearest_even(clamp(x * scale, -max, max))``.
 
@@ -78,7 +76,6 @@ def quantize(
         amax: float32 ``[]``, updated in place to ``max(amax, max |x|)``; only with ``scale``.
         rowwise: whether to return the operand of x.
         columnwise: whether to return the operand of xᵀ, scaled along R.
-        overflow_counts: int64 ``[2]``. The numbers of values that were saturated and that became 0 are added to it.
 
     Raises:
         TypeError: If x is not a 2-D bfloat16, float16 or float32 tensor, or another tensor has the wrong dtype.
@@ -86,7 +83,7 @@ def quantize(
             a tensor has the wrong shape.
     """
     usage = asked(x, cast, rowwise, columnwise, scale_is_nonzero)
-    return operands_of(_quantize(x, usage, scale, amax, overflow_counts), usage, rowwise, columnwise)
+    return operands_of(_quantize(x, usage, scale, amax), usage, rowwise, columnwise)
 
 
 def quantize_columns(x: Tensor, scale: Tensor, float8: Float8) -> Tensor:
@@ -126,6 +123,13 @@ def asked(x: Tensor | None, cast: Cast, rowwise: bool, columnwise: bool, scale_i
     return cast.usage(rowwise, columnwise, scale_is_nonzero)
 
 
+def asked_by(x: Tensor, cast: Cast, args: CastArgs) -> tuple[Cast, tuple[bool, bool], tuple[Tensor | None, ...]]:
+    """:func:`asked` of keyword arguments. Also which operands they request, and the last arguments of the op."""
+    requested = args.get("rowwise", True), args.get("columnwise", False)
+    usage = asked(x, cast, *requested, args.get("scale_is_nonzero", False))
+    return usage, requested, (args.get("scale"), args.get("amax"))
+
+
 def gives_a_view(x: Tensor | None, cast: Cast) -> bool:
     """Whether the operand of xᵀ is a view. Both must share scales, and GEMMs on a GPU do not read transposed codes."""
     return cast.layout.transposes and x is not None and not x.is_cuda
@@ -147,6 +151,12 @@ def transposed_operand(results: Sequence[Tensor], made: Cast) -> tuple[Tensor, T
     return results[0].t(), results[1] if has_one_scale else results[1].t()
 
 
+def joined(first: Outputs, second: Outputs) -> tuple[Tensor, ...]:
+    """The results of two casts as those of one op, which must not share memory."""
+    apart = (x if x.dim() != 1 or x.numel() else empty_tensor(x.device, x.dtype, 1) for x in second)
+    return *first, *apart
+
+
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,9 +167,7 @@ def _check_input(x: Tensor) -> None:
         raise TypeError(f"a cast takes a 2-D tensor, not shape {tuple(x.shape)}; flatten the leading dimensions")
 
 
-def check_cast(
-    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
-) -> None:
+def check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> None:
     """Check the common arguments of ops that cast.
 
     Raises:
@@ -177,9 +185,6 @@ def check_cast(
         raise ValueError("amax needs scale; pass scale, too (a value of 0 computes it from x)")
     if amax is not None and (amax.dtype is not torch.float32 or amax.dim() or amax.device != x.device):
         require("amax", amax, torch.float32, (), x.device)
-    if overflow_counts is not None:
-        require_contiguous("overflow_counts", overflow_counts)
-        require("overflow_counts", overflow_counts, torch.int64, (2,), x.device)
 
 
 def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int) -> Outputs:
@@ -188,14 +193,8 @@ def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int) -> Outputs:
     return Outputs(*(allocation.empty(x.device) for allocation in allocations(cast, rows, columns)))
 
 
-@op("quantize", check=check_cast, writes=("amax", "overflow_counts"), twin=True)
-def quantize_op(
-    x: Tensor,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
-) -> Outputs:
+@op("quantize", check=check_cast)
+def quantize_op(x: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, x.shape[0], x.shape[1])
 
 
@@ -274,11 +273,9 @@ class _Bytes(NamedTuple):
     scale_inv_t: Tensor | None
 
 
-def reference_quantize(
-    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
-) -> Outputs:
+def reference_quantize(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Outputs:
     """Cast ``x`` with the given scale, or, if it is None or 0, with scales computed from each tensor, row or block."""
-    results = _quantize_to_bytes(x, cast, scale, amax, overflow_counts)
+    results = _quantize_to_bytes(x, cast, scale, amax)
     dtypes = (cast.float8.dtype, cast.layout.scale_dtype) * 2
     return Outputs(
         *(empty_tensor(x.device, dtype) if each is None else each.view(dtype) for each, dtype in zip(results, dtypes))
@@ -286,23 +283,20 @@ def reference_quantize(
 
 
 @compiled_on_cards
-def _quantize_to_bytes(
-    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None
-) -> _Bytes:
+def _quantize_to_bytes(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> _Bytes:
     x = x.contiguous()
     if scale is not None:
-        return _quantize_tensor(x, _given_scale(x, cast, scale, amax), cast, overflow_counts)
+        return _quantize_tensor(x, _given_scale(x, cast, scale, amax), cast)
     layout = cast.layout
     if layout.has_one_scale:
         scale = scaling.current_scale(tensor_amax(x), cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
-        return _quantize_tensor(x, scale, cast, overflow_counts)
+        return _quantize_tensor(x, scale, cast)
     data = scale_inv = data_t = scale_inv_t = None
     block_rows, block_columns = _block(layout)
     if cast.rowwise:
-        data, scale_inv = _quantize_blocks(x, (block_rows, block_columns), cast, overflow_counts)
+        data, scale_inv = _quantize_blocks(x, (block_rows, block_columns), cast)
     if cast.columnwise:
-        uncounted = None if cast.rowwise else overflow_counts
-        columns, scale_inv_t = _quantize_blocks(x, (block_columns, block_rows), cast, uncounted)
+        columns, scale_inv_t = _quantize_blocks(x, (block_columns, block_rows), cast)
         data_t, scale_inv_t = _transposed(columns), scale_inv_t.t().contiguous()
     return _Bytes(data, scale_inv, data_t, scale_inv_t)
 
@@ -343,11 +337,7 @@ def _saturated(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
 def _saturating_bytes(values: Tensor, scale: Tensor, float8: Float8) -> Tensor:
     """:func:`saturating_cast` as bytes. Compiled code for GPUs below 8.9 has no FP8 type, or one that rounds twice."""
     saturated = _saturated(values, scale, float8)
-    return encode(saturated, float8) if torch.compiler.is_compiling() else _as_bytes(saturated.to(float8.dtype))
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)
+    return encode(saturated, float8) if torch.compiler.is_compiling() else saturated.to(float8.dtype).view(torch.uint8)
 
 
 def absolute_max(x: Tensor, dim: int) -> Tensor:
@@ -380,17 +370,8 @@ def _given_scale(x: Tensor, cast: Cast, scale: Tensor, amax: Tensor | None) -> T
     return scale if is_nonzero else torch.where(scale == 0, scaling.current_scale(x_amax, cast.float8.max), scale)
 
 
-def _count(overflow_counts: Tensor, x: Tensor, scale: Tensor, codes: Tensor, float8: Float8) -> None:
-    """Add the numbers of values of ``x`` that were saturated and that were flushed to zero."""
-    values = x.float()
-    overflow_counts[0] += ((values * scale).abs() > float8.max).sum()
-    overflow_counts[1] += ((values != 0) & (codes & 0x7F == 0)).sum()
-
-
-def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast, overflow_counts: Tensor | None) -> _Bytes:
+def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast) -> _Bytes:
     data = _saturating_bytes(x.to(torch.float32, copy=True), scale, cast.float8)
-    if overflow_counts is not None:
-        _count(overflow_counts, x, scale, data, cast.float8)
     data_t = None
     if cast.columnwise:
         data_t = _transposed(data.clone() if cast.rowwise else data)  # the outputs of an op must not share memory
@@ -402,9 +383,7 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().contiguous() if torch.compiler.is_compiling() else codes.t()
 
 
-def _quantize_blocks(
-    x: Tensor, block: tuple[int | None, int | None], cast: Cast, overflow_counts: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` in blocks. Ragged edges are padded with zeros, which do not change an amax."""
     rows, columns = x.shape
     block_rows, block_columns = block[0] or max(rows, 1), block[1] or max(columns, 1)
@@ -417,10 +396,7 @@ def _quantize_blocks(
     blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
     amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
     scale, scale_inv = _block_scales(amax, cast)
-    block_scale = scale[:, None, :, None]
-    data = _saturating_bytes(blocks.to(torch.float32, copy=True), block_scale, cast.float8)
-    if overflow_counts is not None:
-        _count(overflow_counts, blocks, block_scale, data, cast.float8)
+    data = _saturating_bytes(blocks.to(torch.float32, copy=True), scale[:, None, :, None], cast.float8)
     return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
 
 

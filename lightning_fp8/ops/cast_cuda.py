@@ -23,6 +23,7 @@ from lightning_fp8.numerics.formats import E8M0_DTYPE, float8_of
 from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import (
     Outputs,
+    joined,
     kernel_allocations,
     observe_op,
     quantize_columns_op,
@@ -58,7 +59,6 @@ class CastVariant(NamedTuple):
     cast: Cast
     has_scale: bool
     has_amax: bool
-    has_overflow_counts: bool
 
     @property
     def current_scaling(self) -> dict[str, int | float]:
@@ -76,14 +76,14 @@ class CastVariant(NamedTuple):
         return self.has_scale and self.cast.scale_is_nonzero
 
 
-def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None, overflow_counts: Tensor | None) -> Any:
+def variant_key(cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Any:
     """The part of a plan's key that :func:`variant_of` converts to a :class:`CastVariant`."""
-    return *cast.key, scale is not None, amax is not None, overflow_counts is not None
+    return *cast.key, scale is not None, amax is not None
 
 
 def variant_of(key: Sequence[Any]) -> CastVariant:
     """The variant of a :func:`variant_key`."""
-    return CastVariant(Cast.from_flat(*key[:-3]), *key[-3:])
+    return CastVariant(Cast.from_flat(*key[:-2]), *key[-2:])
 
 
 # --- Results ----------------------------------------------------------------------------------------------------------
@@ -127,15 +127,11 @@ class CastOutputs:
         return Outputs(make_data(), make_scale_inv(), make_data_t(), make_scale_inv_t())
 
 
-def with_kernel_strides(reference: Run, cast_position: int) -> Run:
-    """Wrap a reference that casts one tensor or two, so that its results have the kernels' memory layout.
-
-    Args:
-        cast_position: the position of the cast among the arguments of ``reference``.
-    """
+def with_kernel_strides(reference: Run) -> Run:
+    """Wrap a reference that casts one tensor or two, so that its results have the kernels' memory layout."""
 
     def op(*args: Any) -> tuple[Tensor, ...]:
-        cast: Cast = args[cast_position]
+        cast = next(each for each in args if isinstance(each, Cast))
         results = reference(*args)
         data, _, data_t, _ = results[:4]
         rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
@@ -162,15 +158,9 @@ def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) 
     return min(num_tiles(rows, columns), 4 // tensors * launch.multiprocessors(device))
 
 
-class Addresses(NamedTuple):
-    """Arguments of a cast's kernels, 0 for what is not given; those of two tensors alternate."""
-
-    loader: LoaderArgs
-    store: LoaderArgs
-    scales: Sequence[Argument]
-    amaxes: Sequence[Argument]
-    counts: Argument
-    results: Sequence[Argument]
+Addresses = tuple[LoaderArgs, LoaderArgs, Sequence[Argument], Sequence[Argument], Sequence[Argument]]
+"""The arguments of both loaders, and the addresses of scales, of amaxes and of results: 0 for what is not given. Those
+of two tensors alternate."""
 
 
 class CastLaunches:
@@ -223,31 +213,27 @@ class CastLaunches:
         loader_args: LoaderArgs,
         scale: Tensor | None,
         amax: Tensor | None,
-        overflow_counts: Tensor | None,
         store_args: LoaderArgs | None = None,
     ) -> Outputs:
         """Allocate the results and launch the kernels. ``store_args`` are the arguments of ``store_loader``."""
         pointer = self.pointer
         data, scale_inv, data_t, scale_inv_t = outputs = self.outputs.allocate()
-        self._launch(Addresses(
+        self._launch((
             loader_args, store_args or loader_args,
             (0 if scale is None else pointer(scale),),
             (0 if amax is None else pointer(amax),),
-            0 if overflow_counts is None else pointer(overflow_counts),
             (pointer(data), pointer(scale_inv), pointer(data_t), pointer(scale_inv_t)),
         ))  # fmt: skip
         return outputs
 
-    def cast_two(
-        self, loader_args: LoaderArgs, scales: Sequence[Tensor | None], amaxes: Sequence[Tensor | None]
-    ) -> tuple[Outputs, Outputs]:
-        """:meth:`cast` for a loader of two tensors, with a scale and an amax for each."""
+    def cast_two(self, loader_args: LoaderArgs, *observed: Tensor | None) -> tuple[Tensor, ...]:
+        """:meth:`cast` for a loader of two tensors. ``observed`` are a scale of each, and an amax of each."""
         pointer = self.pointer
         made = self.outputs.allocate(), self.outputs.allocate()
-        scale_ptrs, amax_ptrs = ([0 if x is None else pointer(x) for x in pair] for pair in (scales, amaxes))
+        given = [0 if x is None else pointer(x) for x in observed]
         results = [pointer(result) for pair in zip(*made) for result in pair]
-        self._launch(Addresses(loader_args, loader_args, scale_ptrs, amax_ptrs, 0, results))
-        return made
+        self._launch((loader_args, loader_args, given[:2], given[2:], results))
+        return joined(*made)
 
     def _launch(self, given: Addresses) -> None:
         """Launch the kernels."""
@@ -265,14 +251,13 @@ class TensorCast(CastLaunches):
         if not variant.scale_is_known:
             self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
         kernel = quantize_tensor_kernel(
-            store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax,
-            variant.has_overflow_counts,
-        )  # fmt: skip
+            store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
+        )
         strides = self.outputs.strides
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
-            ("scale_ptr", "block_amax", "amax_out", "counts", "out", "out_scale_inv", "out_t"),
+            ("scale_ptr", "block_amax", "amax_out", "out", "out_scale_inv", "out_t"),
             num_block_amax=blocks,
             **variant.current_scaling,
             out_stride=strides.out_stride,
@@ -280,13 +265,13 @@ class TensorCast(CastLaunches):
         )
 
     def _launch(self, given: Addresses) -> None:
+        loader_args, store_args, scales, amaxes, results = given
         block_amax_ptr: Argument = 0
         if self._find_amax is not None:
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
-            self._find_amax(*given.loader, *given.scales, block_amax_ptr)  # at once if the scale is not 0
-        results = given.results[: 3 * self._tensors]
-        self._store(*given.store, *given.scales, block_amax_ptr, *given.amaxes, given.counts, *results)
+            self._find_amax(*loader_args, *scales, block_amax_ptr)  # at once if the scale is not 0
+        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: 3 * self._tensors])
 
 
 class RowCast(CastLaunches):
@@ -301,19 +286,20 @@ class RowCast(CastLaunches):
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
         self._zero = launch.zeroing(self.device, num_amaxes)
         self._store = self._bind(
-            quantize_rows_kernel(store_loader, cast.float8.name.lower(), *usage, variant.has_overflow_counts),
+            quantize_rows_kernel(store_loader, cast.float8.name.lower(), *usage),
             tiles,
-            ("amaxes", "counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            ("amaxes", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
             **self.outputs.strides._asdict(),
         )
 
     def _launch(self, given: Addresses) -> None:
+        loader_args, store_args, _, _, results = given
         row_amaxes = self._new_amaxes()
         row_amaxes_ptr = self.pointer(row_amaxes)
         self._zero(row_amaxes_ptr)
-        self._find_amaxes(*given.loader, row_amaxes_ptr)
-        self._store(*given.store, row_amaxes_ptr, given.counts, *given.results)
+        self._find_amaxes(*loader_args, row_amaxes_ptr)
+        self._store(*store_args, row_amaxes_ptr, *results)
 
 
 class BlockCast(CastLaunches):
@@ -323,18 +309,19 @@ class BlockCast(CastLaunches):
         cast = variant.cast
         kernel = quantize_blocks_kernel(
             store_loader, cast.float8.name.lower(), cast.layout.block, cast.layout.scale_dtype == E8M0_DTYPE,
-            cast.rowwise, cast.columnwise, variant.has_overflow_counts,
+            cast.rowwise, cast.columnwise,
         )  # fmt: skip
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
-            ("counts", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
+            ("out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
             **self.outputs.strides._asdict(),
         )
 
     def _launch(self, given: Addresses) -> None:
-        self._store(*given.store, given.counts, *given.results)
+        _, store_args, _, _, results = given
+        self._store(*store_args, *results)
 
 
 def cast_launches(layout: Layout) -> type[CastLaunches]:
@@ -346,42 +333,55 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 
 
 def planned_cast(
-    name: str, reference: Run, loaders: Callable[..., Loaders]
-) -> tuple[Callable[..., Outputs], Callable[..., Run]]:
-    """A cast of values that tile loaders compute: ``(x, *options, cast, scale, amax, overflow_counts)``.
+    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 2
+) -> tuple[Run, Callable[..., Run]]:
+    """A cast of values that tile loaders compute: ``(*tensors, *options, cast, *observed)``.
 
-    It is returned with its plan cache, ``(device, current, tensor_key(x), variant_key(...), *options)``. A tensor whose
-    rows are not contiguous is made contiguous first.
+    It is returned with its plan cache, ``(device, current, *tensor_keys, variant_key(...), *options)``. If the rows of
+    a tensor are not contiguous, all are made contiguous first.
 
     Args:
         name: the name of its plans.
         reference: computes the same without kernels.
-        loaders: returns the tile loaders of the values, given ``(x_key, *options)``.
+        loaders: returns the tile loaders of the values, given ``(*tensor_keys, *options)``.
+        num_observed: 2 for ``scale, amax``; 4 for ``scale, scale, amax, amax`` of two casts.
     """
 
-    @planned(fallback=with_kernel_strides(reference, -4), name=name)
-    def plan(device: torch.device, x_plain_key: PlainKey, variant_key: Any, *options: Any) -> Run:
-        x_key = TensorKey(*x_plain_key, device)
-        variant = variant_of(variant_key)
-        check_not_empty(x_key.shape)
-        if not x_key.has_contiguous_rows:
-            return lambda x, *args: op(x.contiguous(), *args)
-        loader, wide, columns = loaders(x_key, *options)
+    @planned(fallback=with_kernel_strides(reference), name=name)
+    def plan(device: torch.device, *key: Any) -> Run:
+        plain_keys: Sequence[PlainKey] = key[:num_tensors]
+        keys = [TensorKey(*plain_key, device) for plain_key in plain_keys]
+        variant, options = variant_of(key[num_tensors]), key[num_tensors + 1 :]
+        check_not_empty(keys[0].shape)
+        if not all(each.has_contiguous_rows for each in keys):
+            return lambda *args: op(*(x.contiguous() for x in args[:num_tensors]), *args[num_tensors:])
+        loader, wide, columns = loaders(*keys, *options)
         # Vectors of 16 bytes are not faster if columns also share a scale.
         narrow = variant.cast.columnwise or not takes_octets(variant.cast.layout.block)
         amax_loader = wide or loader if variant.cast.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        launches = cast_launches(variant.cast.layout)(device, amax_loader, x_key.rows, columns, variant, store_loader)
-        cast, pointer, stride = launches.cast, launch.address_on(device), x_key.stride
+        make = cast_launches(variant.cast.layout)
+        launches = make(device, amax_loader, keys[0].rows, columns, variant, store_loader)
+        cast: Run = launches.cast if num_observed == 2 else launches.cast_two
+        pointer, stride, strides = launch.address_on(device), keys[0].stride, [each.stride for each in keys]
+        if num_tensors > 1:
+            return lambda *args: cast(
+                [n for x, stride in zip(args, strides) for n in (pointer(x), stride)], *args[-num_observed:]
+            )
         if options:
-            return lambda x, *args: cast((pointer(x), stride), *args[-3:])
-        return lambda x, _, scale, amax, overflow_counts: cast((pointer(x), stride), scale, amax, overflow_counts)
+            return lambda x, *args: cast((pointer(x), stride), *args[-2:])
+        return lambda x, _, scale, amax: cast((pointer(x), stride), scale, amax)
 
-    def op(x: Tensor, *args: Any) -> Outputs:
-        *options, cast, scale, amax, overflow_counts = args
-        key = *cast.key, scale is not None, amax is not None, overflow_counts is not None
-        run = plan(x.device, x.is_cuda and current_device(), tensor_key(x), key, *options)
-        return run(x, *args)  # type: ignore[no-any-return]
+    def op(*args: Any) -> tuple[Tensor, ...]:
+        *others, cast = args[:-num_observed]
+        scale, amax = args[-num_observed], args[-1]
+        if num_observed == 4 and amax is None:  # both casts have a scale, or none; one may have an amax
+            amax = args[-2]
+        x, *more = others[:num_tensors]
+        key = *cast.key, scale is not None, amax is not None
+        current = x.is_cuda and current_device()
+        run = plan(x.device, current, tensor_key(x), *map(tensor_key, more), key, *others[num_tensors:])
+        return run(*args)  # type: ignore[no-any-return]
 
     return op, plan
 

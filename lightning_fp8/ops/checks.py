@@ -45,6 +45,18 @@ def require(
         raise ValueError(f"{name} is on {tensor.device}, but the other tensors are on {device}; move it there")
 
 
+def require_matrix(x: Tensor, *_: object) -> None:
+    """Check ``x``, the first of an op's arguments.
+
+    Raises:
+        TypeError: If it is not two-dimensional, or not of :data:`HIGH_PRECISION`.
+    """
+    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
+        raise TypeError(
+            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
 def require_scalar(name: str, tensor: Tensor | None, device: torch.device) -> None:
     """Check a scale or an amax, float32 ``[]``, unless it is None.
 

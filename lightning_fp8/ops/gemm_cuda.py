@@ -220,7 +220,7 @@ def _in_all_ways(
     """``torch._scaled_mm`` in all ways that fit, each as the fallback of the one before, followed by ``run``."""
     layouts, sizes = (gemm.layout_a, gemm.layout_b), (a.rows, b.rows, a.k)
     for fit in reversed(ways_to_fit(layouts, sizes, b.data.dtype, gemm.out_dtype, has_bias, gemm.fast_accum)):
-        run, said = ScaledMm(fit, run, said).run, "Its float32 result is scaled afterwards instead, which is slower"
+        run, said = _scaled_mm(fit, run, said), "Its float32 result is scaled afterwards instead, which is slower"
     return run
 
 
@@ -262,36 +262,31 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     return run
 
 
-class ScaledMm:
-    """``torch._scaled_mm``. Once it has refused, it warns and calls ``instead`` from then on.
-
-    Attributes:
-        run: the GEMM.
-    """
-
-    def __init__(self, fit: Fit, instead: Multiply, said: str) -> None:
-        self._fit, self._instead, self._said = fit, instead, said
-        # A GPU that does not support MXFP8 refuses all sizes.
-        self._key = f"{MX_LAYOUTS} {said}" if fit.layout_a is Layout.MX_1X32 else ""
-        self._refused = False
+def _scaled_mm(fit: Fit, instead: Multiply, said: str) -> Multiply:
+    """``torch._scaled_mm``. Once it has refused, it warns and calls ``instead`` from then on."""
+    # A GPU that does not support MXFP8 refuses all sizes.
+    notice = f"{MX_LAYOUTS} {said}" if fit.layout_a is Layout.MX_1X32 else ""
+    refused = False
 
     def run(
-        self, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
         bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Call ``torch._scaled_mm``, or ``instead`` after a refusal."""
-        if self._refused:
-            return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
-        try:
-            result = multiply(self._fit, a, scale_a, b, scale_b, bias, gemm.out_dtype)
-        except (RuntimeError, ValueError) as error:
-            if not is_refusal(error):
-                raise
-            self._refused = True
-            what = f"{tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}"
-            warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {self._said}.", key=self._key)
-            return self._instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
-        return finish_unfused(result, amax, out)
+        nonlocal refused
+        if not refused:
+            try:
+                result = multiply(fit, a, scale_a, b, scale_b, bias, gemm.out_dtype)
+            except (RuntimeError, ValueError) as error:
+                if not is_refusal(error):
+                    raise
+                refused = True
+                what = f"{tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}"
+                warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {said}.", key=notice)
+            else:
+                return finish_unfused(result, amax, out)
+        return instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
+
+    return run
 
 
 def gemm_on_cuda(

@@ -71,12 +71,12 @@ class Pass:
         given = a, a_scale, w, w_scale
         a8 = w8 = first = second = None
         if self.a_cast is not None:
-            a8 = cast_a(a, self.a_cast, a_scale, a_amax, None)  # type: ignore[misc]
+            a8 = cast_a(a, self.a_cast, a_scale, a_amax)  # type: ignore[misc]
             a, a_scale = a8[0], a8[1]
             if self.second is not None:
                 a_t, a_t_scale = transposed_operand(a8, self.a_cast)
         if self.w_cast is not None:
-            w8 = cast_w(w, self.w_cast, w_scale, w_amax, None)  # type: ignore[misc]
+            w8 = cast_w(w, self.w_cast, w_scale, w_amax)  # type: ignore[misc]
             w, w_scale = (w8[0], w8[1]) if self.is_forward else transposed_operand(w8, self.w_cast)
         if self.first is not None:
             first = multiply_first(a, a_scale, w, w_scale, self.first, bias, None, None)  # type: ignore[misc]
@@ -148,7 +148,7 @@ _OPS: Steps = quantize_op.call, quantize_op.call, _multiply_by_op, _multiply_by_
 
 
 def _cast_step(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Run:
-    return _step(quantize_op, x, tensor_key(x), (*cast.key, scale is not None, amax is not None, False))
+    return _step(quantize_op, x, tensor_key(x), (*cast.key, scale is not None, amax is not None))
 
 
 def _gemm_step(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None) -> Run:

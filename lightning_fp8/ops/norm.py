@@ -17,13 +17,13 @@ from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.cast import (
     CastArgs,
     Quantized,
-    asked,
+    asked_by,
     check_cast,
     fake_outputs,
     operands_of,
     reference_quantize,
 )
-from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous
+from lightning_fp8.ops.checks import HIGH_PRECISION, require, require_contiguous, require_matrix
 from lightning_fp8.ops.op import op, spec
 
 
@@ -125,13 +125,9 @@ def norm_quantize(
         TypeError, ValueError: If x or the cast is invalid (see :func:`lightning_fp8.ops.quantize`), if the shape,
             dtype or device of a parameter is invalid, or if ``eps`` is negative or not finite.
     """
-    rowwise, columnwise = cast_args.get("rowwise", True), cast_args.get("columnwise", False)
-    usage = asked(x, cast, rowwise, columnwise, cast_args.get("scale_is_nonzero", False))
-    results = _norm_quantize(
-        x, weight, bias, Norm(float(eps), rms, zero_centered), usage,
-        cast_args.get("scale"), cast_args.get("amax"), cast_args.get("overflow_counts"),
-    )  # fmt: skip
-    return Normalized(operands_of(results, usage, rowwise, columnwise), results[4])
+    usage, requested, observed = asked_by(x, cast, cast_args)
+    results = _norm_quantize(x, weight, bias, Norm(float(eps), rms, zero_centered), usage, *observed)
+    return Normalized(operands_of(results, usage, *requested), results[4])
 
 
 def norm_backward(
@@ -196,15 +192,8 @@ def _check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
         require(name, parameter, HIGH_PRECISION, parameter.shape, x.device)
 
 
-def _check_x(x: Tensor) -> None:
-    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(
-            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
-        )
-
-
 def _check_rms_norm(x: Tensor, weight: Tensor, norm: Norm, *_: Any) -> None:
-    _check_x(x)
+    require_matrix(x)
     if not 0 <= norm.eps < math.inf:
         raise ValueError(f"eps={norm.eps} must be a finite number of at least 0")
     _check_parameter("weight", weight, x)
@@ -224,23 +213,16 @@ def _check_norm(
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, norm: Norm, bias_gradient: bool) -> None:
-    _check_x(x)
+    require_matrix(x)
     require("dy", dy, HIGH_PRECISION, x.shape, x.device)
     require("weight", weight, HIGH_PRECISION, x.shape[1:], x.device)
     require_contiguous("statistics", statistics)
     require("statistics", statistics, torch.float32, (norm.num_statistics, x.shape[0]), x.device)
 
 
-@op("norm_quantize", check=_check_norm, writes=("amax", "overflow_counts"), twin=True)
+@op("norm_quantize", check=_check_norm)
 def norm_quantize_op(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm,
-    cast: Cast,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    overflow_counts: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, cast: Cast, *observed: Tensor | None
 ) -> NormOutputs:
     statistics = x.new_empty(norm.num_statistics, x.shape[0], dtype=torch.float32)
     return NormOutputs(*fake_outputs(x, cast, x.shape[0], x.shape[1]), statistics)

@@ -24,6 +24,8 @@ from lightning_fp8.arguments import TRANSFORM_WAYS_OUT
 NAMESPACE = "lightning_fp8"
 UNOBSERVED = "_unobserved"
 """The suffix of the name of an op's twin, which does not have the optional tensors that the op may write to."""
+OBSERVED = "scale", "amax"
+"""The last parameters of an op that casts, which its signature declares as ``*observed: Tensor | None``."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -104,9 +106,14 @@ class Op:
         self._returns = hints.pop("return")
         self._group = _group_of(self._returns)
         self._hints = hints
-        self._defaults = tuple(each.default for each in inspect.signature(signature).parameters.values())
-        self.writes = tuple(index for index, name in enumerate(hints) if name in writes)
-        self.overload = self._define(self.name, self.writes, len(hints))
+        defaults = [each.default for each in inspect.signature(signature).parameters.values()]
+        if hints.pop("observed", None):
+            hints |= dict.fromkeys(OBSERVED, Tensor | None)
+            defaults[-1:] = [None] * len(OBSERVED)
+            writes, twin = OBSERVED[1:], True
+        self._defaults = tuple(defaults)
+        self.writes = tuple(index for index, name in enumerate(self._hints) if name in writes)
+        self.overload = self._define(self.name, self.writes, len(self._hints))
         self._twin = self._define(self.name + UNOBSERVED, (), self.writes[0]) if twin else None
         self.call = past_dispatcher(self)
 
@@ -235,8 +242,9 @@ def op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Decorator of the function that returns an op's results on fake and meta tensors. Its signature is the op's.
 
-    The parameters are tensors, numbers, dtypes and specs. A spec class has ``schema``, its fields in the syntax of
-    schemas, ``flat``, their values in this order, and ``from_flat(*values)``. The last of several results may be a
+    The parameters are tensors, numbers, dtypes and specs. An op that casts ends with ``*observed``, which are
+    :data:`OBSERVED`; it writes to the amax, and has a twin. A spec class has ``schema``, its fields in the syntax
+    of schemas, ``flat``, their values in this order, and ``from_flat(*values)``. The last of several results may be a
     NamedTuple of tensors, as in ``tuple[Tensor, Kept]``; the op of the dispatcher returns its fields one by one.
 
     Args:

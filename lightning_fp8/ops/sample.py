@@ -22,7 +22,7 @@ from lightning_fp8.numerics.recipes import (
 )
 from lightning_fp8.numerics.scaled import Cast, Layout, Role, ScaledTensor
 from lightning_fp8.ops.cast import absolute_max, saturating_cast
-from lightning_fp8.ops.checks import HIGH_PRECISION
+from lightning_fp8.ops.checks import require_matrix
 from lightning_fp8.ops.op import op
 
 MOST_ELEMENTS = 2**18
@@ -90,19 +90,12 @@ def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> 
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, *_: object) -> None:
-    if x.dtype not in HIGH_PRECISION or x.dim() != 2:
-        raise TypeError(
-            f"x must be a 2-D tensor in bfloat16, float16 or float32, not {x.dtype} of shape {tuple(x.shape)}"
-        )
-
-
-@op("sample_cast", check=_check, writes=("counts",))
+@op("sample_cast", check=require_matrix, writes=("counts",))
 def sample_cast_op(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor) -> None:
     return None
 
 
-@op("sample_recipes", check=_check, writes=("losses", "exponents"))
+@op("sample_recipes", check=require_matrix, writes=("losses", "exponents"))
 def sample_recipes_op(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,23 +71,19 @@ _update_scales = update_scales_op.call
 
 
 def reference_update(
-    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
+    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: Any
 ) -> None:
     """The specification in plain torch, by the formulas of :mod:`lightning_fp8.numerics.scaling`."""
-    new_scale, new_history = scaling.updated_scales(
-        amax, amax_history, scale, fp8_max, margin, "max" if algorithm == "max" else "most_recent"
-    )
+    new_scale, new_history = scaling.updated_scales(amax, amax_history, scale, fp8_max, margin, algorithm)
     scale.copy_(new_scale)
     amax_history.copy_(new_history)
     amax.zero_()
 
 
-def update_on_cuda(
-    amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
-) -> None:
+def update_on_cuda(amax: Tensor, amax_history: Tensor, *others: Any) -> None:
     """The update in one launch."""
-    run = _plan(amax.device, amax.is_cuda and current_device(), amax_history.shape, margin, algorithm)
-    run(amax, amax_history, scale, fp8_max, margin, algorithm)
+    run = _plan(amax.device, amax.is_cuda and current_device(), amax_history.shape, *others[2:])
+    run(amax, amax_history, *others)
 
 
 @planned(fallback=reference_update, name="update_scales")

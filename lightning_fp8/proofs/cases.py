@@ -118,7 +118,7 @@ def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact:
     if not variant.has_amax:
         ways += [(replace(own, power_2_scale=power_2, amax_epsilon=power_2 / 2), None) for power_2 in (False, True)]
     for way, scale in ways if inputs[0].numel() <= LARGE else ways[:1]:
-        check_cast(op, inputs, way, device, scale=scale, amax=amax, count=variant.has_overflow_counts, exact=exact)
+        check_cast(op, inputs, way, device, scale=scale, amax=amax, exact=exact)
 
 
 def _quantize(x_key: PlainKey, variant_key: Any) -> Iterator[Case]:
@@ -154,7 +154,9 @@ def _activation_backward(
     return _sized(check, dy_key[1][-1])
 
 
-def _gated(op: Op, keys: tuple[PlainKey, ...], activation: str, variant_key: Any) -> Iterator[Case]:
+def _gated(op: Op, *key: Any) -> Iterator[Case]:
+    *keys, variant_key, activation = key
+
     def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
         first, *others = (values(rows, columns, key[0], seed=seed, spread=2.0) for seed, key in enumerate(keys))
         drawn = _with_special(first) if special else first, *others
@@ -320,8 +322,7 @@ def _gemm(
 
     def waves(config: KernelConfig, device: str) -> tuple[int, int, int]:
         side = int(_waves(device, 1) ** 0.5) + 1
-        rows, columns = config.cluster_tile
-        return side * rows + rest_m, side * columns + RESIDUE + rest_n, 272 + rest_k
+        return side * config.tile_m + rest_m, side * config.tile_n + RESIDUE + rest_n, 272 + rest_k
 
     yield Case("small", partial(check, lambda *_: (16 + rest_m, 16 + rest_n, 16 + rest_k), True))
     yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True, gap=2 * RESIDUE))
@@ -340,10 +341,9 @@ def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
 
 
 def tile_of(config: KernelConfig) -> tuple[int, ...]:
-    """A config as a tuple: on Hopper warpgroups, waves of 64 rows, columns, cluster, and whether warpgroups alternate;
-    otherwise rows and columns."""
+    """A config as a tuple: on Hopper warpgroups, waves of 64 rows, and columns; otherwise rows and columns."""
     if isinstance(config, GemmConfig):
-        return config.mma_warpgroups, config.waves, config.tile_n, config.cluster, int(config.pingpong)
+        return config.mma_warpgroups, config.waves, config.tile_n
     return config.tile_m, config.tile_n
 
 

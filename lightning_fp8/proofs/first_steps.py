@@ -236,10 +236,10 @@ def _all(conditions: Iterable[Tensor]) -> Tensor:
 
 def _specified(x: Tensor, cast: Cast, scale: Tensor | None) -> Outputs:
     with torch.compiler.set_stance("force_eager"):
-        return reference_quantize(x, cast, scale, None, None)
+        return reference_quantize(x, cast, scale, None)
 
 
-def _check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None, _: Tensor | None) -> Check:
+def _check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Check:
     before = None if amax is None else amax.clone()
 
     def of_rows(results: Outputs, used: Tensor | None, part: slice) -> Iterator[Tensor]:

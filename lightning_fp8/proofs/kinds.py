@@ -64,11 +64,11 @@ def _tensor(rows: int, columns: int, dtype: torch.dtype = BF16) -> PlainKey:
 
 
 def _variant(
-    layout: Layout = Layout.TENSOR, *, scale: bool = False, amax: bool = False, counts: bool = False,
+    layout: Layout = Layout.TENSOR, *, scale: bool = False, amax: bool = False,
     float8: Float8 = E4M3, known: bool = False, power_2: bool = False, rowwise: bool = True, columnwise: bool = True,
 ) -> Any:  # fmt: skip
     cast = Cast(float8, layout, power_2, 0.0, rowwise, columnwise, known)
-    return *cast.key, scale, amax, counts
+    return *cast.key, scale, amax
 
 
 def _operand(layout: Layout, rows: int, k: int, float8: Float8 = E4M3) -> OperandKey:
@@ -109,7 +109,7 @@ CAUSAL, OF_CODES = _call(Band(right=0)), _call(Band(), centered=False)
 KINDS: dict[str, Kind] = {
     "amax": Kind("observe", (X,)),
     "quantize": Kind("quantize", (X, _variant(scale=True, amax=True))),
-    "quantize, own scale, counted": Kind("quantize", (X, _variant(counts=True, rowwise=True, columnwise=False))),
+    "quantize, own scale": Kind("quantize", (X, _variant(columnwise=False))),
     "quantize ragged rows": Kind("quantize", (RAGGED, _variant(scale=True, known=True, float8=E5M2))),
     "quantize rows": Kind("quantize", (X, _variant(Layout.ROW))),
     "quantize 1x128": Kind("quantize", (X, _variant(Layout.BLOCK_1X128))),
@@ -127,18 +127,16 @@ KINDS: dict[str, Kind] = {
     "norm backward of long rows": Kind("norm_backward", (LONG, LONG, BF16, 0, LAYER, True)),
     "SwiGLU": Kind("activation", (X, _variant(scale=True, amax=True), "swiglu")),
     "SwiGLU backward": Kind("activation_backward", (X, HALF, "swiglu", BF16, OF_GRADIENT)),
-    "gated": Kind("gated", ((X, X), "silu", _variant(scale=True, amax=True))),
-    "gated backward": Kind("gated_backward", ((X, X, X), "silu", OF_GRADIENT)),
-    "product, 1 warpgroup": _product((1, 1, 64, 1, 0), ONE, out=torch.float16),
-    "product, 1 warpgroup of 64 × 128": _product((1, 1, 128, 1, 0), ONE, fast=True, n=4098),
-    "product, 2 warpgroups": _product((2, 1, 256, 1, 0), ONE, fast=True, bias=BF16),
-    "product, alternating": _product((2, 1, 128, 1, 1), ONE, fast=True),
-    "product, cluster of 2": _product((1, 1, 256, 2, 0), ONE, fast=True, formats=(E4M3, E5M2)),
-    "product, 2 warpgroups, cluster of 2": _product((2, 1, 256, 2, 0), ONE, fast=True, bias=FP32),
-    "product, alternating, cluster of 2": _product((2, 1, 256, 2, 1), ROWS, fast=True, bias=BF16, amax=True),
-    "product, added": _product((2, 2, 128, 2, 0), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
-    "product, 1x128 by 128x128": _product((2, 2, 128, 2, 0), BLOCK, bias=BF16),
-    "product, 1x128 by 1x128": _product((2, 2, 128, 2, 0), BLOCKS, out=FP32, accumulate=True),
+    "gated": Kind("gated", (X, X, _variant(scale=True, amax=True), "silu")),
+    "gated backward": Kind("gated_backward", (X, X, X, OF_GRADIENT, "silu")),
+    "product, 1 warpgroup": _product((1, 1, 128), ONE, out=torch.float16),
+    "product, stored from registers": _product((1, 1, 128), ONE, fast=True, n=4098),
+    "product, 2 warpgroups": _product((2, 1, 256), ONE, fast=True, bias=BF16),
+    "product, 128 × 192": _product((2, 1, 192), ONE, fast=True, formats=(E4M3, E5M2), bias=FP32),
+    "product of rows": _product((2, 1, 256), ROWS, fast=True, bias=BF16, amax=True),
+    "product, added": _product((2, 2, 128), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
+    "product, 1x128 by 128x128": _product((2, 2, 128), BLOCK, bias=BF16),
+    "product, 1x128 by 1x128": _product((2, 2, 128), BLOCKS, out=FP32, accumulate=True),
     "product, mma.sync": _product((128, 128), ONE, fast=True, formats=(E4M3, E5M2)),
     "product of rows, mma.sync": _product((128, 128), ROWS, bias=BF16),
     "product, 1x128 by 128x128, mma.sync": _product((128, 128), BLOCK, bias=BF16),

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.arguments import one_of
+from lightning_fp8.arguments import one_of, require_positive
 from lightning_fp8.attention.ops import FORMATS
 
 
@@ -36,20 +36,6 @@ class Batch(NamedTuple):
     def start_positions(self) -> Tensor | None:
         """The position of each sequence's first new row, integers ``[b]``; None if all of them are 0."""
         return torch.tensor(self.before, device="cpu") if any(self.before) else None
-
-
-class CachedKeys(NamedTuple):
-    """The keys and values of all rows of the sequences of a batch.
-
-    Attributes:
-        k, v: keys and values in the batch's format, padded to the number of rows of the longest sequence.
-        cu_seqlens_q, cu_seqlens_kv: cumulative lengths, int32 ``[b + 1]``; None if all lengths are equal.
-    """
-
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_kv: Tensor | None
 
 
 class InferenceParams:
@@ -100,9 +86,8 @@ class InferenceParams:
         qkv_format: str = "bshd",
         custom_cache_manager: Any = None,
     ) -> None:
-        for name, size in (("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
+        require_positive("max_batch_size", max_batch_size)
+        require_positive("max_sequence_length", max_sequence_length)
         if is_paged or custom_cache_manager is not None:
             raise NotImplementedError(
                 "a paged cache or a custom cache manager is not supported: leave out is_paged and "
@@ -112,9 +97,7 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.is_paged = False
         self._step = 0
-        self._step_of: WeakKeyDictionary[nn.Module, int] = (
-            WeakKeyDictionary()
-        )  # the step in which a module last stored rows
+        self._step_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # in which a module last stored rows
         self.sequence_len_offset = 0
         self._batch: dict[Any, tuple[int, int]] | None = None  # sequence: numbers of cached and of new rows
         self._caches: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
@@ -172,20 +155,15 @@ class InferenceParams:
         Raises:
             ValueError: If the shape of ``k`` does not match the last :meth:`pre_step`.
         """
+        packed = qkv_format == "thd"
+        if self._batch is None and packed:
+            raise ValueError("qkv_format='thd' needs InferenceParams.pre_step, which sets the lengths of the sequences")
+        rows, sequences = k.shape[:2] if qkv_format == "sbhd" else k.shape[1::-1]
         if self._batch is None:
-            if qkv_format == "thd":
-                raise ValueError(
-                    "qkv_format='thd' needs InferenceParams.pre_step, which sets the lengths of the sequences"
-                )
-            rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
             self._check([*range(sequences)], [(self.sequence_len_offset, rows)])
             return Batch((self.sequence_len_offset,) * sequences, (rows,) * sequences)
         batch = Batch(*zip(*self._batch.values())) if self._batch else Batch((), ())
-        if qkv_format == "thd":
-            fits = len(k) == sum(batch.new)
-        else:
-            rows, sequences = (k.shape[0], k.shape[1]) if qkv_format == "sbhd" else (k.shape[1], k.shape[0])
-            fits = sequences == len(batch.new) and rows >= max(batch.new, default=0)
+        fits = len(k) == sum(batch.new) if packed else rows >= max(batch.new, default=0) and sequences == len(batch.new)
         if not fits:
             raise ValueError(
                 f"keys of shape {list(k.shape)} in {qkv_format!r} do not match the last call of pre_step: rows of "
@@ -193,8 +171,15 @@ class InferenceParams:
             )
         return batch
 
-    def append(self, module: nn.Module, batch: Batch, k: Tensor, v: Tensor, qkv_format: str) -> CachedKeys:
-        """Store the new keys and values of ``module``, and return those of all steps.
+    def append(
+        self, module: nn.Module, batch: Batch, k: Tensor, v: Tensor, qkv_format: str
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Store the new keys and values of ``module``.
+
+        Returns:
+            The keys and values of all steps in the batch's format, padded to the number of rows of the longest
+            sequence; and the cumulative numbers of new and of all rows, int32 ``[b + 1]``, or None if all lengths are
+            equal.
 
         Raises:
             RuntimeError: If gradients are enabled, since they would not flow to the rows of earlier steps; or if
@@ -212,21 +197,20 @@ class InferenceParams:
             sizes = (self.max_batch_size, self.max_sequence_length)
             with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                 self._caches[module] = k.new_zeros(*sizes, *k.shape[-2:]), v.new_zeros(*sizes, *v.shape[-2:])
-        k_cache, v_cache = self._caches[module]
-        for cache, x in ((k_cache, k), (v_cache, v)):
+        caches = self._caches[module]
+        for cache, x in zip(caches, (k, v)):
             _write(cache, x, batch, qkv_format)
         self._step_of[module] = self._step
         lengths = batch.lengths
         if qkv_format == "thd":
-            all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in (k_cache, v_cache))
-            return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
-        all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in (k_cache, v_cache))
-        rows = k.shape[1]
+            all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in caches)
+            return all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device)
+        all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in caches)
         if qkv_format == "sbhd":
-            rows, all_k, all_v = k.shape[0], all_k.transpose(0, 1), all_v.transpose(0, 1)
-        if batch.is_even(rows):
-            return CachedKeys(all_k, all_v, None, None)
-        return CachedKeys(all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device))
+            all_k, all_v = all_k.transpose(0, 1), all_v.transpose(0, 1)
+        if batch.is_even(k.shape[0 if qkv_format == "sbhd" else 1]):
+            return all_k, all_v, None, None
+        return all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device)
 
     def _check(self, seq_ids: Sequence[Any], before_and_new: Sequence[tuple[int, int]]) -> None:
         if len(seq_ids) > self.max_batch_size:

@@ -32,16 +32,7 @@ from lightning_fp8.transformer.rotary import apply_rotary_pos_emb
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
-_CALL_OF_CORE = (
-    "checkpoint_core_attention",
-    "core_attention_bias_type",
-    "core_attention_bias",
-    "alibi_slopes",
-    *_CU_SEQLENS,
-    *_MAX_SEQLENS,
-    "fast_zero_fill",
-    "pad_between_seqs",
-)
+_NOT_OF_CORE = "is_first_microbatch", "inference_params", "rotary_pos_emb"
 
 
 class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
@@ -135,16 +126,14 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             raise ValueError("return_layernorm_output=True needs input_layernorm=True, which normalizes the input")
         self.attention_type = attention_type
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
-        self.return_bias = return_bias
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
-        self.fuse_qkv_params = fuse_qkv_params
-        self.layer_number = layer_number
+        self.fuse_qkv_params, self.qkv_weight_interleaved = fuse_qkv_params, qkv_weight_interleaved
+        self.return_bias, self.layer_number = return_bias, layer_number
         sizes = head_sizes(hidden_size, num_attention_heads, kv_channels, num_gqa_groups)
         asked = TensorParallel.asked(parallel)
         require_parallel_mode(parallel, asked)
         self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
         self.tp_size = self.tensor_parallel.size
-        self.qkv_weight_interleaved = qkv_weight_interleaved
         interleaved = fuse_qkv_params and qkv_weight_interleaved
         of_all_ranks, self.projection_rows = (
             rows_of_projections(heads, groups, sizes.channels, attention_type == "self", interleaved, input_layernorm)
@@ -249,7 +238,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             )
         batch = None if params is None else params.batch_of(q, self.qkv_format)
         q, k = self._positioned(q, k, call, batch)
-        core: dict[str, Any] = {name: value for name, value in call.items() if name in _CALL_OF_CORE}
+        core: dict[str, Any] = {name: value for name, value in call.items() if name not in _NOT_OF_CORE}
         kind = attn_mask_type or self.core_attention.attn_mask_type
         if params is not None and batch is not None and self.attention_type == "self":
             k, v, *cu_seqlens = params.append(self, batch, k, v, self.qkv_format)
@@ -268,7 +257,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The heads of queries, keys and values, and the normalized input with ``return_layernorm_output``."""
         heads: list[Tensor] = []
-        normalized = None
+        normalized: Tensor | None = None
         for name, order in self.projection_rows.items():
             projected = getattr(self, name)(encoder_output if name == "key_value" else x, is_first_microbatch)
             if self.return_layernorm_output and name.startswith("layernorm"):
@@ -289,8 +278,7 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"
             if batch is not None and self.qkv_format == "thd":
-                starts_q = batch.cu_seqlens_q(q.device)
-                lengths_q = None
+                starts_q, lengths_q = batch.cu_seqlens_q(q.device), None
                 if own:
                     starts_kv, lengths_kv = starts_q, None
             layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
@@ -299,8 +287,8 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
                 rows = 0 if layout == "sbhd" else 1
                 of_q, of_k = ranks.positions(of_q, q.shape[rows]), ranks.positions(of_k, k.shape[rows])
             q = apply_rotary_pos_emb(q, of_q, layout, position, interleaved, starts_q, lengths_q)
-            position_k = position if own else None
-            k = apply_rotary_pos_emb(k, of_k, layout, position_k, interleaved, starts_kv, lengths_kv)
+            position = position if own else None
+            k = apply_rotary_pos_emb(k, of_k, layout, position, interleaved, starts_kv, lengths_kv)
         return (q, k) if self.qk_norm_before_rope else self._head_norms(q, k)
 
     def _head_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,18 @@ from lightning_fp8.transformer.arguments import (
 from lightning_fp8.transformer.multihead_attention import MultiheadAttention
 from lightning_fp8.transformer.residual import add_branch
 
+_SHARDING = "tp_group", "tp_size", "sequence_parallel", "set_parallel_mode", "get_rng_state_tracker"
+_EVERYWHERE = (
+    *("init_method", "output_layer_init_method", "bias", "params_dtype", "device", "fuse_wgrad_accumulation"),
+    *("normalization", "zero_centered_gamma"),
+)
+_OF_ATTENTION = (
+    *("hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups"),
+    *("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "softmax_type"),
+    *("qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"),
+)
+"""The arguments that are passed on to attention and MLP, and to attention."""
+
 
 class TransformerLayer(PassesContextParallelGroup, GroupTaker):
     """A transformer layer with Transformer Engine's arguments and parameter names, in FP8 inside ``fp8_autocast``.
@@ -115,6 +127,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
+        given: dict[str, Any] = locals()
         mask_type(self_attn_mask_type, "self_attn_mask_type")
         mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")  # of an encoder, too
         checked_window(enc_dec_window_size)
@@ -138,43 +151,13 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
                 f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: each rank would drop "
                 "other samples; pass drop_path_rate=0.0, or sequence_parallel=False"
             )
-        divided: dict[str, Any] = {
-            name: parallel[name]  # type: ignore[literal-required]
-            for name in ("tp_group", "tp_size", "sequence_parallel", "set_parallel_mode", "get_rng_state_tracker")
-            if name in parallel
-        }
-        everywhere: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-            **divided,
-        }
-        attention: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "num_attention_heads": num_attention_heads,
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "num_gqa_groups": num_gqa_groups,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "softmax_type": softmax_type,
-            **everywhere,
-        }
+        everywhere = {name: given[name] for name in _EVERYWHERE}
+        everywhere |= {name: value for name, value in parallel.items() if name in _SHARDING}
+        everywhere["return_layernorm_output"] = apply_residual_connection_post_layernorm
+        attention = {name: given[name] for name in _OF_ATTENTION} | everywhere | {"qkv_format": attn_input_format}
         own = {"return_layernorm_output": apply_residual_connection_post_layernorm and not output_layernorm}
         self.self_attention = MultiheadAttention(
-            **{**attention, **own},
+            **(attention | own),
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,

@@ -168,7 +168,7 @@ def test_a_wrong_result_is_recorded_and_fails_the_run(tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("few_casts")
 def test_an_op_that_raises_leaves_the_others_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = Cast(E4M3, Layout.ROW)
-    broken = Operation("cast", quantize_op, E4M3.dtype, lambda x: (x, cast, torch.ones(()), None, None))
+    broken = Operation("cast", quantize_op, E4M3.dtype, lambda x: (x, cast, torch.ones(()), None))
     monkeypatch.setattr(operations, "casts", lambda dtype: [broken])
     path = tmp_path / "out.json"
     assert main(["--dry-run", "--only", "casts", "--json", str(path)]) == 1

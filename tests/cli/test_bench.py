@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cuda_kernels.gemm.spec import GemmConfig
-from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection, launch
+from cuda_kernels.host import gemm_configs, gemm_measurements, gemm_selection
 from cuda_kernels.host.gemm_configs import Library
 from cuda_kernels.host.launch import executing
 from lightning_fp8.cli import bench
@@ -28,8 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(gemm_measurements, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(gemm_configs, "_SHAPES", ((1, 1, 64, False),))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)  # no clusters
+    monkeypatch.setattr(gemm_configs, "_SHAPES", ((1, 1, 128),))
     monkeypatch.setattr(bench, "ROUNDS", 3)
     gemm_measurements.measured_on.cache_clear()
     plans.clear_plan_cache()

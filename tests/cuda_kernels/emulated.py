@@ -95,7 +95,6 @@ class Emulator:
             grid,
             (kernel.threads, 1, 1),
             [passed(arg) for arg in args],
-            cluster=(kernel.cluster, 1, 1),
             dynamic_shared=kernel.shared_bytes,
             races=self.races,
             schedule=self.schedule or alternating,

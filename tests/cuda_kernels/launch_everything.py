@@ -66,7 +66,7 @@ class Started:
         """Tell the driver what its machine code says."""
         torch.cuda.get_device_capability = lambda index: compute_capability(arch)[:2]  # type: ignore[assignment]
         launch.architecture.cache_clear()
-        kernel._loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
+        kernel.loaded.clear()  # one that starts twice is loaded anew: the driver notes the last name
         code = carried(compile_cache.source_key(kernel, "cubin", arch), kernel.name)
         assert code is not None, kernel.name
         entry = entry_of(code)
@@ -131,7 +131,7 @@ def one_of_each(every_product: bool) -> dict[str, tuple[Kernel, Grid, Sequence[A
 
     def note(kernel: Kernel, grid: Grid, args: Sequence[Argument | float]) -> None:
         name = kernel.function.__name__
-        kind = kernel.name.split(",")[0] + str(kernel.cluster) if "gemm" in name else name
+        kind = kernel.name.split(",")[0] if "gemm" in name else name
         found.setdefault(kind, (kernel, grid, args))
 
     with patch.dict(launch.EXECUTORS, {"cpu": note}):

@@ -157,7 +157,7 @@ def test_more_than_2_31_elements() -> None:
     out = torch.empty(rows * pitch, dtype=torch.uint8)
     out_t = torch.empty(columns * pitch, dtype=torch.uint8)
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
-    kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False, False)
+    kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False)
     start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).run
     start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)
@@ -202,11 +202,11 @@ def test_blocks_without_a_kernel_are_refused() -> None:
 
     quads, octets = tensor_loader("bfloat16", 4), tensor_loader("bfloat16", 8)
     with pytest.raises(KernelError, match="scales of 1x16 are not supported; blocks are 1x32, 1x64, 1x128, 128x128"):
-        quantize_blocks_kernel(quads, "e4m3", (1, 16), False, True, True, False)
+        quantize_blocks_kernel(quads, "e4m3", (1, 16), False, True, True)
     with pytest.raises(KernelError, match="scales of 1x128 e8m0 are not supported"):
-        quantize_blocks_kernel(quads, "e4m3", (1, 128), True, True, False, False)
+        quantize_blocks_kernel(quads, "e4m3", (1, 128), True, True, False)
     with pytest.raises(KernelError, match="scales of 1x128 are not supported with bfloat16, vector=8"):
-        quantize_blocks_kernel(octets, "e4m3", (1, 128), False, True, False, False)
+        quantize_blocks_kernel(octets, "e4m3", (1, 128), False, True, False)
 
 
 @thorough
@@ -220,7 +220,7 @@ def test_float32_scales_of_parts_of_a_row(block_columns: int, vector: int) -> No
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(BF16)
     columnwise = vector == 4
     kernel = quantize_blocks_kernel(
-        tensor_loader("bfloat16", vector), "e4m3", (1, block_columns), False, True, columnwise, False
+        tensor_loader("bfloat16", vector), "e4m3", (1, block_columns), False, True, columnwise
     )
     results = []
     for r, k in ((rows, columns), (columns, rows)):

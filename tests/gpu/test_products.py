@@ -18,7 +18,7 @@ from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
-from lightning_fp8.proofs.cases import Case
+from lightning_fp8.proofs.cases import Case, tile_of
 from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 from tests.gpu.graphs import captured
@@ -78,10 +78,7 @@ def test_every_plan_of_a_problem() -> None:
     problem = GemmProblem(1000, 1040, 1500, product, *card, out_aligned=True, even=True)
     for plan in gemm_configs.legal_choices(problem):
         if not isinstance(plan, Library):
-            numbers = (plan.tile_m, plan.tile_n)
-            if problem.architecture == "90a":
-                numbers = (plan.mma_warpgroups, plan.waves, plan.tile_n, plan.cluster)
-            with multiplying(problem.architecture, *numbers):
+            with multiplying(problem.architecture, *tile_of(plan)):
                 check_product("tensor", (1000, 1040, 1500), "cuda")
 
 

@@ -50,17 +50,17 @@ sums = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "float32", accumulate=True, prom
 kernels = {
     "amax": amax.amax_kernel(plain, True),
     "row_amax": amax.row_amax_kernel(plain, True, True),
-    "quantize": quantize.quantize_tensor_kernel(plain, "e4m3", True, True, True, True),
-    "quantize_rows": quantize.quantize_rows_kernel(plain, "e4m3", True, True, False),
+    "quantize": quantize.quantize_tensor_kernel(plain, "e4m3", True, True, True),
+    "quantize_rows": quantize.quantize_rows_kernel(plain, "e4m3", True, True),
     "quantize_columns": quantize.quantize_columns_kernel(plain, "e4m3"),
     "transpose": codes.transpose_kernel(4),
-    "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", (1, 32), True, True, True, False),
+    "quantize_blocks": quantize_blocks.quantize_blocks_kernel(plain, "e4m3", (1, 32), True, True, True),
     "quantize_gelu": quantize.quantize_tensor_kernel(
-        activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
+        activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True),
     "quantize_gated_gelu": quantize.quantize_tensor_kernel(
-        gated.gated_loader("gelu", "bfloat16", True), "e4m3", True, True, True, False),
+        gated.gated_loader("gelu", "bfloat16", True), "e4m3", True, True, True),
     "quantize_norm": quantize.quantize_tensor_kernel(
-        statistics.normalized_loader(rms, True), "e4m3", True, True, True, False),
+        statistics.normalized_loader(rms, True), "e4m3", True, True, True),
     "sums": column_sums.column_sums_kernel("float32"),
     "statistics": statistics.statistics_of_rows_kernel("bfloat16", False, spread),
     "normalize": cast.normalize_kernel(rms, "e4m3", spread, True),
@@ -68,10 +68,10 @@ kernels = {
         rms, "bfloat16", backward.backward_row_layout(("bfloat16", "bfloat16"), 4096)),
     "scales": update_scales.update_scales_kernel(False),
     **{
-        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 1, 128, 4, cluster=2))
+        f"hopper {each.scaling.value}": wgmma.gemm_kernel(each, GemmConfig(2, 2, 128, 4))
         for each in products
     },
-    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4, cluster=1)),
+    "hopper sums": wgmma.gemm_kernel(sums, GemmConfig(2, 1, 256, 4)),
     "mma": mma.mma_gemm_kernel(products[0], MmaConfig(64, 64, 3)),
     "attention_forward": forward.attention_forward_kernel(AttentionSpec(64, "bfloat16")),
     "attention_forward_128": forward.attention_forward_kernel(AttentionSpec(128, "bfloat16")),
@@ -137,7 +137,12 @@ ATTENTION |= {f"{name}_heads" for name in ("quantize", "sum", "mean", "transpose
 EDITS = [
     ("casts/activation.py", "0.044715)", "0.044716)", {"quantize_gelu", "quantize_gated_gelu"}),
     ("norm/statistics.py", "x = x * rstd * weight", "x = x * (rstd * weight)", {"quantize_norm", "normalize"}),
-    ("casts/overflow.py", "2.0**-9", "2.0**-8", {name for name in CASTS if name.startswith("quantize")}),
+    (
+        "casts/quantize.py",
+        "b * scale_b, c * scale_c",
+        "c * scale_b, b * scale_c",
+        {name for name in CASTS if name.startswith("quantize")},
+    ),
     ("gemm/raster.py", "_BAND = 8", "_BAND = 4", GEMMS),
     ("gemm/epilogue.py", "thread >> 5) * 16", "thread >> 5) * 8", set()),  # stores from registers are in none of these
     ("gemm/epilogue.py", "start + 2 * (lane & 3)", "start + 4 * (lane & 3)", PRODUCTS),
@@ -156,7 +161,7 @@ EDITS = [
     ("kernel.py", "number = int(digits[:-1])", "number = 1 + int(digits[:-1])", None),
     ("references.py", "sorted(", "list(", None),
     ("device/sm90.py", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned ;", PRODUCTS),
-    ("lowering/warp_products.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", {"mma"}),
+    ("lowering/fragments.py", "mma.sync.aligned.m16n8k32", "mma.sync.aligned.m16n8k32 ", GEMMS),
     ("casts/update_scales.py", "SLOTS = 32", "SLOTS = 16", {"scales"}),
     ("lowering/compiler.py", 'output="ltoir"', 'output="ltoir" ', None),
 ]
@@ -183,7 +188,7 @@ def test_an_edit_changes_the_keys_of_what_it_is_fused_into(
     assert changed is not None or found == set(before.keys)
 
 
-WORDS = ["sizes", "sm90"]
+WORDS = ["sm90"]
 """Of ``device``: instructions. What their functions return counts, not their bodies."""
 PLANS = ["gemm/spec.py", *(f"attention/{name}.py" for name in ("spec", "backward/memory", "backward/statistics"))]
 """Descriptions and offsets, computed before a kernel is made: the values that it names count."""

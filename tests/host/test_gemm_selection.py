@@ -57,7 +57,7 @@ def shared_bytes(tile: GemmConfig, product: GemmSpec) -> int:
         (tile.tile_m if product.scaling in (Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128) else 0)
         + (tile.tile_n if product.scaling is Scaling.BLOCK_1X128_1X128 else 0)
     )  # fmt: skip
-    return operands + leaving + scales + 16 * tile.stages + 16 * tile.pingpong
+    return operands + leaving + scales + 16 * tile.stages
 
 
 def test_scales_of_kernels_are_those_of_layouts() -> None:
@@ -67,13 +67,13 @@ def test_scales_of_kernels_are_those_of_layouts() -> None:
         assert scaling.b_along_k_by_row == (b.scales_along_k and b.block[0] == 1)
         assert scaling.b_along_k_by_block == (b.block[0] == SCALE_N)
         if scaling.along_k:
-            assert scaling.scale_k == a.block[1] == b.block[1]
+            assert a.block[1] == b.block[1] == 128
             assert a.block[0] == 1  # stages hold scales of each row of A
 
 
 @given(problem=PROBLEMS)
 def test_every_config_is_legal(problem: GemmProblem) -> None:
-    """Within what the architectures have: shared memory, registers, instruction shapes and alignment."""
+    """Within the limits of NVIDIA's manuals: shared memory, registers, shapes of instructions and of copies."""
     found, product = legal_choices(problem), problem.spec
     assert found[-1] is Library.REFERENCE
     assert len(set(found)) == len(found)
@@ -81,14 +81,13 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
         if isinstance(choice, GemmConfig):
             assert problem.architecture == "90a"
             assert shared_bytes(choice, product) <= 227 * 1024
-            assert 4 <= choice.stages <= 8
-            # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'.
+            # 65,536 registers: 224 for each thread that multiplies, 56 for the producers'. A thread has the sums of its
+            # warpgroup's rows, in float32, and where partial sums are scaled or added, those of 64 rows.
             assert 128 * (224 * choice.mma_warpgroups + 56) <= 65536
-            part = choice.tile_n // 2 if product.promote else 0
-            assert choice.waves * choice.tile_n // 2 + part <= 192
+            assert choice.tile_m // choice.mma_warpgroups * choice.tile_n // 128 <= 224
+            assert not product.promote or (choice.waves + 1) * 64 * choice.tile_n // 128 <= 224
             assert choice.tile_n % 8 == 0 and choice.tile_n <= 256  # noqa: PT018  (wgmma's n)
-            # Copies: boxes of at most 256 rows, and what a block of a cluster loads for both is whole groups of 8 rows.
-            assert max(choice.tile_m, choice.tile_n) <= 256
+            assert max(choice.tile_m, choice.tile_n) <= 256  # rows of a tensor copy's box
             # Swizzled places begin at multiples of 1024 bytes, scales that are copied at multiples of 128.
             assert (
                 choice.tile_m * 128 % 1024
@@ -97,15 +96,10 @@ def test_every_config_is_legal(problem: GemmProblem) -> None:
                 == 4 * choice.tile_n % 128
                 == 0
             )
-            assert (choice.tile_m if choice.multicast_a else choice.tile_n) // choice.cluster % 8 == 0
             assert problem.out_aligned or not choice.smem_epilogue
             assert problem.even or not choice.even
             if product.scaling is Scaling.BLOCK_1X128_128X128:  # no tile has columns of more than two blocks
                 assert all(-(-(j + 1) * choice.tile_n // 128) - j * choice.tile_n // 128 <= 2 for j in range(128))
-            # Where each step's sums are added, those who take turns would all wait.
-            assert not choice.pingpong or not (product.promote or product.scaling.along_k)
-            assert choice.cluster <= problem.multiprocessors
-            assert choice.mma_warpgroups == 2 or not choice.pingpong
         elif isinstance(choice, MmaConfig):
             assert problem.architecture in ("89", "120")
             scales = choice.tile_m * product.scaling.along_k + choice.tile_n * (
@@ -127,9 +121,9 @@ def test_kernels_and_operands_name_the_same_blocks() -> None:
     }
     for (a, b), scaling in SCALINGS.items():
         assert scaling.along_k == a.scales_along_k == b.scales_along_k
-        assert not scaling.along_k or a.block == (1, scaling.scale_k)
-        assert not scaling.b_along_k_by_row or b.block == (1, scaling.scale_k)
-        assert not scaling.b_along_k_by_block or b.block == (128, scaling.scale_k)
+        assert not scaling.along_k or a.block == (1, 128)
+        assert not scaling.b_along_k_by_row or b.block == (1, 128)
+        assert not scaling.b_along_k_by_block or b.block == (128, 128)
 
 
 @given(problem=PROBLEMS, backend=st.sampled_from([None, "numba", "cublaslt"]))
@@ -157,7 +151,7 @@ def test_estimates() -> None:
     """Large products take the largest tiles; few rows take few."""
     large = fastest_by_estimate(LLAMA)
     assert isinstance(large, GemmConfig)
-    assert (large.tile_m * large.tile_n, large.cluster) == (128 * 256, 1)
+    assert large.tile_m * large.tile_n == 128 * 256
     promoted = fastest_by_estimate(replace(LLAMA, spec=replace(LLAMA.spec, promote=True)))
     assert isinstance(promoted, GemmConfig)
     assert promoted.tile_m * promoted.tile_n == 256 * 128
@@ -167,33 +161,37 @@ def test_estimates() -> None:
 
 
 def test_the_estimate_agrees_with_the_times_on_a_gpu() -> None:
-    """Of each product that was timed on an H200, the chosen tile takes at most 6 % longer than the fastest."""
+    """Of each product that was timed on an H200, the chosen tile takes at most 2 % longer than the fastest of today's,
+    and at most 6 % longer than the fastest of all that were timed."""
     path = Path(__file__).parents[2] / "benchmarks/results/2026-11-26-h200-products.json"
-    products: dict[tuple[str, tuple[int, ...]], dict[GemmChoice, float]] = {}
+    every: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    todays: dict[tuple[str, tuple[int, ...]], dict[GemmChoice, float]] = {}
     for result in json.loads(path.read_text())["suites"]["products"]:
-        measured = from_json(result["choice"]) if result["choice"] else None
-        if measured and isinstance(measured.choice, GemmConfig):
-            product = products.setdefault((measured.gemm, measured.sizes), {})
-            product[measured.choice] = result["milliseconds"]["median"]
-    assert len(products) == 20
-    for (gemm, (m, n, k)), times in products.items():
+        choice = result["choice"]
+        if choice and choice["choice"] != "cublaslt":
+            product, time = (choice["gemm"], tuple(choice["sizes"])), result["milliseconds"]["median"]
+            every.setdefault(product, []).append(time)
+            if measured := from_json(choice):
+                todays.setdefault(product, {})[measured.choice] = time
+    assert len(every) == len(todays) == 20
+    for (gemm, (m, n, k)), times in todays.items():
         spec = next(each for each in SPECS_TIMED if str(each) == gemm)
         problem = GemmProblem(m, n, k, spec, "90a", 132, True, True)
-        assert times[fastest_by_estimate(problem)] <= 1.06 * min(times.values()), (gemm, m, n, k)
+        legal, chosen = legal_choices(problem), times[fastest_by_estimate(problem)]
+        assert chosen <= 1.02 * min(time for choice, time in times.items() if choice in legal), (gemm, m, n, k)
+        assert chosen <= 1.06 * min(every[gemm, (m, n, k)]), (gemm, m, n, k)
 
 
 @pytest.mark.parametrize(
     ("tile", "share"),
     [
-        ((2, 1, 256), 1.00), ((2, 1, 192), 0.92), ((2, 2, 128), 0.89), ((2, 1, 128), 0.80),
-        ((1, 1, 256), 0.80), ((2, 1, 128, True), 0.67), ((2, 1, 64), 0.57),
+        ((2, 1, 256), 1.00), ((2, 1, 192), 0.92), ((2, 2, 128), 0.89), ((1, 1, 128), 0.67),
     ],
 )  # fmt: skip
-def test_what_shared_memory_lets_through(tile: tuple[int, ...], share: float) -> None:
+def test_what_shared_memory_lets_through(tile: tuple[int, int, int], share: float) -> None:
     """Of what tensor cores could multiply, worked out by hand: 4,096 products in a clock, 128 bytes in a clock."""
-    groups, waves, columns, *alternate = tile
-    shape = GemmConfig(groups, waves, columns, 4, pingpong=bool(alternate))
-    multiplying = shape.tile_m * columns * 128 / 4096
+    shape = GemmConfig(*tile, stages=4)
+    multiplying = shape.tile_m * shape.tile_n * 128 / 4096
     assert multiplying / gemm_configs.shared_memory_cycles(shape, LLAMA.spec) == pytest.approx(share, abs=0.01)
 
 
@@ -203,17 +201,15 @@ def test_what_shared_memory_lets_through(tile: tuple[int, ...], share: float) ->
         (256, 512, GemmConfig(2, 1, 256, 4), 4, 4),
         (257, 513, GemmConfig(2, 1, 256, 4), 9, 9),
         (2000, 3000, GemmConfig(2, 1, 256, 4), 192, 11),  # blocks that take tile after tile: as many as there are SMs
-        (257, 513, GemmConfig(2, 1, 256, 4, cluster=2), 12, 10),  # clusters of two along m: 2 x 3 of them, 5 on 11 SMs
-        (257, 513, GemmConfig(2, 1, 256, 4, cluster=2, multicast_a=True), 12, 10),  # 3 x 2 clusters along n
-        (100, 600, GemmConfig(2, 1, 256, 4, cluster=2, multicast_a=True), 4, 4),
         (2000, 3000, MmaConfig(128, 128, 3), 384, 384),
         (1, 1, MmaConfig(64, 64, 4), 1, 1),
     ],
 )  # fmt: skip
 def test_tiles_and_blocks(m: int, n: int, config: gemm_configs.KernelConfig, tiles: int, blocks: int) -> None:
-    """Counted by hand, on a GPU with 11 multiprocessors; a cluster's tiles beyond the edge count."""
-    assert gemm_configs.num_tiles(m, n, config) == tiles
-    assert gemm_configs.num_blocks(replace(LLAMA, m=m, n=n, multiprocessors=11), config) == blocks
+    """Counted by hand, on a GPU with 11 multiprocessors."""
+    problem = replace(LLAMA, m=m, n=n, multiprocessors=11)
+    assert gemm_configs.num_tiles(problem, config) == tiles
+    assert gemm_configs.num_blocks(problem, config) == blocks
 
 
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +220,7 @@ def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_measured_is_taken() -> None:
     """For the same product and sizes that are near; libraries only where nobody names another backend."""
-    tile, other, *_ = (
-        choice
-        for choice in legal_choices(LLAMA)
-        if isinstance(choice, GemmConfig) and choice.tile_n == 128 and choice.waves == 1
-    )
+    tile, other, *_ = (choice for choice in legal_choices(LLAMA) if isinstance(choice, GemmConfig))
     name = str(LLAMA.spec)
     near, far = Measurement(name, (6000, 4096, 4096), tile), Measurement(name, (64, 4096, 4096), other)
     assert choose_gemm(LLAMA, [far, near]) == tile
@@ -259,7 +251,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_measurements_are_read_as_they_were_written() -> None:
-    choices = GemmConfig(2, 1, 128, 4, 2, True, 1, True, False, True), MmaConfig(64, 32, 3, True), Library.REFERENCE
+    choices = GemmConfig(2, 1, 128, 4, 1, False, False), MmaConfig(64, 32, 3, True), Library.REFERENCE
     for choice in choices:
         measured = Measurement("e4m3 e4m3 tensor bfloat16", (1, 2, 3), choice)
         entry = json.loads(json.dumps(gemm_measurements.to_json(measured)))
@@ -267,6 +259,30 @@ def test_measurements_are_read_as_they_were_written() -> None:
     assert gemm_measurements.to_json(Measurement("one", (1, 2, 3), choices[1]))["choice"] == {
         "kind": "MmaConfig", "tile_m": 64, "tile_n": 32, "stages": 3, "even": True
     }  # fmt: skip
+
+
+def test_files_of_older_versions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that still exists is taken, whatever else the file names; one that does not is as if it were not timed."""
+    older = {
+        "kind": "GemmConfig", "mma_warpgroups": 2, "waves": 1, "tile_n": 192, "stages": 4, "cluster": 1,
+        "multicast_a": False, "epi_stages": 2, "smem_epilogue": True, "even": True, "pingpong": False,
+    }  # fmt: skip
+    changes: tuple[dict[str, object], ...] = (
+        {}, {"cluster": 2}, {"cluster": 2, "multicast_a": True}, {"pingpong": True}, {"tile_n": 160},
+    )  # fmt: skip
+    sizes = [(1024 * 8**index, 64, 64) for index in range(len(changes))]
+    entries = [
+        {"gemm": str(LLAMA.spec), "sizes": each, "choice": older | change} for each, change in zip(sizes, changes)
+    ]
+    monkeypatch.setattr(gemm_measurements, "cache_folder", lambda: tmp_path)
+    path = gemm_measurements.user_file("A Card")
+    path.write_text(json.dumps({"card": "A Card", "measured": entries}))
+    measured_on.cache_clear()
+    chosen = [choose_gemm_on("A Card", replace(LLAMA, m=m, n=n, k=k)) for m, n, k in sizes]
+    assert chosen == [GemmConfig(2, 1, 192, 4), *[Library.CUBLASLT] * 4]
+    save("A Card", [Measurement("another", (1, 2, 3), Library.REFERENCE)])
+    assert choose_gemm_on("A Card", replace(LLAMA, m=1024, n=64, k=64)) == GemmConfig(2, 1, 192, 4)
+    measured_on.cache_clear()
 
 
 def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:

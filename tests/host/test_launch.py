@@ -40,7 +40,7 @@ def test_parameters_lie_in_memory_as_the_kernel_reads_them() -> None:
     """Sizes and alignment by the parameters that the PTX declares."""
     size = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4}
     loader = tensor_loader("float32", 1)
-    for kernel in (KERNEL, update_scales_kernel(False), quantize_tensor_kernel(loader, "e4m3", *[True] * 4)):
+    for kernel in (KERNEL, update_scales_kernel(False), quantize_tensor_kernel(loader, "e4m3", *[True] * 3)):
         declared = re.findall(r"\.param \.(\w+) (?:\.ptr )?(?:\.\w+ )*", ptx_of(kernel).split("{")[0])
         end = 0
         for kind in declared:
@@ -131,7 +131,7 @@ def test_every_kernel_starts_through_nvidias_bindings(
     """From built machine code and where no compiler is installed; from the main thread and from a fresh one."""
     for kernel in every_kernel(every_product=bool(options)):
         arch = kernel.architectures[0]
-        cache_folder.carry(tmp_path, compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
+        cache_folder.write_code(tmp_path / compile_cache.source_key(kernel, "cubin", arch), compiled(kernel, arch)[1])
     folders = {cache_folder.CARRIED_VARIABLE: str(tmp_path), cache_folder.CACHE_VARIABLE: str(tmp_path / "empty")}
     assert (
         on_the_fake_driver(fake_driver, "-m", "tests.cuda_kernels.launch_everything", *options, **folders)

@@ -87,8 +87,8 @@ def test_one_variant_that_cannot_be_made_switches_off_what_needs_it(monkeypatch:
 def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The annotation that maps lie in the parameters is lost: what a change of Numba's calling convention would do."""
     product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
-    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 64, 4))
-    monkeypatch.setattr(entry, "_annotate", lambda *args: None)
+    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 128, 4))
+    monkeypatch.setattr(entry, "get_or_insert_named_metadata", lambda *args: set())
     compiler._made.cache_clear()
     entry.grid_constant_params.cache_clear()
     with pytest.raises(KernelError, match="does not read its tensor maps in place"):
@@ -100,7 +100,7 @@ def test_a_kernel_that_copies_its_tensor_maps_is_refused(cold: Path, monkeypatch
 def test_a_kernel_that_spills_is_used(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of the assembler spill a few registers of a kernel that others do not."""
     product = GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False)
-    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 64, 4))
+    kernel = wgmma.gemm_kernel(product, GemmConfig(1, 1, 128, 4))
     report = "ptxas . 144 bytes stack frame, 360 bytes spill stores, 400 bytes spill loads"
     monkeypatch.setattr(compiler, "link", lambda *args: (b"code", report))
     assert compile_cache.cubin(kernel, "90a") == b"code"

@@ -314,17 +314,3 @@ def _read_by(instruction: Instruction) -> set[int]:
 
 def _writes(instruction: Instruction, register: str) -> bool:
     return not instruction.guard and instruction.operands.partition(",")[0].split(".")[0] == register
-
-
-def parts_before_the_last_cluster_barrier(code: Code) -> bool:
-    """Whether a warp may come to the cluster barrier before the exit in parts: without ``WARPSYNC``."""
-    arrivals = [index for index, each in enumerate(code) if each.name == "UCGABAR_ARV"]
-    if not arrivals:
-        return False
-    joined = {each.target for each in code if each.target is not None}
-    for index in range(arrivals[-1], -1, -1):
-        if code[index].opcode == "WARPSYNC" and not code[index].guard:
-            return False
-        if index in joined or (index and code[index - 1].opcode in ("BRA", "EXIT")):
-            return True
-    return True

@@ -152,16 +152,14 @@ AMAX = {"HMNMX2*": 32}
 
 WORK = {
     "tensor, row, amax": Work(
-        quantize_tensor_kernel(OCTETS, "e4m3", True, False, True, False), 0.28, READ + WRITTEN, {**ROW, **AMAX}
+        quantize_tensor_kernel(OCTETS, "e4m3", True, False, True), 0.28, READ + WRITTEN, {**ROW, **AMAX}
     ),
     "tensor, both, amax": Work(
-        quantize_tensor_kernel(QUADS, "e4m3", True, True, True, False), 0.29, READ + 2 * WRITTEN, {**BOTH, **AMAX}
+        quantize_tensor_kernel(QUADS, "e4m3", True, True, True), 0.29, READ + 2 * WRITTEN, {**BOTH, **AMAX}
     ),
-    "rows, row": Work(
-        quantize_rows_kernel(OCTETS, "e4m3", True, False, False), 0.25, READ + WRITTEN, {**ROW, "SHFL.IDX": 8}
-    ),
+    "rows, row": Work(quantize_rows_kernel(OCTETS, "e4m3", True, False), 0.25, READ + WRITTEN, {**ROW, "SHFL.IDX": 8}),
     "rows, both": Work(
-        quantize_rows_kernel(QUADS, "e4m3", True, True, False), 0.37, READ + 2 * WRITTEN, {**TWICE, "SHFL.IDX": 16}
+        quantize_rows_kernel(QUADS, "e4m3", True, True), 0.37, READ + 2 * WRITTEN, {**TWICE, "SHFL.IDX": 16}
     ),
     "columns' scales, row": Work(
         quantize_columns_kernel(OCTETS, "e4m3"), 0.26, READ + WRITTEN, {**ROW, "LDG.E.NA*": 8 + 8}
@@ -169,31 +167,31 @@ WORK = {
     "transpose": Work(transpose_kernel(4), 0.23, 2 * WRITTEN, {"LDG.E.NA*": 16, "PRMT*": 32, **COLUMNS}),
     # One more store of four bytes, in two more for both: the scales.
     "1x128, row": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, False, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, False),
         0.43,
         READ + WRITTEN,
         {**LOADS_4, **CASTS, "STG.E": 17, "REDUX*": 16, "SHFL.IDX": 16},
     ),
     "1x128, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, True, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 128), False, True, True),
         0.53,
         READ + 2 * WRITTEN,
         {**TWICE, "STG.E": 18, "REDUX*": 16, "SHFL.IDX": 16},
     ),
     "128x128, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", (128, 128), False, True, True, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (128, 128), False, True, True),
         0.29,
         READ + 2 * WRITTEN,
         {**BOTH, **AMAX},
     ),
     "1x32, row": Work(
-        quantize_blocks_kernel(OCTETS, "e4m3", (1, 32), True, True, False, False),
+        quantize_blocks_kernel(OCTETS, "e4m3", (1, 32), True, True, False),
         0.37,
         READ + WRITTEN,
         {**ROW, "STG.E.U8": 2},
     ),
     "1x32, both": Work(
-        quantize_blocks_kernel(QUADS, "e4m3", (1, 32), True, True, True, False),
+        quantize_blocks_kernel(QUADS, "e4m3", (1, 32), True, True, True),
         0.56,
         READ + 2 * WRITTEN,
         {**TWICE, "STG.E.U8": 4},
@@ -204,7 +202,7 @@ WORK = {
     ),
     # SiLU of 64 elements: an exponential and a reciprocal each. x has twice the columns.
     "SwiGLU, both, amax": Work(
-        quantize_tensor_kernel(activation_loader("swiglu", "bfloat16", True), "e4m3", True, True, True, False),
+        quantize_tensor_kernel(activation_loader("swiglu", "bfloat16", True), "e4m3", True, True, True),
         0.45,
         2 * READ + 2 * WRITTEN,
         {**BOTH, "LDG.E.NA.64*": 32, "MUFU.EX2": 64, "MUFU.RCP": 64},

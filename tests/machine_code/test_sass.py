@@ -168,13 +168,3 @@ def test_faults_of_a_step(where: dict[str, str], fault: str) -> None:
 )
 def test_what_is_no_fault_of_a_step(where: dict[str, str]) -> None:
     assert [*sass.faults_of_steps(step(**where))] == []
-
-
-def test_the_cluster_barrier_before_the_exit() -> None:
-    """Warps whose lanes come from several branches are joined first; the one after the start needs none."""
-    joined, parts = "WARPSYNC.ALL; MEMBAR.ALL.GPU; UCGABAR_ARV; UCGABAR_WAIT", "MEMBAR.ALL.GPU; UCGABAR_ARV"
-    assert not sass.parts_before_the_last_cluster_barrier(step(after=joined))
-    assert sass.parts_before_the_last_cluster_barrier(step(after=parts))
-    assert sass.parts_before_the_last_cluster_barrier(step(then="WARPSYNC.ALL", after=parts))
-    assert sass.parts_before_the_last_cluster_barrier(step(after=f"@P0 WARPSYNC.ALL; {parts}"))
-    assert not sass.parts_before_the_last_cluster_barrier(step())

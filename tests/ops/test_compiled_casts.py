@@ -75,24 +75,24 @@ def hostile(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 CASTS: list[tuple[Cast, str, torch.dtype]] = [
-    (Cast(E4M3, Layout.TENSOR, columnwise=True, scale_is_nonzero=True), "scale amax counts", BF16),
+    (Cast(E4M3, Layout.TENSOR, columnwise=True, scale_is_nonzero=True), "scale amax", BF16),
     (Cast(E5M2, Layout.TENSOR, columnwise=True), "scale amax", FP16),
-    (Cast(E4M3, Layout.TENSOR, amax_epsilon=1e-3), "counts", FP32),
+    (Cast(E4M3, Layout.TENSOR, amax_epsilon=1e-3), "", FP32),
     (Cast(E5M2, Layout.TENSOR, rowwise=False, columnwise=True), "", BF16),
-    (Cast(E4M3, Layout.ROW, True, columnwise=True), "counts", BF16),
+    (Cast(E4M3, Layout.ROW, True, columnwise=True), "", BF16),
     (Cast(E5M2, Layout.ROW, columnwise=True), "", FP32),
-    (Cast(E4M3, Layout.BLOCK_1X128, columnwise=True), "counts", FP16),
+    (Cast(E4M3, Layout.BLOCK_1X128, columnwise=True), "", FP16),
     (Cast(E5M2, Layout.BLOCK_1X128, True, 1e-3), "", BF16),
     (Cast(E4M3, Layout.BLOCK_128X128), "", FP32),
-    (Cast(E5M2, Layout.BLOCK_128X128, rowwise=False, columnwise=True), "counts", BF16),
-    (Cast(E4M3, Layout.MX_1X32, columnwise=True), "counts", BF16),
+    (Cast(E5M2, Layout.BLOCK_128X128, rowwise=False, columnwise=True), "", BF16),
+    (Cast(E4M3, Layout.MX_1X32, columnwise=True), "", BF16),
     (Cast(E5M2, Layout.MX_1X32, columnwise=True), "", FP32),
 ]
 """A cast, which optional tensors are given, and x's dtype."""
 
 
 def observed(given: str, scale: float) -> list[Tensor | None]:
-    tensors = {"scale": torch.tensor(scale), "amax": torch.tensor(0.5), "counts": torch.zeros(2, dtype=torch.int64)}
+    tensors = {"scale": torch.tensor(scale), "amax": torch.tensor(0.5)}
     return [tensor if name in given else None for name, tensor in tensors.items()]
 
 

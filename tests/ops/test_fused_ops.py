@@ -57,7 +57,7 @@ def test_registration(layout: Layout, usage: tuple[bool, bool]) -> None:
     if layout is Layout.TENSOR:
         given.append((torch.tensor(2.0), torch.tensor(0.0)))
     for scale, amax in given:
-        rest = *Cast(E4M3, layout).usage(*usage).flat, scale, amax, torch.zeros(2, dtype=torch.int64)
+        rest = *Cast(E4M3, layout).usage(*usage).flat, scale, amax
         torch.library.opcheck(library.norm_quantize, (x, weight, bias, *Norm(1e-5, zero_centered=True), *rest))
         torch.library.opcheck(library.norm_quantize, (x, weight, None, *Norm(1e-5, rms=True), *rest))
         torch.library.opcheck(library.activation_quantize, (x, "swiglu", *rest))
@@ -127,7 +127,7 @@ def test_without_kernels(op: Op, layout: Layout) -> None:
 def test_nothing(op: Op, shape: tuple[int, int]) -> None:
     """An empty tensor has empty operands and sums of nothing."""
     cast = Cast(E4M3, Layout.TENSOR, columnwise=True)
-    none = [None] * (4 if op is gated_backward_quantize_op else 3)
+    none = [None] * (4 if op is gated_backward_quantize_op else 2)
     data, scale_inv, data_t, _, *beside = op(*arguments(op, torch.zeros(shape)), cast, *none)
     assert data.shape == shape
     assert data_t.shape == shape[::-1]

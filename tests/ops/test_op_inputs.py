@@ -34,7 +34,7 @@ R, K = 32, 64
 X, WEIGHT, STATISTICS = torch.ones(R, K), torch.ones(K), torch.ones(2, R)
 CAST, LAYER = Cast(E4M3, Layout.TENSOR), Norm(1e-5)
 CODES = torch.zeros(R, K, dtype=E4M3.dtype)
-ONE, COUNTS = torch.ones(()), torch.zeros(2, dtype=torch.int64)
+ONE = torch.ones(())
 WIDE, META = torch.ones((), dtype=torch.float64), torch.ones((), device="meta")
 ROWS = torch.ones(3)
 
@@ -58,15 +58,6 @@ SCALAR = {
     "dtype": (WIDE, TypeError, r"{} is torch\.float64; it must be torch\.float32"),
     "shape": (ROWS, ValueError, r"{} has shape \[3\]; it must have \[\]"),
     "device": (META, ValueError, r"{} is on meta, but the other tensors are on cpu"),
-}
-COUNT = {
-    "dtype": (COUNTS.int(), TypeError, r"overflow_counts is torch\.int32; it must be torch\.int64"),
-    "shape": (COUNTS[:1], ValueError, r"overflow_counts has shape \[1\]; it must have \[2\]"),
-    "strides": (
-        torch.zeros(2, 2, dtype=torch.int64)[:, 0],
-        ValueError,
-        r"overflow_counts has strides \(2,\), but must be contiguous",
-    ),
 }
 OF_NORM = {
     "weight dtype": (
@@ -128,11 +119,11 @@ def named(name: str, wrong: dict[str, Any]) -> dict[str, Any]:
 
 
 def beside_a_cast(first: int) -> dict[int, dict[str, Any]]:
-    return {first: named("scale", SCALAR), first + 1: named("amax", SCALAR), first + 2: COUNT}
+    return {first: named("scale", SCALAR), first + 1: named("amax", SCALAR)}
 
 
 PRODUCT = (CODES, ONE, CODES, ONE, Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32))
-BESIDE = ONE, ONE.clone(), COUNTS
+BESIDE = ONE, ONE.clone()
 OPS: dict[str, Case] = {
     "quantize": (quantize_op, (X, CAST, *BESIDE), beside_a_cast(2)),
     "observe": (observe_op, (X, ONE.clone()), {1: named("amax", SCALAR), 0: {
@@ -163,7 +154,7 @@ OPS: dict[str, Case] = {
         {1: OF_HISTORY, 2: named("scale", OF_ROWS), 3: named("fp8_max", OF_ROWS)},
     ),
     "norm": (
-        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST, ONE, ONE.clone(), None),
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST, *BESIDE),
         {1: OF_NORM, **{at: wrong for at, wrong in beside_a_cast(5).items() if at < 7}},
     ),
     "norm, nothing known": (
@@ -171,7 +162,7 @@ OPS: dict[str, Case] = {
         {1: OF_NORM, **beside_a_cast(5)},
     ),
     "norm, transposed": (
-        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), ONE, ONE.clone(), None),
+        norm_quantize_op, (X, WEIGHT, WEIGHT, LAYER, CAST.usage(True, True, True), *BESIDE),
         {1: OF_NORM, 5: named("scale", SCALAR), 6: named("amax", SCALAR)},
     ),
     "RMSNorm": (rms_norm_op, (X, WEIGHT, Norm(1e-5), torch.float32, True), {1: OF_NORM}),

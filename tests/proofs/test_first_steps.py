@@ -64,9 +64,9 @@ def test_the_specification_passes_and_one_wrong_code_or_scale_does_not(
     layout: Layout, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     x, cast = hostile(*shape, dtype), Cast(E4M3, layout, columnwise=True)
-    args = x, cast, None, None, None
+    args = x, cast, None, None
     assert looked_at(quantize_op, args)
-    assert looked_at(quantize_op, (x, cast.usage(False, True), None, None, None))
+    assert looked_at(quantize_op, (x, cast.usage(False, True), None, None))
     places = {(0, 0), (shape[0] - 1, shape[1] - 1)}
     for row, column in places:
         assert not looked_at(quantize_op, args, lambda made, at=(row, column): flipped(made.data, *at))
@@ -88,10 +88,10 @@ def test_a_given_scale_and_its_amax(known: bool) -> None:
     x, cast = torch.randn(40, 50).bfloat16(), Cast(E5M2, Layout.TENSOR).usage(True, True, known)
     for scale in (3.0,) if known else (3.0, 0.0):
         amax = torch.tensor(0.5)
-        assert looked_at(quantize_op, (x, cast, torch.tensor(scale), amax, None))
-        assert not looked_at(quantize_op, (x, cast, torch.tensor(scale), amax, None), lambda _, amax=amax: amax.mul_(2))
-    assert looked_at(quantize_op, (x, Cast(E4M3, Layout.TENSOR, True, 10.0), None, None, None))
-    observing = x, cast.usage(False, False, known), torch.tensor(3.0), torch.tensor(0.5), None
+        assert looked_at(quantize_op, (x, cast, torch.tensor(scale), amax))
+        assert not looked_at(quantize_op, (x, cast, torch.tensor(scale), amax), lambda _, amax=amax: amax.mul_(2))
+    assert looked_at(quantize_op, (x, Cast(E4M3, Layout.TENSOR, True, 10.0), None, None))
+    observing = x, cast.usage(False, False, known), torch.tensor(3.0), torch.tensor(0.5)
     assert looked_at(quantize_op, observing)
     assert not looked_at(quantize_op, observing, lambda made: made.scale_inv.mul_(2))
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_looked_at_stops_nothing(
     monkeypatch.setattr(first_steps, "reference_quantize", full)
     x, cast = torch.randn(40, 32), Cast(E4M3, Layout.ROW)
     with pytest.warns(RuntimeWarning, match="the first quantize of its kind was not checked: no memory"):
-        results = quantize_op(x, cast, None, None, None)
+        results = quantize_op(x, cast, None, None)
     assert results[0].shape == x.shape
     first.read(())
 
@@ -316,11 +316,11 @@ def test_a_kernel_loses_its_proof(
         emulated_card("none", tmp_path),
     ):
         first = looking()
-        quantize_op(x, cast, None, None, None)
+        quantize_op(x, cast, None, None)
         first.read(())
         first = looking()
         launch.EXECUTORS["cpu"] = FaultyEmulator("wrong numbers")
-        quantize_op(x, cast, None, None, None)
+        quantize_op(x, cast, None, None)
         with pytest.raises(WrongNumbers, match=rf"{BROKEN.pattern} on cpu; LIGHTNING_FP8_KERNELS=off continues"):
             first.read(())
     verdicts = [json.loads(path.read_text()) for path in (tmp_path / "proofs").glob("*.json")]

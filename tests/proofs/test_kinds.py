@@ -44,7 +44,7 @@ def test_every_plan_has_cases() -> None:
     named = set()
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("planned", "planned_cast", "_planned_gated"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("planned", "planned_cast"):
                 names = [word.value for word in node.keywords if word.arg == "name"]
                 (name,) = names or node.args[:1]
                 named |= {name.value if isinstance(name, ast.Constant) else ast.unparse(name)}
@@ -95,7 +95,7 @@ ARRIVE = re.compile(r"^\s*(?:@%p\d+ )?mbarrier\.arrive[^;]*;", re.MULTILINE)
     "name",
     [
         "product, 1 warpgroup",
-        "product, cluster of 2",
+        "product of rows",
         "attention forward, 64 channels",
         "attention backward, 64 channels",
     ],

@@ -82,24 +82,23 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
             else:
                 backward.run_dkv(tables, operands, statistics, *gradients[1:])
     ((kernel, args),) = [each for each in launched if each[0].name.startswith(f"attention_{which}(")]
-    return recorded(kernel, 1, args)  # the first block has the rows that see tiles
+    return recorded(kernel, args)  # the first block has the rows that see tiles
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------
 
 
 def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Protocol:
-    """Of one cluster that computes so many tiles, each in ``k_iters`` K iterations."""
-    rows, columns = config.cluster_tile
-    m, n, k = rows * max(tiles, 1), columns, TILE_K * k_iters
+    """Of one block that computes so many tiles, each in ``k_iters`` K iterations."""
+    m, n, k = config.tile_m * max(tiles, 1), config.tile_n, TILE_K * k_iters
     a, b = (torch.zeros(lines, k, dtype=torch.uint8) for lines in (m, n))
     out = torch.zeros(m, n, dtype=getattr(torch, spec.out_dtype))
     scale_inv_a = torch.ones(k_iters, m)
     scale_inv_b = torch.ones(-(-n // SCALE_N), k_iters) if spec.scaling.b_along_k_by_block else torch.ones(k_iters, n)
-    absent = map_a = Map(a, Box(config.a_rows_loaded, TILE_K))
+    absent = map_a = Map(a, Box(config.tile_m, TILE_K))
     maps = (
         map_a,
-        Map(b, Box(config.b_rows_loaded, TILE_K)),
+        Map(b, Box(config.tile_n, TILE_K)),
         Map(out, Box(64, epi_tile_columns(spec.out_dtype))),
         Map(scale_inv_a, Box(1, config.tile_m, swizzle=False)) if spec.scaling.along_k else absent,
         Map(scale_inv_b, Box(1, config.tile_n, swizzle=False)) if spec.scaling.b_along_k_by_row else absent,
@@ -108,41 +107,33 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
     amax = torch.zeros(1) if spec.has_amax else 0
     addresses = scale_inv_a, scale_inv_b, bias, amax, out
     strides_and_sizes = n, scale_inv_b.stride(0), m if tiles else 0, n, k
-    return recorded(gemm_kernel(spec, config), config.cluster, (*maps, *addresses, *strides_and_sizes))
+    return recorded(gemm_kernel(spec, config), (*maps, *addresses, *strides_and_sizes))
 
 
 ROW, BLOCK, BLOCKS = Scaling.ROW, Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128
 PRODUCTS = {
-    "cooperative": (
-        GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False),
-        GemmConfig(2, 1, 256, stages=4, cluster=2),
-    ),
-    "ping-pong": (
+    "two warpgroups": (
         GemmSpec("e4m3", "e4m3", ROW, "bfloat16", "bfloat16", promote=False, has_amax=True),
-        GemmConfig(2, 1, 256, stages=4, cluster=2, pingpong=True),
-    ),
-    "block scales": (
-        GemmSpec("e4m3", "e4m3", BLOCK, "bfloat16", "bfloat16"),
-        GemmConfig(2, 2, 128, stages=4, cluster=2, multicast_a=True, epi_stages=1),
+        GemmConfig(2, 1, 256, stages=4),
     ),
     "scales of both": (
         GemmSpec("e4m3", "e4m3", BLOCKS, "float32", accumulate=True),
-        GemmConfig(2, 2, 128, stages=4, cluster=2, multicast_a=True, epi_stages=1),
+        GemmConfig(2, 2, 128, stages=4, epi_stages=1),
     ),
-    "one block ping-pong": (
-        GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", promote=False),
-        GemmConfig(2, 1, 128, stages=8, pingpong=True),
+    "block scales": (
+        GemmSpec("e4m3", "e4m3", BLOCK, "bfloat16", "bfloat16"),
+        GemmConfig(2, 2, 128, stages=4, epi_stages=1),
+    ),
+    "192 columns": (
+        GemmSpec("e4m3", "e4m3", Scaling.TENSOR, "bfloat16", "bfloat16", promote=False),
+        GemmConfig(2, 1, 192, stages=4),
     ),
     "one warpgroup": (
         GemmSpec("e4m3", "e4m3", BLOCK, "bfloat16"),
-        GemmConfig(1, 1, 64, stages=8, epi_stages=1),
-    ),
-    "one block": (
-        GemmSpec("e4m3", "e4m3", BLOCK, "float32"),
-        GemmConfig(2, 2, 128, stages=4, epi_stages=1),
+        GemmConfig(1, 1, 128, stages=8),
     ),
 }
-"""Products by name. The first four are those that other tests of the default run compile."""
+"""Products by name, as other tests compile them."""
 
 # --- All --------------------------------------------------------------------------------------------------------------
 

@@ -33,20 +33,18 @@ KIND, RANK, THREAD, LINE, A, B, C, D = range(8)
 FIELDS = LINE, A, B, C, D
 
 
-def recorded(kernel: Kernel, blocks: int, args: Sequence[Argument | float]) -> Protocol:
-    """Run ``kernel`` once, and return what its threads did."""
+def recorded(kernel: Kernel, args: Sequence[Argument | float]) -> Protocol:
+    """Run a block of ``kernel`` once, and return what its threads did."""
     trace = Trace()
     program_of(ptx_of(kernel)).launch(
-        (blocks, 1, 1),
+        (1, 1, 1),
         (kernel.threads, 1, 1),
         [passed(arg) for arg in args],
-        cluster=(kernel.cluster, 1, 1),
         dynamic_shared=kernel.shared_bytes,
         races=False,
         trace=trace,
     )
-    assert blocks == kernel.cluster, "a trace is of one cluster"
-    return protocol_of(trace.events, kernel.threads, blocks)
+    return protocol_of(trace.events, kernel.threads, 1)
 
 
 def protocol_of(events: np.ndarray, threads: int, blocks: int) -> Protocol:

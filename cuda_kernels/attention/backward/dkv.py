@@ -241,7 +241,7 @@ def attention_dkv_kernel(spec: AttentionSpec, flush: int = FLUSH) -> Kernel:
     load_own = make_own_load(spec.panels)
     store_dv = make_gradient_store(head_dim, spec.out_dtype)
     store_dk = make_gradient_store(head_dim, spec.out_dtype, again=True)
-    next_stage, _ = stage_counters(stages)
+    next_stage = stage_counters(stages)
 
     @device
     def init_rings(smem):

@@ -86,7 +86,7 @@ def attention_dkv_256_kernel(spec: AttentionSpec, result: Literal["dk", "dv"], f
     rounded, leave, finished, come_back = make_running_rows(scores_count, sums_count, MULTIPLYING, early=not is_dk)
     load_statistics, statistic, scales_of = make_stage_statistics(statistics_offset)
     load_rows, store_rows = make_row_load(2), make_gradient_store(256, spec.out_dtype)
-    next_stage, _ = stage_counters(WIDE_STAGES)
+    next_stage = stage_counters(WIDE_STAGES)
 
     @device
     def init_rings(smem):

@@ -96,7 +96,7 @@ def make_wide_tiles(spec: AttentionSpec) -> DqTiles:
     )
     gradients, amax_of, sum_of, codes = first_part
     gradients_32, amax_of_32, sum_of_32, codes_32 = part
-    next_stage, _ = stage_counters(WIDE_STAGES)
+    next_stage = stage_counters(WIDE_STAGES)
 
     @device
     def open_stage(smem, stage_idx, phase):

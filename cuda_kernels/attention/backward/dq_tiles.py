@@ -69,7 +69,7 @@ def make_tiles(spec: AttentionSpec) -> DqTiles:
     hide, exp2, gradients_of = make_band_mask(scores_count), exp2_rows(scores_count), score_gradients_rows(scores_count)
     amax_of, sum_of = rows_amax(scores_count), rows_sum(scores_count)
     codes_of, promote = make_row_codes(scores_count), add_rows(sums_count)
-    next_stage, _ = stage_counters(stages)
+    next_stage = stage_counters(stages)
 
     @device
     def init_ring_of_keys(smem):

@@ -22,7 +22,7 @@ from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.modules import arguments
 from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted, max_logits
 from lightning_fp8.attention.modules.sequences import Sequences
-from lightning_fp8.attention.ops import Band
+from lightning_fp8.attention.ops import Band, Lengths
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.linear import ObserveGradFunction
 from lightning_fp8.modules.base import FP8Module
@@ -147,27 +147,34 @@ class CoreAttention(FP8Module):
         ranks.require_agreement(
             ranks=ranks.size, fp8=in_fp8, query_layer=tuple(q.shape), key_layer=tuple(k.shape), dtype=q.dtype, band=band
         )
-        slots = self.slots if observe else None
-        if slots is not None:
-            for x in (q, k, v):
-                ops.observe(x.detach(), slots[Role.QKV].amax)
-            q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
-        if sbhd:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        if in_fp8 and has_whole_blocks(rows):
-            o = fp8_attention_of_codes(ranks, q, k, v, band, self.softmax_scale, self.center_keys)
-        else:
-            if in_fp8:
-                arguments.tell(
-                    f"DotProductAttention gathers keys and values as {k.dtype}: the {rows} rows of a rank are not two "
-                    "chunks of whole blocks of 128, of which codes could be gathered; attention itself runs in FP8. "
-                    f"Make sequences a multiple of {256 * ranks.size} rows for codes on the wire"
-                )
-            attend = self._fp8_piece if in_fp8 else partial(self._high_precision_piece, call.extras)
-            o = attention_of_gathered(ranks, q, k, v, band, attend)
-        o = o.transpose(0, 1).contiguous() if sbhd else o
-        if slots is None:
-            return o
+        of_codes = in_fp8 and has_whole_blocks(rows)
+        if in_fp8 and not of_codes:
+            arguments.tell(
+                f"DotProductAttention gathers keys and values as {k.dtype}: the {rows} rows of a rank are not two "
+                "chunks of whole blocks of 128, of which codes could be gathered; attention itself runs in FP8. "
+                f"Make sequences a multiple of {256 * ranks.size} rows for codes on the wire"
+            )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if sbhd:
+                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            if of_codes:
+                o = fp8_attention_of_codes(ranks, q, k, v, band, self.softmax_scale, self.center_keys)
+            else:
+                attend_piece = self._fp8_piece if in_fp8 else partial(self._high_precision_piece, call.extras)
+                o = attention_of_gathered(ranks, q, k, v, band, attend_piece)
+            return o.transpose(0, 1).contiguous() if sbhd else o
+
+        return self._observing(attend, q, k, v) if observe else attend(q, k, v)
+
+    def _observing(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``attend(q, k, v)``, with the amaxes of inputs, output and their gradients."""
+        slots = self.slots
+        assert slots is not None
+        for x in (q, k, v):
+            ops.observe(x.detach(), slots[Role.QKV].amax)
+        q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
+        o = attend(q, k, v)
         ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
@@ -182,30 +189,26 @@ class CoreAttention(FP8Module):
         refuse_transforms("DotProductAttention", q, k, v)
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
         self._follow(recipe, q.device)
-        slots, history = self.slots, self.history
-        assert slots is not None
+        history = self.history
         assert history is not None
         history.calibrated = True
-        for x in (q, k, v):
-            ops.observe(x.detach(), slots[Role.QKV].amax)
-        q, k, v = (ObserveGradFunction.apply(x, slots[Role.DQKV]) if x.requires_grad else x for x in (q, k, v))
-        o = self._high_precision(call, q, k, v)
-        ops.observe(o.detach(), slots[Role.O].amax)
-        return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
+        return self._observing(partial(self._high_precision, call), q, k, v)
+
+    def _heads(self, call: CoreCall, *qkv: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None, Extras]:
+        """Each as ``[B, H, L, D]``, the sequences' lengths, and the options that fit their scores."""
+        sequences = call.sequences
+        heads, lengths = sequences.to_heads(*sequences.without_gaps(*qkv))
+        scores = (*heads[0].shape[:3], heads[1].shape[2])
+        return heads, lengths, fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
 
     def max_logits(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The largest score of each head, float32 ``[heads]``."""
-        sequences = call.sequences
-        (q, k, _), lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
-        scores = (*q.shape[:3], k.shape[2])
-        extras = fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
+        (q, k, _), lengths, extras = self._heads(call, q, k, v)
         return max_logits(q, k, self.softmax_scale, call.band, lengths, extras)
 
     def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker
-        heads, lengths = sequences.to_heads(*sequences.without_gaps(q, k, v))
-        scores = (*heads[0].shape[:3], heads[1].shape[2])
-        extras = fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
+        heads, lengths, extras = self._heads(call, q, k, v)
         with nullcontext() if tracker is None or not call.extras.dropout else tracker().fork():
             if self.context_parallel is not None:
                 return self._on_ranks(self.context_parallel, call, False, False, q, k, v)

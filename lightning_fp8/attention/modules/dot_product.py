@@ -144,8 +144,10 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
 
         Raises:
             TypeError: If ``cp_group`` is not a process group.
-            ValueError: If ``cp_global_ranks`` are not the group's ranks, or if ``cp_comm_type`` is unknown.
-            NotImplementedError: If ``cp_comm_type`` is ``"a2a+p2p"``, which uses two groups.
+            ValueError: If ``cp_global_ranks`` are not the group's ranks, in order, or are passed without ``cp_group``,
+                or if ``cp_comm_type`` is unknown.
+            NotImplementedError: If ``cp_comm_type`` is ``"a2a+p2p"``, which uses two groups, or if ``cp_group`` is a
+                list of groups.
         """
         self.context_parallel = context_parallel(cp_group, cp_global_ranks, cp_comm_type)
 
@@ -313,11 +315,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
     def _check_context_parallel(
         self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor
     ) -> None:
-        """Raises:
-        NotImplementedError: If context parallelism does not support an argument.
-        ValueError: If rows cannot be split into two chunks, or under a causal mask if there are more queries than keys
-            or fewer.
-        """
+        """Refuse what context parallelism does not support."""
         if qkv_format == "thd":
             raise NotImplementedError(
                 "qkv_format='thd' is not supported with context parallelism, whose chunks are of sequences of one "

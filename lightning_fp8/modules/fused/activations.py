@@ -22,19 +22,12 @@ def _srelu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-_gelu = partial(F.gelu, approximate="tanh")
-
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu,
-    "geglu": _gelu,
-    "qgelu": _qgelu,
-    "qgeglu": _qgelu,
-    "relu": F.relu,
-    "reglu": F.relu,
-    "srelu": _srelu,
-    "sreglu": _srelu,
-    "silu": F.silu,
-    "swiglu": F.silu,
+    **dict.fromkeys(("gelu", "geglu"), partial(F.gelu, approximate="tanh")),
+    **dict.fromkeys(("qgelu", "qgeglu"), _qgelu),
+    **dict.fromkeys(("relu", "reglu"), F.relu),
+    **dict.fromkeys(("srelu", "sreglu"), _srelu),
+    **dict.fromkeys(("silu", "swiglu"), F.silu),
     "glu": torch.sigmoid,
 }
 _CLAMPED = "clamped_swiglu"

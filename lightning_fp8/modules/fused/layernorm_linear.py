@@ -14,8 +14,8 @@ from lightning_fp8.arguments import one_dtype, rows_by_name
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
 from lightning_fp8.weights.model_init import keep_weights_in_fp8
@@ -73,24 +73,18 @@ class LayerNormLinear(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        flags = {
-            "return_bias": return_bias,
-            "return_layernorm_output": return_layernorm_output,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "return_layernorm_output_gathered": parallel.get("return_layernorm_output_gathered", False),
-        }
-        self._keep(flags, in_features=in_features, out_features=out_features)
+        self._keep(in_features=in_features, out_features=out_features)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
-        self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
-        register_norm(self, self.norm, self.in_features, **factory)
+        norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
+        self._register_norm(norm, self.in_features, parallel, **factory)
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
         self.register_parameter("bias", nn.Parameter(torch.empty(self.out_features, **factory)) if bias else None)
         if split_rows is not None:
             self._split_parameters(split_rows)
-        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
-        self.initialization = Initialization.told(init_method, parallel)
-        self.reset_parameters()
+        self._initialize(parallel, init_method)
         tensor_parallel, mode = TensorParallel.asked(parallel), parallel.get("parallel_mode")
         if mode == "row" and tensor_parallel.size > 1:
             raise ValueError(
@@ -100,19 +94,6 @@ class LayerNormLinear(NormedLayer):
         cut_linear(self, mode, tensor_parallel)
         self.ensure_slots()
         keep_weights_in_fp8(self, self.weight_names)
-
-    def reset_parameters(self) -> None:
-        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
-
-        Raises:
-            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits
-                ``init_method``.
-        """
-        refuse_meta(self)
-        reset_norm(self, self.norm)
-        with self._as_whole():
-            self.initialization.fill(*self.weights_and_biases())
-        self.forget_weight()
 
     def forward(  # type: ignore[override]
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from lightning_fp8.arguments import one_dtype
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import Norm
-from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, register_norm, reset_norm
-from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
@@ -110,28 +109,19 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        flags = {
-            "return_bias": return_bias,
-            "return_layernorm_output": return_layernorm_output,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "checkpoint": checkpoint,
-            "return_layernorm_output_gathered": parallel.get("return_layernorm_output_gathered", False),
-        }
-        self._keep(flags, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self._keep(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.fuse_wgrad_accumulation, self.checkpoint = fuse_wgrad_accumulation, checkpoint
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
-        self.norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
+        norm = Norm(float(eps), normalization == "RMSNorm", zero_centered_gamma)
         self.activation = activation_named(activation)
         self.activate = activation_function(self.activation, activation_params)
         self.in_features = self.out_features = self.hidden_size
-        register_norm(self, self.norm, self.hidden_size, **factory)
+        self._register_norm(norm, self.hidden_size, parallel, **factory)
         for name, (rows, columns) in self.matrices.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
-        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
-        self.initializations = tuple(
-            Initialization.told(method, parallel) for method in (init_method, output_layer_init_method)
-        )
-        self.reset_parameters()
+        self._initialize(parallel, init_method, output_layer_init_method)
         tensor_parallel = TensorParallel.asked(parallel)
         require_parallel_mode(parallel, tensor_parallel)
         if parallel.get("set_parallel_mode") and tensor_parallel.size > 1:
@@ -141,20 +131,6 @@ class LayerNormMLP(NormedLayer):
             self.cut(tensor_parallel, {"fc1_weight": fc1, "fc1_bias": fc1, "fc2_weight": Cut(1)})
         self.ensure_slots()
         keep_weights_in_fp8(self, self.weight_names)
-
-    def reset_parameters(self) -> None:
-        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
-
-        Raises:
-            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits an
-                ``init_method``.
-        """
-        refuse_meta(self)
-        reset_norm(self, self.norm)
-        with self._as_whole():
-            for initialization, weight, bias in zip(self.initializations, *self.weights_and_biases()):
-                initialization.fill([weight], [bias])
-        self.forget_weight()
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -184,9 +160,19 @@ class LayerNormMLP(NormedLayer):
             return self._forward_of_piece(inp, is_first_microbatch)
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
         context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
-        fuses = context.enabled and self.fp8 and self.activation in ops.ACTIVATIONS
-        run = self._fused if fuses else self._one_by_one
-        y, normalized = run(inp, weights, context, is_first_microbatch)
+        biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
+        if context.enabled and self.fp8:
+            y, normalized = self._fused(inp, weights, biases, context, is_first_microbatch)
+        else:
+            calibrating = context.calibrating and not context.enabled and self.fp8
+            matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
+
+            def multiply(gemm: int, x: Tensor) -> Tensor:
+                if calibrating:
+                    return self._calibrating_forward(x, matrices[gemm], biases[gemm], gemm)
+                return F.linear(x, matrices[gemm], biases[gemm])
+
+            y, normalized = self._step_by_step(inp, multiply, calibrating)
         return self._returned(y, self.fc2_bias, normalized)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -194,63 +180,67 @@ class LayerNormMLP(NormedLayer):
         """The forward of a sharded module: each rank activates its own features between the two linear layers."""
         weights = self.fc1_weight, self.fc2_weight
         context = self._begin(x, weights[0], is_first_microbatch, weights[1])
-        y, normalized = self._one_by_one(x, weights, context, is_first_microbatch)
+        biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
+        calibrating = context.calibrating and not context.enabled and self.fp8
+        products: list[Any] = [None, None]
+        matrices, dtype = [*weights], x.dtype
+        if context.enabled and self.fp8:
+            others = *biases, self.layer_norm_weight
+            products, dtype = self._products(x, weights, others, context, is_first_microbatch)
+        else:
+            matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
+
+        def multiply(gemm: int, x: Tensor) -> Tensor:
+            if calibrating:
+                self._observe(gemm, x, matrices[gemm])
+            y = self._multiply(("column", "row")[gemm], x, matrices[gemm], biases[gemm], products[gemm], dtype)
+            return self._observed(gemm, y) if calibrating else y
+
+        y, normalized = self._step_by_step(x, multiply, calibrating)
         bias = self._returned_bias(self.fc2_bias, "row") if self.return_bias else None
         return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
 
     def _fused(
-        self, x: Tensor, weights: tuple[Tensor, Tensor], context: FP8Context, is_first_microbatch: bool | None
+        self,
+        x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        biases: tuple[Any, Any],
+        context: FP8Context,
+        is_first_microbatch: bool | None,
     ) -> tuple[Tensor, Tensor | None]:
         """y, and the norm's output with ``return_layernorm_output``."""
-        added_bias = None if self.return_bias else self.fc2_bias
-        parameters = weights[0], self.fc1_bias, weights[1], added_bias
+        parameters = weights[0], biases[0], weights[1], biases[1]
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
-        (fc1, fc2), dtype = self._products(x, weights, tensors, context, is_first_microbatch)
+        products, dtype = self._products(x, weights, tensors, context, is_first_microbatch)
+        fc1, fc2 = products
         self._refuse_backward_override(fc1, _NO_OVERRIDE)
-        mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
-        return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
+        if self.activation in ops.ACTIVATIONS:
+            mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
+            return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)
 
-    def _one_by_one(
-        self, x: Tensor, weights: Sequence[Tensor], context: FP8Context, is_first_microbatch: bool | None
+        def multiply(gemm: int, x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            return self._multiplied(rows, weights[gemm], biases[gemm], products[gemm], dtype)
+
+        y, normalized = self._step_by_step(x, multiply)
+        return y.view(*x.shape[:-1], self.hidden_size), normalized
+
+    def _step_by_step(
+        self, x: Tensor, multiply: Callable[[int, Tensor], Tensor], calibrating: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """y and the norm's output. Norm and activation run in high precision; in FP8 the linear layers cast them."""
-        added_bias = None if self.return_bias else self.fc2_bias
-        calibrating = context.calibrating and not context.enabled and self.fp8
-        products: Sequence[Product | None] = (None, None)
-        dtype = x.dtype
-        if context.enabled and self.fp8:
-            others = self.fc1_bias, added_bias, self.layer_norm_weight, self.layer_norm_bias
-            found, dtype = self._products(x, tuple(weights), others, context, is_first_microbatch)
-            if self.parallel_mode is None:
-                self._refuse_backward_override(found[0], _NO_OVERRIDE)
-            products = found
-        else:
-            weights = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
+        """y and the norm's output. ``multiply`` computes the product of the first or the second linear layer, 0 or 1.
+
+        With ``checkpoint``, the backward pass computes all again, but not if ``calibrating`` observes the tensors.
+        """
 
         def computed(x: Tensor) -> tuple[Tensor, Tensor]:
             normalized = self._normalized(x)
-            h = self._layer(0, normalized, weights[0], self.fc1_bias, products[0], dtype, calibrating)
-            return self._layer(1, self.activate(h), weights[1], added_bias, products[1], dtype, calibrating), normalized
+            return multiply(1, self.activate(multiply(0, normalized))), normalized
 
-        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):  # a recomputation would observe twice
+        if calibrating or not (self.checkpoint and torch.is_grad_enabled()):
             return computed(x)
         both: tuple[Tensor, Tensor] = checkpoint(computed, x, use_reentrant=False, preserve_rng_state=False)
         return both
-
-    def _layer(
-        self, gemm: int, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None, dtype: torch.dtype,
-        calibrating: bool,
-    ) -> Tensor:  # fmt: skip
-        """One of the linear layers. ``calibrating`` observes the tensors that FP8 would cast."""
-        if self.parallel_mode is None and product is None:
-            return self._calibrating_forward(x, weight, bias, gemm) if calibrating else F.linear(x, weight, bias)
-        if self.parallel_mode is None and product is not None:
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            return self._multiplied(rows, weight, bias, product, dtype).view(*x.shape[:-1], weight.shape[0])
-        if calibrating:
-            self._observe(gemm, x, weight)
-        y = self._multiply("row" if gemm else "column", x, weight, bias, product, dtype)
-        return self._observed(gemm, y) if calibrating else y
 
     def extra_repr(self) -> str:
         return (

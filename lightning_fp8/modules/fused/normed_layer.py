@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,23 +10,11 @@ from torch import Tensor, nn
 from lightning_fp8.arguments import plain, refuse_sharded, require_positive
 from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.functions.product import without_gradient
+from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.parallel.regions import gathered, sum_gradients
-from lightning_fp8.te.arguments import PassesContextParallelGroup
-
-
-def register_norm(module: nn.Module, norm: Norm, size: int, **factory: Any) -> None:
-    """Register ``layer_norm_weight [size]`` and, for LayerNorm, ``layer_norm_bias [size]``."""
-    module.layer_norm_weight = nn.Parameter(torch.empty(size, **factory))
-    module.register_parameter("layer_norm_bias", None if norm.rms else nn.Parameter(torch.empty(size, **factory)))
-
-
-def reset_norm(module: Any, norm: Norm) -> None:
-    """Set gamma to 1 and beta to 0."""
-    nn.init.constant_(module.layer_norm_weight, 0.0 if norm.zero_centered else 1.0)
-    if module.layer_norm_bias is not None:
-        nn.init.zeros_(module.layer_norm_bias)
+from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup
 
 
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -47,22 +34,53 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     """
 
     norm: Norm
+    initializations: tuple[Initialization, ...]
     layer_norm_weight: Tensor
     layer_norm_bias: Any
     return_layernorm_output: bool
     return_layernorm_output_gathered: bool
 
-    def _keep(self, flags: Mapping[str, bool], **sizes: Any) -> None:
-        """Set flags and sizes of the constructor as attributes.
+    def _keep(self, **sizes: Any) -> None:
+        """Set the sizes of the constructor as attributes.
 
         Raises:
-            ValueError: If a size is not a positive integer.
+            ValueError: If one is not a positive integer.
         """
-        sizes = {name: plain(size) for name, size in sizes.items()}
         for name, size in sizes.items():
-            require_positive(name, size)
-        for name, value in {**sizes, **flags}.items():
-            setattr(self, name, value)
+            require_positive(name, plain(size))
+            setattr(self, name, plain(size))
+
+    def _register_norm(self, norm: Norm, size: int, parallel: ParallelArguments, **factory: Any) -> None:
+        """Register ``layer_norm_weight [size]`` and, for LayerNorm, ``layer_norm_bias [size]``."""
+        self.norm = norm
+        self.return_layernorm_output_gathered = parallel.get("return_layernorm_output_gathered", False)
+        self.layer_norm_weight = nn.Parameter(torch.empty(size, **factory))
+        self.register_parameter("layer_norm_bias", None if norm.rms else nn.Parameter(torch.empty(size, **factory)))
+
+    def _initialize(self, parallel: ParallelArguments, *init_methods: InitMethod | None) -> None:
+        """Initialize the parameters, the weights of each layer by its own of ``init_methods``."""
+        self._delay_wgrads(parallel.get("delay_wgrad_compute", False))
+        self.initializations = tuple(Initialization.told(each, parallel) for each in init_methods)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters as the constructor does. Call it after ``to_empty`` of a module on meta.
+
+        Raises:
+            RuntimeError: If parameters are on meta, or if the module was loaded from a pickle that omits an
+                ``init_method``.
+        """
+        refuse_meta(self)
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.norm.zero_centered else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+        with self._as_whole():
+            weights, biases = self.weights_and_biases()
+            step = len(weights) // len(self.initializations)
+            for index, initialization in enumerate(self.initializations):
+                own = slice(index * step, (index + 1) * step)
+                initialization.fill(weights[own], biases[own])
+        self.forget_weight()
 
     def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
         refuse_sharded(self.kind, input=input, weight=weight)

@@ -32,11 +32,11 @@ from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 def check_cast(
     op: Op, inputs: Sequence[Any], device: str, fp8: torch.dtype = E4M3, layout: Layout = Layout.TENSOR, *,
     scale: float | None = None, amax: float | None = None, power_2: bool = False, epsilon: float = 0.0,
-    rowwise: bool = True, columnwise: bool = True, count: bool = False, nonzero: bool = False, exact: bool = False,
+    rowwise: bool = True, columnwise: bool = True, nonzero: bool = False, exact: bool = False,
 ) -> None:  # fmt: skip
     """:func:`lightning_fp8.proofs.casts.check_cast` with a cast of these options."""
     cast = Cast(float8_of(fp8), layout, power_2, epsilon, rowwise, columnwise, nonzero)
-    casts.check_cast(op, inputs, cast, device, scale=scale, amax=amax, count=count, exact=exact)
+    casts.check_cast(op, inputs, cast, device, scale=scale, amax=amax, exact=exact)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ CASES: list[Case] = [
     _norm("rms-bf16-full", FULL, BF16, BF16, rms=True, **_GIVEN, **_ROWS),
     _norm("layer-bf16-full-scale=0", FULL, BF16, FP32, scale=0.0, **_ROWS),
     _norm("layer-fp32-own", ALIGNED, FP32, FP32, fp8=E5M2, power_2=True, epsilon=1e-3, **_ROWS),
-    _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, amax=1e9, count=True),
+    _norm("rms-bf16-both-count", ALIGNED, BF16, BF16, rms=True, scale=300.0, amax=1e9),
     _norm("layer-bf16-long-128x128", LONG, BF16, FP32, layout=Layout.BLOCK_128X128, power_2=True),
-    _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, amax=0.5, count=True),
-    _norm("layer-bf16-ragged-both-count", RAGGED, BF16, FP32, scale=300.0, amax=1e9, count=True),
+    _norm("rms-bf16-both-scale=0", ALIGNED, BF16, BF16, rms=True, scale=0.0, amax=0.5),
+    _norm("layer-bf16-ragged-both-count", RAGGED, BF16, FP32, scale=300.0, amax=1e9),
     _norm("layer-fp16-ragged-rows", RAGGED, FP16, FP16, layout=Layout.ROW),
     _norm("layer-bf16-1x128", ALIGNED, BF16, BF16, layout=Layout.BLOCK_1X128, power_2=True),
     _norm("layer-fp32-ragged-1x32", RAGGED, FP32, BF16, layout=Layout.MX_1X32),
@@ -176,7 +176,7 @@ CASES: list[Case] = [
     _activation("swiglu", "bf16-scale=0", ALIGNED, BF16, scale=0.0, amax=1e9),
     _activation("gelu", "fp32-ragged-1x32", RAGGED, FP32, layout=Layout.MX_1X32),
     _activation("relu", "fp16-rows", ALIGNED, FP16, layout=Layout.ROW),
-    _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, count=True, nonzero=True),
+    _activation("sreglu", "bf16-ragged-known-count", RAGGED, BF16, **_GIVEN, nonzero=True),
     _activation_backward("swiglu", "bf16-given-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, **_GIVEN),
     _activation_backward("swiglu", "bf16-scale=0-bias", ALIGNED, BF16, BF16, BF16, fp8=E5M2, scale=0.0, amax=0.0),
     _activation_backward("geglu", "fp32-known-bias", ALIGNED, FP32, FP32, FP16, fp8=E5M2, **_GIVEN, **_KNOWN),
