@@ -84,13 +84,13 @@ class Collectives(TorchDispatchMode):
 @contextmanager
 def gathers_in_bf16(chosen: bool) -> Iterator[None]:
     """Inside, models are converted as if nothing gathered in FP8."""
-    real = conversion._gather_in_fp8
+    real = conversion.gather_in_fp8
     if chosen:
-        conversion._gather_in_fp8 = lambda model: None  # type: ignore[assignment]
+        conversion.gather_in_fp8 = lambda model: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        conversion._gather_in_fp8 = real
+        conversion.gather_in_fp8 = real
 
 
 def sharded(make: Callable[[], nn.Module], in_bf16: bool = False, **options: Any) -> nn.Module:
