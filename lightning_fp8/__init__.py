@@ -7,8 +7,6 @@ seconds and may fail, and tools start without Lightning. ``lightning_fp8.ops`` d
 from __future__ import annotations
 
 import importlib
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_fp8.version import __version__
@@ -139,10 +137,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":
             raise
-        # A misspelled class_path in YAML: the plugins' hints shorten the parser's error.
-        if {"jsonargparse", "lightning"} <= sys.modules.keys() and not name.startswith("_"):
-            with suppress(ImportError):
-                importlib.import_module(f"{__name__}.plugin")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 

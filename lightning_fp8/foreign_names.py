@@ -44,10 +44,16 @@ def add_absent_modules(
         names: what it says of some names instead.
     """
     for path, answer in answers.items():
-        parent, _, name = f"{package}.{path}".rpartition(".")
-        made = sys.modules[f"{parent}.{name}"] = ModuleType(f"{parent}.{name}", answer)
-        answer_all(made, answer, names)
-        setattr(sys.modules[parent], name, made)
+        answer_all(add_module(f"{package}.{path}", answer), answer, names)
+
+
+def add_module(path: str, said: str, **values: Any) -> ModuleType:
+    """Add a module to the package in which it is, with the docstring ``said`` and the names of ``values``."""
+    parent, _, name = path.rpartition(".")
+    made = sys.modules[path] = ModuleType(path, said)
+    vars(made).update(values, __all__=[*values])
+    setattr(sys.modules[parent], name, made)
+    return made
 
 
 def answer_all(module: ModuleType, answer: str, names: Mapping[str, str]) -> None:

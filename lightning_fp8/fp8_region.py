@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,8 @@ from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import any_history
 from lightning_fp8.delayed.update import region_begins, update_calibrated
-from lightning_fp8.functions.shared_input import forget_inputs
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.threads import NO_BACKWARD, thread
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,6 @@ DISABLED = FP8Context(DelayedScaling(), enabled=False, outside=True)
 """The context of code outside every region."""
 
 
-NO_BACKWARD = -1
-"""The number that autograd returns for code that does not run in a backward pass."""
-
-
-class _Thread(threading.local):
-    """One thread's current context. torch.compile(fullgraph=True) guards on it, but cannot trace a ContextVar.
-
-    It is set by ``__init__``, which runs in every thread. Dynamo would use a class attribute for all threads.
-    """
-
-    def __init__(self) -> None:
-        self.context = DISABLED
-        self.active_regions = 0
-        self.backward = NO_BACKWARD
-        """The backward pass in which the innermost region was entered."""
-        self.num_enabled = 0
-
-
-_thread = _Thread()
-
 waiting: list[Callable[[], bool]] = []
 """Functions that are called when an enabled region begins, until they return True. Work that must wait until a model is
 sharded is registered here. A region may begin on a single rank, so the functions must not run collectives."""
@@ -85,23 +64,23 @@ unchanged models is registered here, and returns whether there are any."""
 
 def current_context(own: FP8Context | None = None) -> FP8Context:
     """The context of this thread's innermost region; outside every region ``own``, a layer's, or :data:`DISABLED`."""
-    context = _thread.context
+    context: FP8Context = thread.context or DISABLED
     return own if own is not None and context.outside else context
 
 
 def num_enabled_regions() -> int:
     """The number of enabled regions that this thread has entered, but for those in compiled code."""
-    return _thread.num_enabled
+    return thread.num_enabled
 
 
 def in_backward() -> bool:
     """Whether autograd is running on this thread, as it is while activation checkpointing recomputes a forward."""
-    return _current_backward() != NO_BACKWARD
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def is_repeating() -> bool:
     """Whether a forward runs again inside a backward pass, and no region was entered there."""
-    return in_backward() and _thread.backward != _current_backward()
+    return in_backward() and thread.backward != torch._C._current_graph_task_id()
 
 
 def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -> tuple[FP8Context, bool]:
@@ -114,39 +93,38 @@ def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -
     backward = torch._C._current_graph_task_id()
     if backward == NO_BACKWARD:
         return current_context(own), False
-    return (last or current_context(own)) if _thread.backward != backward else current_context(own), True
+    return (last or current_context(own)) if thread.backward != backward else current_context(own), True
 
 
-def _current_backward() -> int:
-    """The number of the backward pass that autograd is running on this thread."""
-    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+class fp8_context:
+    """Context manager that makes ``context`` the current one."""
 
+    def __init__(self, context: FP8Context) -> None:
+        self._context = context
 
-@contextmanager
-def fp8_context(context: FP8Context) -> Iterator[None]:
-    """Make ``context`` the current one inside the region."""
-    if context.enabled and not torch.compiler.is_compiling():
-        _thread.num_enabled += 1
-        if waiting:
-            _call_waiting()
-    previous, backward = _thread.context, _thread.backward
-    active = context.enabled or context.calibrating
-    _thread.context = context
-    _thread.backward = _current_backward()
-    _thread.active_regions += active
-    forget_inputs(not torch.compiler.is_compiling() and is_capturing())
-    try:
-        yield
-    finally:
-        forget_inputs()
-        _thread.context, _thread.backward = previous, backward
-        _thread.active_regions -= active
+    def __enter__(self) -> None:
+        context, compiling = self._context, torch.compiler.is_compiling()
+        if context.enabled and not compiling:
+            thread.num_enabled += 1
+            if waiting:
+                _call_waiting()
+        self._previous = thread.context, thread.backward
+        thread.context = context
+        thread.backward = NO_BACKWARD if compiling else torch._C._current_graph_task_id()
+        thread.active_regions += context.enabled or context.calibrating
+        thread.casts, thread.is_capturing = (), not compiling and is_capturing()
+
+    def __exit__(self, *_: object) -> None:
+        thread.casts, thread.is_capturing = (), False
+        thread.context, thread.backward = self._previous
+        thread.active_regions -= self._context.enabled or self._context.calibrating
 
 
 @torch.compiler.disable(reason="once for a model")
 def _call_waiting() -> None:
-    done = [each for each in list(waiting) if each()]
-    waiting[:] = [each for each in waiting if each not in done]
+    for each in tuple(waiting):
+        if each():
+            waiting.remove(each)
 
 
 class fp8_autocast(ContextDecorator):
@@ -192,6 +170,10 @@ class fp8_autocast(ContextDecorator):
         self._check_arguments(enabled, calibrating, fp8_group)
         recipe = make_recipe("delayed" if fp8_recipe is None else fp8_recipe)
         self.context = FP8Context(recipe, enabled, calibrating, fp8_group)
+        self._attends = self.context.attention
+        self._observed: DelayedScaling | None = None  # the recipe by which amaxes may be observed
+        if isinstance(recipe, DelayedScaling) and (enabled or calibrating):
+            self._observed = recipe
         self._regions: list[Any] = []
         self._reaches_attention = False
 
@@ -202,12 +184,15 @@ class fp8_autocast(ContextDecorator):
         return region
 
     def __enter__(self) -> fp8_autocast:
-        if self.context.attention and not torch.compiler.is_compiling():
+        outer: FP8Context | None = thread.context
+        if self._attends and not torch.compiler.is_compiling():
             reached = [prepare() for prepare in before_attention]
             self._reaches_attention = any(reached)
-        if not _thread.active_regions and not in_backward() and (recipe := self._observing):
-            region_begins(recipe, self.context.group, training=torch.is_grad_enabled())
-        evaluating = not current_context().observe
+        if self._observed is not None:
+            recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != NO_BACKWARD
+            outermost = not thread.active_regions and not recomputes
+            region_begins(self._observed, self.context.group, outermost, training=torch.is_grad_enabled())
+        evaluating = outer is not None and not outer.observe
         entered = fp8_context(replace(self.context, observe=False) if evaluating else self.context)
         entered.__enter__()
         self._regions.append(entered)
@@ -219,9 +204,9 @@ class fp8_autocast(ContextDecorator):
         if self.context.enabled and not quiet and not any_history():
             name = type(self).__name__
             warnings.warn(f"{name} ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
-        calibrated = not _thread.active_regions and self.context.calibrating and exception[0] is None
-        if calibrated and (recipe := self._observing):
-            update_calibrated(recipe, self.context.group)
+        calibrated = not thread.active_regions and self.context.calibrating and exception[0] is None
+        if calibrated and self._observed is not None:
+            update_calibrated(self._observed, self.context.group)
 
     def _check_arguments(self, enabled: Any, calibrating: Any, group: Any) -> None:
         name = type(self).__name__
@@ -237,13 +222,6 @@ class fp8_autocast(ContextDecorator):
             raise TypeError(
                 f"{self._of_group}={group!r} must be a torch.distributed.ProcessGroup, or None for all ranks"
             )
-
-    @property
-    def _observing(self) -> DelayedScaling | None:
-        """The recipe for which amaxes may be observed inside; None if none are observed."""
-        recipe = self.context.recipe
-        active = self.context.enabled or self.context.calibrating
-        return recipe if active and isinstance(recipe, DelayedScaling) else None
 
 
 class autocast(fp8_autocast):

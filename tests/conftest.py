@@ -132,10 +132,10 @@ class Run:
 @pytest.fixture(autouse=True)
 def _reproducible() -> Iterator[None]:
     """No test depends on what others drew, were warned of, or left of torch.distributed."""
-    from lightning_fp8.attention.modules.arguments import forget_what_was_told
+    from lightning_fp8.attention.modules.arguments import said
 
     torch.manual_seed(0)
-    forget_what_was_told()
+    said.clear()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

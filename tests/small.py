@@ -121,4 +121,4 @@ def default_device(device: str) -> Iterator[None]:
 
 def update_all_scales(recipe: Any) -> None:
     """Update the scales of every model of this process, as by a step of its optimizer, under ``recipe``."""
-    reduce_and_update(all_histories(), recipe)
+    reduce_and_update(dict.fromkeys(all_histories(), recipe))

@@ -29,7 +29,7 @@ from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.side_by_side import timed
 from benchmarks.measuring.timing import Contender
-from cuda_kernels.attention import forward, forward_in_turns, forward_overlapped
+from cuda_kernels.attention import forward, forward_tiles
 from cuda_kernels.attention.host import kernels as attention_kernels
 from cuda_kernels.attention.host.backward import BackwardLaunch
 from cuda_kernels.device.language import device
@@ -119,8 +119,7 @@ def without_turns() -> Iterator[None]:
     """Forward kernels made in this context let both warpgroups multiply without waiting for turns."""
     nothing = device(lambda barrier, threads: None)
     with (
-        patch.multiple(forward_in_turns, named_barrier=nothing, named_barrier_arrive=nothing),
-        patch.multiple(forward_overlapped, named_barrier=nothing, named_barrier_arrive=nothing),
+        patch.multiple(forward_tiles, named_barrier=nothing, named_barrier_arrive=nothing),
         patch.object(attention_kernels, "attention_forward_kernel", forward.attention_forward_kernel.__wrapped__),
     ):
         yield

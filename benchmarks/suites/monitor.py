@@ -23,6 +23,7 @@ from lightning_fp8.monitor.callback import WHAT_IF_EVERY, FP8Monitor
 from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, step_figures
 from lightning_fp8.monitor.record import Interval
 from lightning_fp8.numerics.recipes import DelayedScaling, make_recipe
+from lightning_fp8.ops.sample import largest_rounded
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 LIMIT = 0.01
@@ -69,7 +70,9 @@ def _calls(recipe: str, dry: bool) -> dict[str, Callable[[], Any]]:
     step()
     of_recipe = make_recipe(recipe)
     casts = Casts.of(model)
-    largest, fp8_max = casts.largest_rounded(of_recipe), casts.fp8_max(of_recipe)
+    formats = [of_recipe.cast(role).float8 for role in casts.roles]
+    largest = np.array([largest_rounded(float8) for float8 in formats])
+    fp8_max = np.array([float8.max for float8 in formats])
     steps, delayed = FP8Monitor().every_n_steps, isinstance(of_recipe, DelayedScaling)
     trace = StepTrace(casts.slots, steps)
     trace.stop()

@@ -1,13 +1,32 @@
-"""Shared memory of a block of attention's Hopper kernels: buffers, and rings of stages that TMA fills."""
+"""A block of attention's Hopper kernels: roles of its warps, and its shared memory with rings that TMA fills.
+
+A block has three warpgroups. Two multiply, and one thread of the third copies with TMA: FlashAttention-3's warp
+specialization (arXiv:2407.08608, section 3.1).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.device.language import device
-from cuda_kernels.device.sm90 import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait, tma_load
+from cuda_kernels.attention.tiles import tile_of
+from cuda_kernels.device.language import cuda, device, i32
+from cuda_kernels.device.sm90 import (
+    elect_sync,
+    fence_mbarrier_init,
+    grid_constant_params,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    prefetch_tensormap,
+    shfl_sync_0,
+    tma_load,
+    warpgroup_reg_alloc,
+    warpgroup_reg_dealloc,
+)
+from cuda_kernels.kernel import Kernel
 
 TILE = ROWS * 128
 """Bytes of 128 rows of 128 bytes each; channels beyond head_dim are 0."""
@@ -74,3 +93,61 @@ def make_own_load(panels: int) -> Any:
         load_rows(y, map_y, barrier, first_row)
 
     return load
+
+
+MULTIPLYING = 256
+"""Threads of the two warpgroups that multiply."""
+PRODUCER = 2
+"""Index of the third warpgroup."""
+_THREADS = 384
+_PRODUCER_REGISTERS = 24
+_REGISTERS = 240
+
+
+def make_warp_specialized(init_barriers: Any, produce: Any) -> Any:
+    """A device function ``(smem, maps, table, heads_at_once, shape) -> tile, head, wg_idx, warp``, called first.
+
+    It initializes barriers, loads the block's tile and head, and allocates each warpgroup's registers. One thread of
+    the warpgroup :data:`PRODUCER` copies all operands here, and returns when it is done.
+
+    Args:
+        init_barriers: a device function of shared memory's address.
+        produce: a device function ``(smem, maps, tile, head, shape)`` of the thread that copies.
+    """
+
+    @device
+    def begin(smem, maps, table, heads_at_once, shape):
+        grid_constant_params()
+        wg_idx, warp = shfl_sync_0(cuda.threadIdx.x >> 7), shfl_sync_0(cuda.threadIdx.x >> 5)
+        if cuda.threadIdx.x == 0:
+            for index in range(len(maps)):
+                prefetch_tensormap(maps[index])
+            init_barriers(smem)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        tile, head = tile_of(table, heads_at_once)
+        if wg_idx == PRODUCER:
+            warpgroup_reg_dealloc(_PRODUCER_REGISTERS)
+            if warp == 4 * PRODUCER and elect_sync():
+                produce(smem, maps, tile, head, shape)
+        else:
+            warpgroup_reg_alloc(_REGISTERS)
+        return tile, head, wg_idx, warp
+
+    return begin
+
+
+@device
+def accumulator_origin(wg_idx):
+    """Row and column, in the block's 128 rows, of this thread's first element of its warpgroup's accumulator.
+
+    Its second row is eight below (PTX ISA, "Accumulator D fragment layout for wgmma .m64nNk32").
+    """
+    wg_thread = cuda.threadIdx.x & 127
+    lane = wg_thread & 31
+    return i32(wg_idx * 64 + (wg_thread >> 5) * 16 + (lane >> 2)), i32(2 * (lane & 3))
+
+
+def attention_on_hopper(name: str, function: Any, parameters: Mapping[str, Any], offsets: dict[str, int]) -> Kernel:
+    """The declaration of a kernel with such blocks; ``offsets``: its buffers, from :func:`placed`."""
+    return Kernel(name, function, parameters, _THREADS, shared_bytes=offsets["end"], architectures=("90a",))

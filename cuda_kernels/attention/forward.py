@@ -5,8 +5,8 @@ Codes of K and transposed V are in a ring of stages in shared memory. Each stage
 the bytes written by TMA, and an ``empty`` barrier for the two warpgroups that read it. For each tile a warpgroup
 computes S = Q Kᵀ, and turns S into P in registers, which is directly the left operand of P V. The product is added in
 float32 by the instruction that rescales the sum, so that the tensor cores' short accumulator (about 14 bits,
-DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products. :mod:`.forward_overlapped` and
-:mod:`.forward_in_turns` schedule the warpgroups' other work.
+DeepSeek-V3, arXiv:2412.19437) never sums more than 128 products. :mod:`.forward_tiles` schedules
+the warpgroups' other work.
 
 The numerics are those of the reference's ``forward``: the scales of Q and K are part of the factor of the scores; V's
 scale is the unit of the sums, so it changes by a factor of the whole sum.
@@ -16,19 +16,24 @@ from __future__ import annotations
 
 from functools import cache
 
-from cuda_kernels.attention.block import TILE, fill_stage, init_ring, make_row_load
-from cuda_kernels.attention.forward_block import forward_offsets, forward_stages
-from cuda_kernels.attention.forward_in_turns import make_tiles_in_turns
-from cuda_kernels.attention.forward_overlapped import CHANNELS, make_overlapped_tiles
+from cuda_kernels.attention.block import (
+    PRODUCER,
+    TILE,
+    attention_on_hopper,
+    fill_stage,
+    init_ring,
+    make_row_load,
+    make_warp_specialized,
+)
+from cuda_kernels.attention.forward_tiles import forward_offsets, forward_stages, make_forward_tiles
 from cuda_kernels.attention.softmax import store_statistics
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import tile_again
-from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
-from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
+from cuda_kernels.attention.tiles import parameters_of_pass, tile_again
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import dynamic_shared, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import address_of, mbarrier_arrive_expect_tx, mbarrier_init, tma_load
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 
 @cache
@@ -47,8 +52,7 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
         offsets[name] for name in ("q", "k", "v", "out", "full_q", "full_k", "full_v", "empty_k", "empty_v")
     )
     q_bytes, k_bytes, v_bytes = spec.panels * TILE, spec.panels * TILE, head_dim * 128
-    make_tiles = make_overlapped_tiles if head_dim == CHANNELS else make_tiles_in_turns
-    consume, store = make_tiles(spec)
+    consume, store = make_forward_tiles(spec)
     load_rows = make_row_load(spec.panels)
     next_stage = stage_counters(stages)
 
@@ -105,11 +109,5 @@ def attention_forward_kernel(spec: AttentionSpec) -> Kernel:
             shared = smem + out_offset
             store(sums, inverse, inverse_below, seen, seen_below, shared, out, tile, head, warp, strides)
 
-    parameters = {
-        **typed(tensor_map, "map_q map_k map_v"),
-        **typed(i64, "table scale_inv_q scale_inv_k scale_inv_v out m l"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        "c": f32,
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass("map_q map_k map_v", "table scale_inv_q scale_inv_k scale_inv_v out m l", "c")
     return attention_on_hopper(f"attention_forward({spec}, {stages=})", attention_forward, parameters, offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,34 +47,19 @@ def next_unit(top, largest, unit):
     return largest, new, TOP - zero, exp2_approx(unit - zero)
 
 
-class Softmax(NamedTuple):
+@cache
+def make_softmax(num_keys: int) -> tuple[Any, Any]:
     """Device functions for the scores of a tile: products of codes that, times ``factor``, are logarithms to base 2.
 
-    Pairs are for the thread's two rows.
-
-    Attributes:
-        rebase: ``(scores, factor, softmax_state) -> softmax_state, offsets, alphas``: rows' largest scores and units
-            including this tile; offsets of its logarithms; factors of the previous sums, which are not yet applied to
-            the state's own sums.
-        probabilities: ``(scores, factor, offsets, alphas, softmax_state) -> words, softmax_state``: the tile's
-            probabilities as E4M3 codes, an operand A; 256 represents the row's unit. Sums are over this thread's
-            columns, of probabilities before rounding.
+    Pairs are for the thread's two rows. The first, ``(scores, factor, softmax_state) -> softmax_state, offsets,
+    alphas``, gives rows' largest scores and units including this tile; offsets of its logarithms; factors of the
+    previous sums, which are not yet applied to the state's own sums. The second, ``(scores, factor, offsets, alphas,
+    softmax_state) -> words, softmax_state``, gives the tile's probabilities as E4M3 codes, an operand A; 256 represents
+    the row's unit. Sums are over this thread's columns, of probabilities before rounding.
     """
-
-    rebase: Any
-    probabilities: Any
-
-
-@cache
-def make_softmax(num_keys: int) -> Softmax:
-    """For tiles of ``num_keys`` keys."""
     num_registers = num_keys // 2
-    largest_of, sum_of, power, pack = (
-        rows_max(num_registers),
-        rows_sum(num_registers),
-        exp2_rows(num_registers),
-        pack_a_words(num_registers, "e4m3"),
-    )
+    largest_of, sum_of, power = rows_max(num_registers), rows_sum(num_registers), exp2_rows(num_registers)
+    pack = pack_a_words(num_registers, "e4m3")
 
     @device
     def rebase(scores, factor, softmax_state):
@@ -95,12 +80,12 @@ def make_softmax(num_keys: int) -> Softmax:
         total, total_below = total * alphas[0] + more, total_below * alphas[1] + more_below
         return pack(exponentials), (largest, largest_below, unit, unit_below, total, total_below)
 
-    return Softmax(rebase, probabilities)
+    return rebase, probabilities
 
 
 @cache
 def make_whole_softmax(num_keys: int) -> Any:
-    """Both functions of :class:`Softmax`: ``(scores, factor, softmax_state) -> words, softmax_state, alphas``."""
+    """Both functions of :func:`make_softmax`: ``(scores, factor, softmax_state) -> words, softmax_state, alphas``."""
     rebase, probabilities = make_softmax(num_keys)
 
     @device

@@ -61,19 +61,14 @@ def make_gradient_store(channels: int, dtype: DtypeName, first_channel: int = 0,
 
 
 @cache
-def make_row_store(channels: int, dtype: DtypeName, again: bool) -> Any:
+def make_row_store(channels: int, dtype: DtypeName, again: bool, start: int = 0) -> Any:
     """A device function ``(acc, shared, out, stride, rows_left, lane)`` that stores a warp's 16 rows of ``channels``.
 
     ``acc``: the warp's part of a warpgroup's accumulator. ``shared``: :data:`WARP_BYTES` for this warp, aligned to the
     swizzle's ``ATOM_BYTES``. ``out``: the address of the first row; ``stride``: bytes between rows; both are multiples
     of 16. ``rows_left``: the number of rows to store. ``again``: whether the warp may still be reading an earlier
-    result from ``shared``.
+    result from ``shared``. ``start``: the first channel; 128 bytes of each row are stored at a time.
     """
-    return _store_from(0, channels, dtype, again)
-
-
-def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any:
-    """:func:`make_row_store` for the channels from ``start`` on, 128 bytes of each row at a time."""
     item = 4 if dtype == "float32" else 2
     columns = min(ROW_BYTES // item, channels - start)
     chunks = columns * item // 16
@@ -81,7 +76,7 @@ def _store_from(start: int, channels: int, dtype: DtypeName, again: bool) -> Any
     to_shared = make_swizzled_store(columns // 2, dtype)
     byte = start * item
     is_last = start + columns == channels
-    store_rest = None if is_last else _store_from(start + columns, channels, dtype, True)
+    store_rest = None if is_last else make_row_store(channels, dtype, True, start + columns)
 
     @device
     def store(acc, shared, out, stride, rows_left, lane):

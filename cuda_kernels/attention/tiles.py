@@ -14,9 +14,21 @@ from cuda_kernels.attention.spec import (
     TILE_WHOLE_LAST,
 )
 from cuda_kernels.device.fragments import mask_rows
-from cuda_kernels.device.language import cuda, device, i32, i64
+from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
 from cuda_kernels.device.ptx import load_16_if, quotient
 from cuda_kernels.device.sm90 import shfl_sync_0
+from cuda_kernels.kernel import typed
+
+
+def parameters_of_pass(maps: str, addresses: str, factors: str) -> dict[str, Any]:
+    """The types of a kernel's parameters by name: tensor maps, addresses, sizes and the band, factors, strides."""
+    return {
+        **typed(tensor_map, maps),
+        **typed(i64, addresses),
+        **typed(i32, "heads_at_once group rows_q rows_k left right"),
+        **typed(f32, factors),
+        **typed(i64, "stride_b stride_l stride_h"),
+    }
 
 
 @device

@@ -174,10 +174,7 @@ def quantize_blocks_kernel(
         block_row, block_column = i64(tile_row >> i32(7)), i64(tile_col >> i32(7))
 
         # Decode quads once for everything that is needed before the cast.
-        vector_maxima, column_maxima = (
-            cuda.local.array(n_maxima, u32),
-            cuda.local.array(n_maxima, u32),
-        )
+        vector_maxima, column_maxima = cuda.local.array(n_maxima, u32), cuda.local.array(n_maxima, u32)
         vector_amax = cuda.local.array(n_vectors, u32)
         lane_scales = cuda.local.array(scales_of_lane, u32)  # bits of the scales that this lane computes for its block
         row_amax = u32(0)  # of row `lane` of the warp's 16

@@ -4,7 +4,7 @@ All addresses are computed by one formula, :func:`swizzle_128b`. cp.async and pl
 :func:`ldmatrix_a`, :func:`ldmatrix_b` and, along K, :func:`along_row`; stmatrix is in :func:`make_swizzled_store`;
 wgmma uses :func:`smem_descriptor` and :func:`advance_descriptor`. TMA swizzles in hardware if a box of
 :mod:`cuda_kernels.host.tensor_maps` requests it. Transposing casts (``device/tile.py``,
-``attention/casts/transpose.py``) use other orders, which are private to them.
+``attention/casts/cast.py``) use other orders, which are private to them.
 """
 
 from __future__ import annotations

@@ -104,13 +104,13 @@ class Launch:
             if self._index not in kernel.loaded:
                 kernel.loaded[self._index] = _load(kernel, self._index)
             self._handle = kernel.loaded[self._index]
-            proofs.binding(kernel)
+            proofs.note("loading", kernel)
             self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"kernels are not supported on {device.type}")
         elif device.type in PROVEN_CODE:
             proofs.require(kernel, *PROVEN_CODE[device.type](kernel))
-            proofs.binding(kernel)
+            proofs.note("loading", kernel)
 
     def run(self, *addresses: Argument) -> None:
         """Launch on the current stream; ``addresses`` come from :func:`address_on` and ``tensor_maps.map_on``.
@@ -120,7 +120,7 @@ class Launch:
         """
         if self._index is None:
             if self.device.type in PROVEN_CODE:
-                proofs.starting(self.kernel)
+                proofs.note("starting", self.kernel)
             return EXECUTORS[self.device.type](self.kernel, self.grid, (*addresses, *self.scalars))
         try:
             write, launch_kernel, stream, parameters = self._local.binding
@@ -181,7 +181,7 @@ def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:
 
 def _told_before(kernel: Kernel, launch_kernel: Callable[..., Any], *args: Any) -> Any:
     """Launch a kernel in a process that proves it."""
-    proofs.starting(kernel)
+    proofs.note("starting", kernel)
     return launch_kernel(*args)
 
 
@@ -325,7 +325,7 @@ _OUT_OF_MEMORY = 2
 def _load(kernel: Kernel, index: int) -> int:
     """Load ``kernel`` on CUDA device ``index``, which must be current, and return its handle."""
     _driver()  # raises if it is missing, before anything is compiled
-    proofs.compiling(kernel)
+    proofs.note("compiling", kernel)
     code = _machine_code(kernel, architecture(index))
     proofs.require(kernel, card(index), code)
     try:

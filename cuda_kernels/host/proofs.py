@@ -16,12 +16,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cuda_kernels.host.cache_folder import cache_folder, warn_once, write_whole
 from cuda_kernels.kernel import Kernel, KernelError
@@ -86,18 +86,13 @@ class Refused(KernelError):
     """The kernel failed its proof on this GPU."""
 
 
-class Watcher(Protocol):
-    """Callbacks of a process that proves kernels."""
+Watcher = Callable[[str, Kernel, str], None]
+"""A function of a process that proves kernels. It is called with the key of a kernel's verdict and what happens:
 
-    def compiling(self, kernel: Kernel) -> None:
-        """The kernel is about to be compiled, or read from the cache."""
-
-    def loading(self, kernel: Kernel, key: str) -> None:
-        """A launch binds the kernel; ``key`` is that of its verdict."""
-
-    def starting(self, kernel: Kernel, key: str) -> None:
-        """The kernel is about to be launched."""
-
+- ``compiling``: the kernel is about to be compiled, or read from the cache; the key is not known yet
+- ``loading``: a launch binds the kernel
+- ``starting``: the kernel is about to be launched
+"""
 
 SOURCES = [Path(__file__).parents[1]]
 """Folders whose Python files are included in :func:`key_of`."""
@@ -118,17 +113,16 @@ def require(kernel: Kernel, card: Card, code: bytes) -> None:
         Refused: its proof failed.
     """
     if os.environ.get(VARIABLE) == "0" and _watcher is None:
-        return None
+        return
     key = key_of(card, code)
     _required[kernel.name] = key, card
     if _watcher is not None:
-        return None
+        return
     verdict = verdict_of(key)
     if verdict is None:
         raise Unproven(kernel, card, key)
     if not verdict.proven:
         raise refusal(verdict)
-    return None
 
 
 def refusal(verdict: Verdict) -> Refused:
@@ -144,26 +138,10 @@ def is_watched() -> bool:
     return _watcher is not None
 
 
-def compiling(kernel: Kernel) -> None:
-    """Call the watcher, if there is one, before the kernel is compiled."""
+def note(what: str, kernel: Kernel) -> None:
+    """Call the watcher, if there is one; what it raises refuses the kernel."""
     if _watcher is not None:
-        _watcher.compiling(kernel)
-
-
-def binding(kernel: Kernel) -> None:
-    """Call the watcher, if there is one, when a launch binds a loaded kernel.
-
-    Raises:
-        Refused: the kernel has failed its proof before.
-    """
-    if _watcher is not None:
-        _watcher.loading(kernel, _required[kernel.name][0])
-
-
-def starting(kernel: Kernel) -> None:
-    """Call the watcher, if there is one, before the kernel is launched."""
-    if _watcher is not None:
-        _watcher.starting(kernel, _required[kernel.name][0])
+        _watcher(what, kernel, "" if what == "compiling" else _required[kernel.name][0])
 
 
 def watch(watcher: Watcher | None) -> None:
@@ -218,11 +196,6 @@ def keep(key: str, verdict: Verdict) -> None:
             f"tests of FP8 kernels cannot be kept in {path.parent} ({error.strerror}) and are repeated by each process;"
             " set LIGHTNING_FP8_CACHE to a folder that can be written"
         )
-
-
-def forget() -> None:
-    """Forget the verdicts in memory; files are kept."""
-    _known.clear()
 
 
 @contextmanager

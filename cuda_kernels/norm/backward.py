@@ -89,25 +89,18 @@ def _dot(x, y):
     return _sum(x[0] * y[0], x[1] * y[1], x[2] * y[2], x[3] * y[3])
 
 
-def _gradient(spec: NormSpec) -> Any:
-    """A device function ``(g, normalized, mean_of_g, mean_of_product, rstd) -> dx`` of one element."""
-    has_mean = spec.has_mean
-
-    @device
-    def gradient(g, normalized, mean_of_g, mean_of_product, rstd):
-        g = g - mean_of_g if has_mean else g
-        return rstd * (g - normalized * mean_of_product)
-
-    return gradient
-
-
 def _gradient_storer(spec: NormSpec, aligned: bool, full: bool) -> Any:
     """A device function that stores four elements of dx at an address, from ``column`` on.
 
     ``full``: no column is outside the row.
     """
-    gradient = _gradient(spec)
+    has_mean = spec.has_mean
     store = quad_storer(spec.dtype, aligned)
+
+    @device
+    def gradient(g, normalized, mean_of_g, mean_of_product, rstd):
+        g = g - mean_of_g if has_mean else g
+        return rstd * (g - normalized * mean_of_product)
 
     @device
     def store_gradient(address, column, columns, g, normalized, mean_of_g, mean_of_product, rstd):
@@ -135,18 +128,14 @@ def norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, row_layout: RowLay
     quads = row_layout.quads_per_thread
     column_of = quad_column(row_layout)
     load_x, load_dy = row_loader(spec.dtype, row_layout), row_loader(dy_dtype, row_layout)
-    decode_x = quad_decoder(spec.dtype)
-    decode_dy = quad_decoder(dy_dtype)
+    decode_x, decode_dy = quad_decoder(spec.dtype), quad_decoder(dy_dtype)
     weights = parameter_quad(spec.weight_dtype)
     num_x_registers, num_dy_registers = row_registers(spec.dtype, row_layout), row_registers(dy_dtype, row_layout)
     x_registers, dy_registers = quad_registers(spec.dtype), quad_registers(dy_dtype)
     itemsize, dy_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[dy_dtype]
-    weight_address, dx_address_of = (
-        quad_address(ITEM_BYTES[spec.weight_dtype], row_layout),
-        quad_address(itemsize, row_layout),
-    )
-    has_mean = spec.has_mean
-    has_bias = spec.has_bias
+    weight_address = quad_address(ITEM_BYTES[spec.weight_dtype], row_layout)
+    dx_address_of = quad_address(itemsize, row_layout)
+    has_mean, has_bias = spec.has_mean, spec.has_bias
     elements = 4 * quads
     rstd_pointer = rstd_address(spec.has_mean)
     normalize = _normalizer(spec)
@@ -250,8 +239,7 @@ def long_norm_backward_kernel(spec: NormSpec, dy_dtype: DtypeName, aligned: bool
     quad_x, quad_dy = quad_reader(spec.dtype, aligned), quad_reader(dy_dtype, aligned)
     weights = quad_reader(spec.weight_dtype, aligned)
     normalize = _normalizer(spec)
-    has_mean = spec.has_mean
-    has_bias = spec.has_bias
+    has_mean, has_bias = spec.has_mean, spec.has_bias
     rstd_pointer = rstd_address(spec.has_mean)
     store = _gradient_storer(spec, aligned, False)
     total = row_sum(THREADS)

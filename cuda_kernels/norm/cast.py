@@ -1,4 +1,4 @@
-"""Normalize and cast to FP8 with one scale, with rows in registers, so that x is read once.
+"""Normalize and cast to FP8 with one scale, or RMSNorm in high precision: rows in registers, so that x is read once.
 
 The scale is delayed scaling's, or 0 if the tensor's own amax is to be used, which is known only after all rows were
 read. The host does not synchronize to find out. Two kernels run: ``normalize`` casts with a nonzero scale, and
@@ -16,7 +16,6 @@ import numpy as np
 
 from cuda_kernels.device.codec import (
     FP8_MAX,
-    ITEM_BYTES,
     amax_to_scale,
     magnitude,
     quad_decoder,
@@ -31,10 +30,12 @@ from cuda_kernels.device.ptx import (
     from_bits,
     larger_magnitudes,
     load_f32,
+    pack_halves,
     store_4,
     store_8,
     store_f32,
 )
+from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.tile import block_max, reduce_block_amax
 from cuda_kernels.kernel import Kernel, typed
 from cuda_kernels.norm.rows import (
@@ -44,6 +45,7 @@ from cuda_kernels.norm.rows import (
     parameter_quad,
     quad_address,
     quad_column,
+    quad_storer,
     row_loader,
     row_registers,
 )
@@ -122,9 +124,7 @@ def normalize_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout, observe: b
     rstd_pointer = rstd_address(spec.has_mean)
     registers_of_row = row_registers(spec.dtype, row_layout)
     itemsize = ITEM_BYTES[spec.dtype]
-    row_thread_mask = row_layout.threads_per_row - 1
-    shift = row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     larger = larger_magnitudes["float32"]
     code_address = quad_address(1, row_layout)
 
@@ -197,9 +197,7 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
     has_mean = spec.has_mean
     fp8_max = FP8_MAX[fp8]
     rstd_pointer = rstd_address(spec.has_mean)
-    row_thread_mask = row_layout.threads_per_row - 1
-    shift = row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     code_address = quad_address(1, row_layout)
 
     def cast_normalized(
@@ -238,4 +236,76 @@ def cast_normalized_kernel(spec: NormSpec, fp8: str, row_layout: RowLayout) -> K
         THREADS,
         shared_bytes=32,
         min_blocks_per_sm=_min_blocks_per_sm(spec, row_layout),
+    )
+
+
+@cache
+def rms_norm_kernel(spec: NormSpec, out_dtype: DtypeName, rounds_first: bool, row_layout: RowLayout) -> Kernel:
+    """``out [rows, columns]``, contiguous, and ``statistics [rows]``.
+
+    ``rounds_first``: x rstd is rounded to x's dtype before it is multiplied by the weight.
+    """
+    quads = row_layout.quads_per_thread
+    load_row = row_loader(spec.dtype, row_layout)
+    statistics_of_row = row_statistics(spec.dtype, False, row_layout)
+    column_of = quad_column(row_layout)
+    decode = quad_decoder(spec.dtype)
+    decode_rounded = quad_decoder(spec.dtype)
+    parameters = parameter_quad(spec.weight_dtype)
+    is_inside = inside_row(row_layout)
+    store = quad_storer(out_dtype, True)
+    registers_of_row, registers_of_quad = row_registers(spec.dtype, row_layout), quad_registers(spec.dtype)
+    itemsize, out_itemsize = ITEM_BYTES[spec.dtype], ITEM_BYTES[out_dtype]
+    weight_address = quad_address(ITEM_BYTES[spec.weight_dtype], row_layout)
+    out_address = quad_address(out_itemsize, row_layout)
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
+    pack = pack_halves.get(spec.dtype)
+    rounds = rounds_first and pack is not None
+
+    @device
+    def rounded(a, b, c, d):
+        if not rounds:
+            return a, b, c, d
+        registers = cuda.local.array(2, u32)
+        registers[0], registers[1] = pack(a, b), pack(c, d)
+        return decode_rounded(registers, 0)
+
+    def rms_norm(x, stride, weight, statistics, out, rows, columns, offset, eps):
+        thread = cuda.threadIdx.x
+        smem = dynamic_shared()
+        thread_in_row = thread & row_thread_mask
+        sum_buffer = i32(0)
+        first_row = i64(cuda.blockIdx.x) * rows_of_block
+        while first_row < rows:
+            row = first_row + (thread >> shift)
+            in_bounds = row < rows
+            registers = cuda.local.array(registers_of_row, u32)
+            load_row(x + (row if in_bounds else i64(rows - 1)) * stride * itemsize, columns, thread_in_row, registers)
+            _, r = statistics_of_row(registers, columns, thread_in_row, eps, smem + sum_buffer, thread)
+            if thread_in_row == 0 and in_bounds:
+                store_f32(statistics + row * 4, r)
+            for quad in range(quads):
+                column = column_of(quad, thread_in_row)
+                a, b, c, d = decode(registers, quad * registers_of_quad)
+                w0, w1, w2, w3 = parameters(weight_address(weight, quad, thread_in_row), is_inside(column, columns))
+                a, b, c, d = rounded(a * r, b * r, c * r, d * r)
+                store(
+                    out_address(out + row * columns * out_itemsize, quad, thread_in_row), column,
+                    columns if in_bounds else i32(0),
+                    a * (w0 + offset), b * (w1 + offset), c * (w2 + offset), d * (w3 + offset),
+                )  # fmt: skip
+            sum_buffer ^= i32(64)
+            first_row += i64(cuda.gridDim.x) * rows_of_block
+
+    return Kernel(
+        f"rms_norm({spec}, {out_dtype}, {rounds_first=}, {row_layout})",
+        rms_norm,
+        {
+            **typed(i64, "x stride weight statistics out"),
+            **typed(i32, "rows columns"),
+            **typed(f32, "offset eps"),
+        },
+        THREADS,
+        shared_bytes=128,
+        min_blocks_per_sm=2,
     )

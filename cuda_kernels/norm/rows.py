@@ -46,9 +46,10 @@ class RowLayout:
     full: bool
 
     @property
-    def log2_threads(self) -> int:
-        """log2 of ``threads_per_row``, for shifts."""
-        return self.threads_per_row.bit_length() - 1
+    def in_block(self) -> tuple[int, int, int]:
+        """In a block of :data:`THREADS`: the mask of a thread's index in its row, log2 of threads per row, and rows."""
+        shift = self.threads_per_row.bit_length() - 1
+        return self.threads_per_row - 1, shift, THREADS >> shift
 
     @property
     def quads_per_thread(self) -> int:

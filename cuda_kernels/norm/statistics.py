@@ -136,9 +136,6 @@ def normalized_loader(spec: NormSpec, aligned: bool) -> TileLoader:
     return TileLoader(f"norm({spec}, {aligned=})", 6, num_registers, load, decode, decoded_maxima(), min_blocks_per_sm)
 
 
-# --- Statistics -------------------------------------------------------------------------------------------------------
-
-
 def rstd_address(has_mean: bool) -> Any:
     """A device function ``(statistics, rows) -> address`` of the rows' rstds, which are stored after any means."""
 
@@ -159,12 +156,9 @@ def row_statistics(dtype: DtypeName, has_mean: bool, row_layout: RowLayout) -> A
 
     ``registers``: this thread's share of the row. ``shared``: two times 32 bytes.
     """
-    registers_of_quad = quad_registers(dtype)
-    quads = row_layout.quads_per_thread
-    column_of = quad_column(row_layout)
-    decode = quad_decoder(dtype)
+    registers_of_quad, decode = quad_registers(dtype), quad_decoder(dtype)
+    quads, column_of, in_bounds = row_layout.quads_per_thread, quad_column(row_layout), inside_row(row_layout)
     total = row_sum(row_layout.threads_per_row)
-    in_bounds = inside_row(row_layout)
 
     @device
     def statistics(registers, columns, thread_in_row, eps, shared, thread):
@@ -191,10 +185,8 @@ def long_row_statistics(dtype: DtypeName, has_mean: bool, aligned: bool, threads
     Rows in memory may have any length and alignment. A row is read by ``threads`` threads, twice if there is a mean; if
     it is not ``in_bounds``, nothing is read. ``shared``: two times 32 bytes, if ``threads`` exceeds a warp.
     """
-    load = quad_loader(dtype, aligned)
-    decode = quad_decoder(dtype)
-    registers_of_quad = quad_registers(dtype)
-    itemsize = ITEM_BYTES[dtype]
+    load, decode = quad_loader(dtype, aligned), quad_decoder(dtype)
+    registers_of_quad, itemsize = quad_registers(dtype), ITEM_BYTES[dtype]
     total = row_sum(threads)
     stride = 4 * threads
     num_registers = _AT_ONCE * registers_of_quad
@@ -251,9 +243,7 @@ def statistics_of_rows_kernel(dtype: DtypeName, has_mean: bool, row_layout: RowL
     statistics_of_row = row_statistics(dtype, has_mean, row_layout)
     registers_of_row = row_registers(dtype, row_layout)
     itemsize = ITEM_BYTES[dtype]
-    row_thread_mask = row_layout.threads_per_row - 1
-    shift = row_layout.log2_threads
-    rows_of_block = THREADS >> row_layout.log2_threads
+    row_thread_mask, shift, rows_of_block = row_layout.in_block
     rstd_pointer = rstd_address(has_mean)
 
     def statistics_of_rows(x, stride, statistics, rows, columns, eps):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,18 +13,9 @@ import torch
 
 from lightning_fp8.delayed.history import validated_state
 from lightning_fp8.files import replacing
-from lightning_fp8.te.keys import EXTRA_STATE, is_grouped
-from lightning_fp8.te.te_state import TensorState, te_states_in
-from lightning_fp8.te.torch_file import (
-    DTYPES,
-    Buffer,
-    CheckpointError,
-    Global,
-    Standin,
-    Storage,
-    TensorRecord,
-    open_checkpoint,
-)
+from lightning_fp8.te.keys import EXTRA_STATE, is_grouped, slots_of_state
+from lightning_fp8.te.te_state import TensorState, require_stored, te_states_in
+from lightning_fp8.te.torch_file import CheckpointError, load_checkpoint
 from lightning_fp8.te_checkpoints.remap import states_by_name
 
 PLUGIN = "FP8Precision"
@@ -39,35 +28,32 @@ def main(argv: Sequence[str]) -> None:
     """Run the command. An error is printed in one line on the standard error, with exit status 1."""
     parser = argparse.ArgumentParser("lightning-fp8 checkpoint", description="FP8 state in checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect_parser = commands.add_parser(
-        "inspect", help="print the FP8 state of a checkpoint; no code in it is executed"
-    )
-    inspect_parser.add_argument("file", type=Path)
-    inspect_parser.add_argument("--filter", default="*", metavar="GLOB", help="print only tensors whose names match")
-    inspect_parser.add_argument(
+    inspecting = commands.add_parser("inspect", help="print the FP8 state of a checkpoint; no code in it is executed")
+    inspecting.add_argument("file", type=Path)
+    inspecting.add_argument("--filter", default="*", metavar="GLOB", help="print only tensors whose names match")
+    inspecting.add_argument(
         "--worst",
         type=_count,
         metavar="N",
         help="print the N tensors whose scales are stalest: largest over newest amax",
     )
-    convert_parser = commands.add_parser(
+    converting = commands.add_parser(
         "convert", help="convert Transformer Engine's FP8 state to this package's, so that the file loads without it"
     )
-    convert_parser.add_argument("source", type=Path, metavar="IN")
-    convert_parser.add_argument("target", type=Path, metavar="OUT")
+    converting.add_argument("file", type=Path, metavar="IN")
+    converting.add_argument("target", type=Path, metavar="OUT")
     args = parser.parse_args(argv)
-    file = args.file if args.command == "inspect" else args.source
     try:
         if args.command == "inspect":
             print(inspect(args.file, args.filter, args.worst))
         else:
-            print(convert(args.source, args.target))
+            print(convert(args.file, args.target))
     except CheckpointError as error:
-        raise SystemExit(f"lightning-fp8: {file}: {_printable(error)}") from None
+        raise SystemExit(f"lightning-fp8: {args.file}: {_printable(error)}") from None
     except OSError as error:
         raise SystemExit(f"lightning-fp8: {error}") from None
     except RecursionError:
-        raise SystemExit(f"lightning-fp8: {file}: it nests too deep to be a checkpoint") from None
+        raise SystemExit(f"lightning-fp8: {args.file}: it nests too deep to be a checkpoint") from None
 
 
 def _count(text: str) -> int:
@@ -92,32 +78,27 @@ def inspect(path: str | os.PathLike[str], only: str = "*", worst: int | None = N
         CheckpointError: If the file or a state in it is damaged. The message names the module.
         OSError: If the file cannot be opened.
     """
-    with open_checkpoint(Path(path)) as file:
-        lines: list[tuple[str, ...]] = []
-        ratios: list[float] = []
-        writers = []
-        for key, writer, tensor_states in _states(file):
-            if writer not in writers:
-                writers.append(writer)
-            if not tensor_states and fnmatchcase(key, only):
-                lines.append((_printable(key), "-", "-", "-", writer))
-                ratios.append(0.0)
-            for name, tensor_state in tensor_states.items():
-                if not fnmatchcase(name, only):
-                    continue
+    rows: list[tuple[float, tuple[str, ...]]] = []  # with the ratio
+    writers = []
+    for key, writer, tensor_states in _states(load_checkpoint(Path(path))[0]):
+        writers.append(writer)
+        if not tensor_states and fnmatchcase(key, only):
+            rows.append((0.0, (_printable(key), "-", "-", "-", writer)))
+        for name, tensor_state in tensor_states.items():
+            if fnmatchcase(name, only):
                 scale = f"{tensor_state.scale:.6g}" if tensor_state.scale else "not yet"
                 amaxes = tensor_state.amax_history
-                largest, newest = (f"{x:.6g}" for x in (amaxes.max(), amaxes[-1])) if len(amaxes) else ("-", "-")
-                lines.append((_printable(name), scale, largest, newest, writer))
-                ratios.append(float(amaxes.max() / amaxes[-1]) if len(amaxes) and amaxes[-1] > 0 else 0.0)
-    if not lines:
+                largest, newest = (float(amaxes.max()), float(amaxes[-1])) if len(amaxes) else (0.0, 0.0)
+                shown = (f"{largest:.6g}", f"{newest:.6g}") if len(amaxes) else ("-", "-")
+                rows.append((largest / newest if newest else 0.0, (_printable(name), scale, *shown, writer)))
+    if not rows:
         return f"{path}: no FP8 state" + (f" of tensors called {only}" if writers else "")
     if worst is not None:
-        lines = [lines[index] for index in sorted(range(len(lines)), key=lambda index: -ratios[index])[:worst]]
-    head = ("tensor", "scale", "largest amax", "newest amax", "written by")
-    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(4)]
-    table = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[4]]) for line in [head, *lines]]
-    return "\n".join([f"{path}: FP8 state written by {'; '.join(writers)}", *table])
+        rows = sorted(rows, key=lambda row: -row[0])[:worst]
+    lines = [("tensor", "scale", "largest amax", "newest amax", "written by"), *(cells for _, cells in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    table = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[4]]) for line in lines]
+    return "\n".join([f"{path}: FP8 state written by {'; '.join(dict.fromkeys(writers))}", *table])
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> str:
@@ -140,20 +121,30 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a folder; create it first, or name a file in another folder")
-    with open_checkpoint(source) as file:
-        by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
-        if not by_name:
-            raise CheckpointError("it has no Transformer Engine state to convert")
-        main = AVERAGED[0] if AVERAGED[0] in by_name else next(iter(by_name))
-        converted = [key for key in by_name if key == main or {key, main} == {*AVERAGED}]
-        _, state, count = by_name[main]
-        content = {"state_dict": file} if main is None else dict(file)
-        for key in converted:
-            content["state_dict" if key is None else key], _, _ = by_name[key]
-        result = _loaded(content, source, {})
-        if state is not None:
-            result[PLUGIN] = {"model": state}
-        _save(result, target)
+    file, unread = load_checkpoint(source)
+    by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
+    if not by_name:
+        raise CheckpointError("it has no Transformer Engine state to convert")
+    if unread:
+        raise CheckpointError(
+            f"it holds an object of {', '.join(unread)[:200]}, which cannot be written again without its class; save "
+            "it without that"
+        )
+    main = AVERAGED[0] if AVERAGED[0] in by_name else next(iter(by_name))
+    converted = [key for key in by_name if key == main or {key, main} == {*AVERAGED}]
+    _, state, count = by_name[main]
+    result = {"state_dict": file} if main is None else dict(file)
+    for key in converted:
+        result["state_dict" if key is None else key], _, _ = by_name[key]
+    if state is not None:
+        result[PLUGIN] = {"model": state}
+    try:
+        with replacing(target) as part:
+            torch.save(result, part)
+    except RecursionError:
+        raise
+    except RuntimeError as error:  # of torch, for a full disk
+        raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None
     num_tensors = len(state["names"]) if state else 0
     left = [_printable(key) for key in by_name if key not in converted]
     return f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history" + (
@@ -169,12 +160,16 @@ def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         prefix = "" if first else f"{holder_key}."
         for key, te_state in te_states:
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
-            tensor_states = {} if is_grouped(owner, holder) else te_state.named_tensor_states(owner)
+            slots = {} if is_grouped(owner, holder) else slots_of_state(owner, te_state.num_gemms)
+            tensor_states = te_state.tensor_states(slots)
             yield prefix + key, te_state.writer, {prefix + name: item for name, item in tensor_states.items()}
         first = first and not te_states
     for key, state in _our_states(file):
         try:
-            names, scale, amax_history, _ = validated_state(_loaded_state(state, Path(key)))
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    require_stored(repr(name), value)
+            names, scale, amax_history, _ = validated_state(state)
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}") from None
         tensor_states = {
@@ -209,51 +204,6 @@ def _dicts_in(file: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
         yield from ((key, value) for key, value in file.items() if isinstance(value, dict) and key is not None)
 
 
-def _loaded_state(state: Any, path: Path) -> Any:
-    """:func:`_loaded` for a state of this package. It checks that tensors do not take more memory than in the file."""
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, TensorRecord) and value.repeats:
-            raise CheckpointError(f"{key!r} has shape {value.shape} and {value.storage.numel} stored values")
-    return _loaded(state, path, {})
-
-
-def _loaded(value: Any, path: Path, memo: dict[int, Any]) -> Any:
-    """``value`` with its tensors loaded. ``memo`` caches loaded values by ``id``, since values may repeat."""
-    if id(value) not in memo:
-        memo[id(value)] = _read(value, path, memo)
-    return memo[id(value)]
-
-
-def _read(value: Any, path: Path, memo: dict[int, Any]) -> Any:
-    if isinstance(value, TensorRecord):
-        return value.load()
-    if isinstance(value, Buffer):
-        return io.BytesIO(value.getvalue())
-    if isinstance(value, Global) and value.name in DTYPES:
-        return DTYPES[value.name]
-    if isinstance(value, (Standin, Storage, Global)):
-        name = getattr(value, "name", "torch.storage")
-        raise CheckpointError(
-            f"{path} holds an object of {name[:200]}, which cannot be written again without its class"
-        )
-    if isinstance(value, dict):
-        items = {key: _loaded(item, path, memo) for key, item in value.items()}
-        return Counter(items) if isinstance(value, Counter) else items
-    if isinstance(value, (list, tuple)):
-        return type(value)(_loaded(item, path, memo) for item in value)
-    return value
-
-
 def _printable(text: object) -> str:
     """``text`` from a file, with terminal control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def _save(value: Any, target: Path) -> None:
-    try:
-        with replacing(target) as part:
-            torch.save(value, part)
-    except RecursionError:
-        raise
-    except RuntimeError as error:  # of torch, for a full disk
-        raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -80,20 +81,15 @@ def noted() -> Iterator[dict[str, Kernel]]:
     def note(kernel: Kernel, *started: object) -> None:
         launched[kernel.name] = kernel
 
-    gives_a_view = cast.gives_a_view
-    on_cpu = {op: op.implementations["cpu"] for op in _OPS}
-    cast.gives_a_view = lambda *operand: False  # GEMMs on a GPU need contiguous rows
-    for op in _OPS:
-        op.implementations["cpu"] = _on_card_too(op)
-    plans.clear_plan_cache()
-    try:
-        with launch.executing(note):
-            yield launched
-    finally:
-        cast.gives_a_view = gives_a_view
-        for op, implementation in on_cpu.items():
-            op.implementations["cpu"] = implementation
+    with ExitStack() as stack:
+        stack.enter_context(launch.executing(note))
+        # GEMMs on a GPU need contiguous rows.
+        stack.enter_context(patch.object(cast, "gives_a_view", lambda *operand: False))
+        for op in _OPS:
+            stack.enter_context(patch.dict(op.implementations, cpu=_on_card_too(op)))
         plans.clear_plan_cache()
+        stack.callback(plans.clear_plan_cache)
+        yield launched
 
 
 def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arch: str) -> list[Kernel]:

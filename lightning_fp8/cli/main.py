@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_fp8.version import __version__
 
@@ -37,6 +38,12 @@ NO_PLUGIN = (
 )
 LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""
+
+ABOUT_TYPES = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Not a valid subclass of|Subclass types expect|a class path \(str\)|"
+    r"a dict with|Import path .* does not correspond to a subclass|Expected a <class '[\w.]+'>$|Given value"
+)
+"""Lines of jsonargparse's errors that list the types of an argument, all of which it has tried."""
 
 HELP = """usage: lightning-fp8 COMMAND ...
 
@@ -82,7 +89,7 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
     """
     if importlib.util.find_spec("jsonargparse") is None:
         raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
-    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
     from lightning_fp8 import FP8Precision
 
@@ -93,7 +100,24 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
             if trainer.loggers:
                 super().setup(trainer, pl_module, stage)
 
+    class Parser(LightningArgumentParser):
+        def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
+            if self.exit_on_error:
+                self.exit(2, f"error: {_about_values(message)}\n")
+            super().error(message, *args, **kwargs)
+
     class CLI(LightningCLI):
+        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+            parser = super().init_parser(**kwargs)
+            parser.__class__ = Parser
+            return parser
+
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except (ValueError, TypeError) as error:
+                self.parser.error(str(error))
+
         def before_fit(self) -> None:
             if not isinstance(self.trainer.precision_plugin, FP8Precision):
                 warnings.warn(NO_PLUGIN, UserWarning, stacklevel=2)
@@ -110,6 +134,13 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
         auto_configure_optimizers=False,
         args=None if argv is None else list(argv),  # Lightning warns of arguments that come twice
     )
+
+
+def _about_values(message: str) -> str:
+    """The lines of a parser's error ``message`` that say what is wrong with a value, or all of it if there are none."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    kept = [line for line in lines if line and not ABOUT_TYPES.match(line)]
+    return "\n  ".join(kept) if kept else message
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from lightning_fp8.convert.host_limit import watch_host
 from lightning_fp8.convert.policy import Policy, Skip, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.update import listen
 from lightning_fp8.faster import AWAITED
 from lightning_fp8.modules.base import require_values
 from lightning_fp8.modules.linear import Linear
@@ -417,6 +418,7 @@ def apply_conversion(
     fuse_planned(model, summary)
     history = _share_history(model)
     history.choice = None if tell is None else history.choice or Choice(uncompiled(model), tell)
+    listen()
     if tell is not None:
         watch_host(tell)
     layers = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, LinearLayer)]

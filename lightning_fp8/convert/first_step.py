@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 from typing_extensions import Self
@@ -24,15 +23,16 @@ from lightning_fp8.convert.attention_calls.plan import judged
 from lightning_fp8.convert.fused.liger import computed_by_liger
 from lightning_fp8.convert.fused.plan import WAY_OUT, forget_what_ran, judged_fused
 from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
-from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
-from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
+from lightning_fp8.optimizer_steps import after, leave, listen, parameter_ids
+from lightning_fp8.traced import was_traced
 
 STEPS = 50
 """The number of training steps before idle layers are reported. Some layers are called at random, or rarely."""
@@ -505,6 +505,7 @@ def watch_first_steps(model: nn.Module, first_step: FirstStep, by_optimizers: bo
     setattr(uncompiled(model), _ATTRIBUTE, first_step)
     if by_optimizers:
         _stepping.add(uncompiled(model))
+        listen(after, report_after_step)
 
 
 def watched(model: nn.Module) -> FirstStep | None:
@@ -512,10 +513,11 @@ def watched(model: nn.Module) -> FirstStep | None:
     return vars(uncompiled(model)).get(_ATTRIBUTE)
 
 
-@torch.compiler.disable
-def report_after_step(optimizer: Any, *_: Any) -> None:
-    """Report what ran of the models of which ``optimizer`` holds a parameter."""
-    held = {*parameter_ids(optimizer)} if _stepping else set()
+def report_after_step(optimizer: Any) -> None:
+    """Report what ran of the models of which ``optimizer`` holds a parameter, until there are none."""
+    held = parameter_ids(optimizer)
+    if not _stepping:
+        leave(after, report_after_step)
     for model in list(_stepping):
         first_step = watched(model)
         if first_step is None or first_step.settled:
@@ -525,9 +527,6 @@ def report_after_step(optimizer: Any, *_: Any) -> None:
         else:  # a teacher, or a network that trains later
             first_step.steps_of_others += 1
             first_step.settled = first_step.steps_of_others == STEPS_OF_OTHERS
-
-
-register_optimizer_step_post_hook(report_after_step)  # after the one that updates the scales
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:

@@ -13,13 +13,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.fp8_region import in_backward, waiting
+from lightning_fp8.optimizer_steps import after, before, leave, listen
 
 FIRST, LAST = 10, 20
 """The optimizer steps that are watched; compilers have run before."""
+OTHERS = 100
+"""After so many steps of optimizers that are not on a GPU, none is awaited."""
 
 _clock = time.perf_counter
 
@@ -33,6 +35,7 @@ class HostLimit:
 
     tell: Callable[[str], None]
     steps: int = 0
+    others: int = 0
     is_begun: bool = False
     begun: tuple[float, Any] | None = None
     launched: Any = None
@@ -82,23 +85,28 @@ def watch_host(tell: Callable[[str], None]) -> None:
     """Watch the steps on a GPU from now on; ``tell`` is called with the message, if there is one."""
     global _watched
     _watched = HostLimit(tell)  # without a look for a GPU, after which a process that is forked could not use it
+    listen(before, backward_ended)
+    listen(after, _stepped)
 
 
-@torch.compiler.disable
-def backward_ended(*_: Any) -> None:
+def backward_ended(_: Any = None) -> None:
     """Called before an optimizer step, and again if the step has run the forward and the backward pass."""
     if _watched is not None and _watched.begun is not None and not is_capturing() and not in_backward():
         _watched.launched = _event()
 
 
-@torch.compiler.disable
-def _stepped(optimizer: Any, *_: Any) -> None:
+def _stepped(optimizer: Any) -> None:
     global _watched
     if _watched is not None and _is_on_gpu(optimizer):
         _watched.stepped()
         if _watched.steps == LAST:
             _watched.conclude()
             _watched = None
+    elif _watched is not None:
+        _watched.others += 1
+    if _watched is None or _watched.others == OTHERS:
+        leave(before, backward_ended)
+        leave(after, _stepped)
 
 
 def _is_on_gpu(optimizer: Any) -> bool:
@@ -109,7 +117,3 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-register_optimizer_step_pre_hook(backward_ended)
-register_optimizer_step_post_hook(_stepped)

@@ -44,36 +44,24 @@ _not_for_inference = torch.inference_mode(False)
 
 # --- Every history of this process ------------------------------------------------------------------------------------
 
-_instances: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
-"""All histories, by creation index."""
+_references: list[weakref.ref[AmaxHistory]] = []
+"""All histories in order of creation."""
 _creation_indices = itertools.count()
-_versions = itertools.count(1)
-_version = 0
 
 
-def version_of_modules() -> int:
-    """A number that changes when a history is created, and when the modules or the device of one change."""
-    return _version
+def any_history() -> bool:
+    """Whether a history exists. If not, nothing runs in FP8."""
+    return bool(_references)
 
 
-def _modules_changed() -> None:
-    global _version
-    _version = next(_versions)
+def all_histories() -> list[AmaxHistory]:
+    """All histories in order of creation, which is the same on all ranks."""
+    return [history for reference in tuple(_references) if (history := reference()) is not None]
 
 
 def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
     """The values that are still referenced, as a copy, since another thread may add values during an iteration."""
     return [instance for reference in objects.valuerefs() if (instance := reference()) is not None]
-
-
-def any_history() -> bool:
-    """Whether a history exists. If not, nothing runs in FP8."""
-    return len(_instances) > 0
-
-
-def all_histories() -> list[AmaxHistory]:
-    """All histories in order of creation, which is the same on all ranks."""
-    return sorted(living(_instances), key=lambda history: history.creation_index)
 
 
 # --- Spans ------------------------------------------------------------------------------------------------------------
@@ -253,14 +241,14 @@ class AmaxHistory:
         updates: the number of updates, of any of the slots.
         num_observed: float32 ``[n]``, the number of updates in which a tensor had a usable amax; ``interval`` counts
             these.
-        steps: ``None`` before the first step of an optimizer that owns slots, then 0. It is positive while amaxes of a
+        steps: ``None`` before the first step of an optimizer of the model, then 0. It is positive while amaxes of a
             step are not yet part of an update, as in states of earlier versions; the next training forward updates.
         span: the format and margin of the scales; ``None`` if there are no scales or it is unknown.
         recipe: the recipe of the last observed amaxes; ``None`` if it is unknown.
         plugin_recipe: the recipe of the plugin that trains the model; ``None`` if ``fp8_autocast`` sets the recipe.
         calibrated: whether a calibrating region has observed amaxes and has not ended yet.
-        modules: weak references, by ``id``, to the modules that determine which optimizers own the slots: the modules
-            that read the slots, and the root of the converted model.
+        modules: weak references, by ``id``, to the modules whose optimizers update the scales: those that read slots,
+            and the root of the converted model.
         slots_of: the indices of the slots of each module, by its ``id``; a root has none.
         watch: state that only warnings use.
         nonzero_scales: a copy of ``scale > 0`` on the host.
@@ -306,8 +294,7 @@ class AmaxHistory:
         self._slot_tensors = [(self.scale.new_empty(0), self.amax.new_empty(0)) for _ in self.names]
         self._place_slots()
         self.creation_index = next(_creation_indices)
-        _instances[self.creation_index] = self
-        _modules_changed()
+        _references.append(weakref.ref(self, _references.remove))
 
     def _place_slots(self) -> None:
         """Let the tensors of every slot share the memory of ``scale`` and ``amax``.
@@ -354,7 +341,6 @@ class AmaxHistory:
             self.scale = self.scale.to(device)
             self._place_slots()
             self.num_observed = self.num_observed.to(device)
-            _modules_changed()
         return self
 
     def follow(self, recipe: DelayedScaling) -> None:
@@ -365,26 +351,23 @@ class AmaxHistory:
         self.watch.observed = True
 
     def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
-        """Let the optimizers of ``module`` own its ``slots``. The root of a converted model has no slots."""
+        """Let the optimizers of ``module`` update the scales. The root of a converted model has no ``slots``."""
         self.modules[id(module)] = module
         self.slots_of[id(module)] = tuple(slots)
-        _modules_changed()
 
     def remove_module(self, module: Any) -> None:
         """Give up the slots of ``module``, which uses another history from now on."""
         self.modules.pop(id(module), None)
         self.slots_of.pop(id(module), None)
-        _modules_changed()
 
     @property
     def in_use(self) -> bool:
         """Whether a living module uses slots, or there are none."""
         return not self.names or any(self.slots_of[id(module)] for module in living(self.modules))
 
-    def training_forward_begins(self, *, observes: bool = False) -> None:
-        """Update the counts for warnings; see :meth:`Watch.forward_begins`."""
-        training = any(module.training for module in living(self.modules))
-        self.watch.forward_begins(self.updates, training, observes=observes)
+    def is_training(self) -> bool:
+        """Whether a module that uses the history is in training mode."""
+        return any(module.training for module in living(self.modules))
 
     @_not_for_inference
     def resize(self, length: int) -> None:
@@ -517,30 +500,24 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
         raise ValueError(f"FP8 state's 'names' holds {next(n for n in names if names.count(n) > 1)!r} more than once")
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
         raise ValueError(f"FP8 state's 'updates' must be a count, not {reprlib.repr(updates)}")
-    for key, value, shape in (("scale", scale, (len(names),)), ("amax_history", amax_history, (None, len(names)))):
+    for key in ("scale", "amax_history", "seen", "counts"):
+        value = state.get(key, scale)  # older states lack the last two
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             raise ValueError(
                 f"FP8 state's {key!r} must be a float32 tensor, not {getattr(value, 'dtype', type(value))}"
             )
         if value.is_meta or value.layout != torch.strided:
             raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
-        if value.dim() != len(shape) or value.shape[-1] != shape[-1]:
+        if value.dim() != 1 + (key == "amax_history") or value.shape[-1] != len(names):
             raise ValueError(f"FP8 state's {key!r} has shape {tuple(value.shape)} for {len(names)} names")
-        if value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
+        # Pending amaxes may be infinite or NaN: an update ignores them.
+        if key != "seen" and value.numel() and not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     steps_in(state)
     span_in(state)
     slower = state.get("slower", {})
     if not isinstance(slower, dict) or not all(isinstance(text, str) for pair in slower.items() for text in pair):
         raise ValueError("FP8 state's 'slower' must be the reasons of layers by their names, or be missing")
-    for key in ("seen", "counts"):  # pending amaxes may be infinite or NaN: an update ignores them
-        value = state.get(key, scale)
-        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != (len(names),):
-            raise ValueError(f"FP8 state's {key!r} must be float32 of shape ({len(names)},), or be missing")
-        if value.is_meta or value.layout != torch.strided:
-            raise ValueError(f"FP8 state's {key!r} must be a dense tensor that is not on meta; load it to the CPU")
-        if key == "counts" and not bool((torch.isfinite(value) & (value >= 0)).all()):
-            raise ValueError(f"FP8 state's {key!r} holds negative, infinite or NaN values; the file is damaged")
     return names, scale.detach(), amax_history.detach(), updates
 
 

@@ -1,15 +1,17 @@
-"""The update of delayed scaling: once per optimizer step, of the slots that the optimizer owns.
+"""The update of delayed scaling: once per optimizer step, of the models of which the optimizer holds a parameter.
 
 The step hook of ``torch.optim`` triggers the update in plain loops, under Fabric and in a Trainer. If an optimizer
 steps inside a backward pass, for example once for each parameter, the end of that backward pass triggers it. Explicit
 triggers are ``update_scales()`` of a plugin, ``update_fp8_scales(model)``, and the end of a calibrating region.
 
-First, the amaxes of slots that are not updated are saved and cleared, and the other amaxes are reduced over ranks. Then
-:func:`_advance` converts scales of another format or margin (``rescaling`` in ``numerics/scaling.py``) and appends the
-amaxes to each history. The new scale is ``fp8_max 2**-margin / amax``, at most float32's largest value, where amax is
-the history's maximum or its newest step. A tensor whose amax is 0, inf or NaN keeps its scale and its history. This is
-``ops.update_scales``, one launch. Its formulas are ``updated_scales`` in ``numerics/scaling.py``, and its kernel is
-``cuda_kernels/casts/update_scales.py``.
+A model has one history, so two networks of one model, with an optimizer each, are updated by both. A tensor that has
+not run since the last update has amax 0 and keeps its scale. Frozen layers are updated with the rest of their model.
+
+First, the amaxes are reduced over ranks. Then :func:`_advance` converts scales of another format or margin
+(``rescaling`` in ``numerics/scaling.py``) and appends the amaxes to each history. The new scale is
+``fp8_max 2**-margin / amax``, at most float32's largest value, where amax is the history's maximum or its newest step.
+A tensor whose amax is 0, inf or NaN keeps its scale and its history. This is ``ops.update_scales``, one launch. Its
+formulas are ``updated_scales`` in ``numerics/scaling.py``, and its kernel is ``cuda_kernels/casts/update_scales.py``.
 
 Ranks share their scales by one collective, by position. If only some ranks began a collective, they would hang. So the
 decision must not depend on what a rank ran, only on state that is equal on all ranks: the recipe of the plugin, or of
@@ -19,38 +21,40 @@ names of slots are compared over ranks before the first reduction.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import math
 import sys
-import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_fp8 import ops
+from lightning_fp8 import ops, optimizer_steps
 from lightning_fp8.capture import is_capturing
-from lightning_fp8.delayed.history import WARM_UP, WARM_UP_STEPS, AmaxHistory, Span, all_histories, span_of, span_ratio
-from lightning_fp8.delayed.owners import (
-    Slots,
-    all_slots,
-    mask_of,
-    note_step,
-    owned_by,
-    parameter_ids,
-    slots_without_optimizer,
+from lightning_fp8.delayed.history import (
+    WARM_UP,
+    WARM_UP_STEPS,
+    AmaxHistory,
+    Span,
+    all_histories,
+    living,
+    span_of,
+    span_ratio,
 )
-from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, uses_begin
+from lightning_fp8.delayed.watch import uses_begin
+from lightning_fp8.notices import say_once
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaling import FLOAT32_MAX, is_usable
+from lightning_fp8.optimizer_steps import parameter_ids
+from lightning_fp8.threads import NO_BACKWARD
 
 # --- Which recipe, and which ranks ------------------------------------------------------------------------------------
 
@@ -62,120 +66,116 @@ class _Region:
     Attributes:
         recipe: the recipe for amaxes whose recipe is unknown; None before the first region.
         group: the ranks that share their scales; ``None`` is all ranks.
+        listens: whether optimizer steps update scales; see :func:`listen`.
     """
 
     recipe: DelayedScaling | None = None
     group: dist.ProcessGroup | None = None
+    listens: bool = False
 
 
 _region = _Region()
 
 
-def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, *, training: bool) -> None:
-    """Record the entry of an outermost ``fp8_autocast`` region.
+def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, outermost: bool, *, training: bool) -> None:
+    """Record the entry of an ``fp8_autocast`` region in which amaxes may be observed.
 
     Args:
         training: whether gradients are enabled.
     """
+    if not _region.listens:
+        listen()
+    if not outermost:
+        return
     if training or _region.recipe is None:
         _region.recipe = recipe
         _region.group = group
-    if torch.compiler.is_compiling():
-        return
-    histories = [history for history in all_histories() if history.plugin_recipe is None]
-    uses_begin(history.watch for history in histories)
-    if training:
-        for history in histories:
-            history.training_forward_begins()
-        if histories and recipe.reduce_amax:
-            refuse_join(group)
-        update_waiting(histories)
+    if not torch.compiler.is_compiling():
+        of_regions = [history for history in all_histories() if history.plugin_recipe is None]
+        forwards_begin(of_regions, training, recipe.reduce_amax, group)
 
 
-def update_waiting(histories: Iterable[AmaxHistory]) -> None:
-    """Run pending updates: those of :func:`_end_of_backward`, and those of loaded states.
+def forwards_begin(
+    histories: Sequence[AmaxHistory],
+    training: bool,
+    reduce_amax: bool,
+    group: dist.ProcessGroup | None = None,
+    observes: bool = False,
+) -> None:
+    """Note the forward that begins, and run pending updates: those of :func:`_end_of_backward`, and of loaded states.
 
     In plain loops, earlier versions saved the amaxes of a step before its update.
+
+    Args:
+        observes: the forward counts as one that observes amaxes, which compiled layers do not tell.
     """
-    if _stepped_in_backward and _current_backward() < 0:
+    loaded, is_pending = [], _awaited is not None
+    for history in histories:
+        if history.watch.weights_loaded or history.watch.state_loaded:
+            loaded.append(history.watch)
+        if training:
+            history.watch.forward_begins(history.updates, history.is_training, observes)
+        is_pending |= bool(history.steps)
+    if loaded:
+        uses_begin(loaded)
+    if training and histories and reduce_amax and _joins:
+        refuse_join(group)
+    if training and is_pending:
+        update_pending(histories)
+
+
+def update_pending(histories: Iterable[AmaxHistory]) -> None:
+    """Run the updates that wait for the end of a backward pass or of a state's step."""
+    if _stepped_in_backward and _current_backward() == NO_BACKWARD:
         _update_after_backward()
-    if waiting := [history for history in histories if history.steps]:
-        update_slots(all_slots(waiting))
+    update([history for history in histories if history.steps])
 
 
 # --- The update -------------------------------------------------------------------------------------------------------
 
 
+def update(histories: Iterable[AmaxHistory]) -> None:
+    """Update ``histories``, with one collective for all models of plugins and one for all models without a plugin.
+
+    If the recipe of a plugin has no state, amaxes can only come from nested ``fp8_autocast`` regions. A rank does not
+    know whether such a region ran on other ranks, so each rank then has its own scales.
+    """
+    of_plugin: dict[AmaxHistory, DelayedScaling] = {}
+    of_region: dict[AmaxHistory, DelayedScaling] = {}
+    on_this_rank: dict[AmaxHistory, DelayedScaling] = {}
+    for history in histories:
+        plugin_recipe = history.plugin_recipe
+        observed_under = history.recipe or (_region.recipe if plugin_recipe is None else None)
+        if isinstance(plugin_recipe, DelayedScaling):
+            of_plugin[history] = plugin_recipe
+        elif observed_under is not None:
+            (of_region if plugin_recipe is None else on_this_rank)[history] = observed_under
+            if plugin_recipe is not None and observed_under.reduce_amax and are_several_ranks():
+                _warn_of_own_scales(plugin_recipe.name)
+    if of_plugin:
+        reduce_and_update(of_plugin, next(iter(of_plugin.values())).reduce_amax)
+    if of_region:
+        reduces = (_region.recipe or next(iter(of_region.values()))).reduce_amax
+        reduce_and_update(of_region, reduces, _region.group)
+    if on_this_rank:
+        reduce_and_update(on_this_rank, reduce_amax=False)
+
+
 def reduce_and_update(
-    histories: Sequence[AmaxHistory], recipe: DelayedScaling, group: dist.ProcessGroup | None = None
+    recipes: Mapping[AmaxHistory, DelayedScaling], reduce_amax: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Update all slots of several histories with one collective: the element-wise maximum of all their amaxes.
+    """Update several histories by their recipes, with one collective: the element-wise maximum of all their amaxes.
 
     Args:
-        histories: the histories to update.
-        recipe: the margin, interval, history length and algorithm.
         group: the ranks that share their scales; ``None`` is all ranks.
 
     Raises:
         RuntimeError: If ranks would share the scales of different tensors.
     """
-    _reduce_and_update(all_slots(histories), dict.fromkeys(histories, recipe), recipe.reduce_amax, group)
-
-
-def update_slots(owned: Iterable[tuple[AmaxHistory, Slots]]) -> None:
-    """Update these slots, with one collective for all models of plugins and one for all models without a plugin.
-
-    If the recipe of a plugin has no state, amaxes can only come from nested ``fp8_autocast`` regions. A rank does not
-    know whether such a region ran on other ranks, so each rank then has its own scales.
-    """
-    of_plugin: list[tuple[AmaxHistory, Slots]] = []
-    of_region: list[tuple[AmaxHistory, Slots]] = []
-    on_this_rank: list[tuple[AmaxHistory, Slots]] = []
-    recipes: dict[AmaxHistory, DelayedScaling] = {}
-    for history, slots in owned:
-        plugin_recipe = history.plugin_recipe
-        observed_under = history.recipe or (_region.recipe if plugin_recipe is None else None)
-        if isinstance(plugin_recipe, DelayedScaling):
-            recipes[history] = plugin_recipe
-            of_plugin.append((history, slots))
-        elif observed_under is not None:
-            recipes[history] = observed_under
-            if plugin_recipe is None:
-                of_region.append((history, slots))
-            else:
-                on_this_rank.append((history, slots))
-                if observed_under.reduce_amax and are_several_ranks():
-                    _warn_of_own_scales(plugin_recipe.name)
-    if of_plugin:
-        _reduce_and_update(of_plugin, recipes, recipes[of_plugin[0][0]].reduce_amax, None)
-    if of_region:
-        recipe = _region.recipe or recipes[of_region[0][0]]
-        _reduce_and_update(of_region, recipes, recipe.reduce_amax, _region.group)
-    if on_this_rank:
-        _reduce_and_update(on_this_rank, recipes, False, None)
-
-
-def _reduce_and_update(
-    owned: Sequence[tuple[AmaxHistory, Slots]],
-    recipes: dict[AmaxHistory, DelayedScaling],
-    reduce_amax: bool,
-    group: dist.ProcessGroup | None,
-) -> None:
-    put_aside = [(history, _put_aside(history, slots)) for history, slots in owned if len(slots) < len(history.names)]
     if reduce_amax:
-        _reduce_amaxes([history for history, _ in owned], group)
-    for history, _ in owned:
-        _advance(history, recipes[history])
-    for history, amaxes in put_aside:
-        history.amax.copy_(amaxes)
-
-
-def _put_aside(history: AmaxHistory, slots: Slots) -> Tensor:
-    """Clear the amaxes of all but ``slots``, and return them. A tensor with amax 0 keeps its scale and history."""
-    mask = mask_of(history, slots)
-    amaxes = history.amax.masked_fill(mask, 0.0)
-    history.amax.masked_fill_(~mask, 0.0)
-    return amaxes
+        _reduce_amaxes([*recipes], group)
+    for history, recipe in recipes.items():
+        _advance(history, recipe)
 
 
 def _advance(history: AmaxHistory, recipe: DelayedScaling) -> None:
@@ -232,12 +232,15 @@ def _fp8_max(history: AmaxHistory, recipe: DelayedScaling) -> Tensor:
     return history.fp8_max[1]
 
 
-@cache
+_said: dict[Any, str] = {}
+
+
 def _warn_of_own_scales(name: str) -> None:
-    warnings.warn(
+    say_once(
+        _said,
         f"reduce_amax=True is ignored in a delayed-scaling region inside recipe={name!r}: each rank has its own "
         "scales. To share scales, pass recipe='delayed' to the plugin and the other recipe to fp8_autocast",
-        stacklevel=2,
+        stacklevel=3,
     )
 
 
@@ -250,7 +253,9 @@ def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -
     """
     histories = [history for history in all_histories() if history.plugin_recipe is None]
     reduces = recipe.reduce_amax and are_several_ranks(group)
-    put_aside = [(history, _put_aside(history, frozenset())) for history in histories if not history.calibrated]
+    put_aside = [(history, history.amax.clone()) for history in histories if not history.calibrated]
+    for history, _ in put_aside:
+        history.amax.zero_()
     if reduces:
         _reduce_amaxes(histories, group)
     for history in histories:
@@ -400,19 +405,22 @@ def _difference(names_by_rank: dict[int, list[str]]) -> str:
     )
 
 
-# --- Optimizer steps, by the hooks of torch.optim ---------------------------------------------------------------------
+# --- Optimizer steps --------------------------------------------------------------------------------------------------
 
-_numbers = itertools.count(1)  # unique across threads
-_step_number = 0
 _STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of the wrapper around every ``step`` of torch.optim, which calls the hooks."""
-steps_are_captured = False
-"""Whether a CUDA graph has captured an optimizer step: its replays change weights, and do not count steps."""
 
 
-def optimizer_step_number() -> int:
-    """The number of the last optimizer step in this process. Cached copies of weights are stale once it changes."""
-    return _step_number
+def listen() -> None:
+    """Let optimizer steps update scales, for as long as there is something to update."""
+    _region.listens = True
+    if after_optimizer_step not in optimizer_steps.after:
+        optimizer_steps.after.insert(0, after_optimizer_step)  # those who report what a step did come later
+
+
+def _waits_for_steps(history: AmaxHistory) -> bool:
+    recipe = history.recipe or history.plugin_recipe
+    return isinstance(recipe, DelayedScaling) or (history.choice is not None and history.choice.slower is None)
 
 
 def _current_backward() -> int:
@@ -426,7 +434,7 @@ def _is_inner_step(optimizer: Any) -> bool:
     ``ZeroRedundancyOptimizer`` does so. Its inner optimizer may hold other parameters on each rank, so the outer step
     counts. An optimizer with other parameters that steps in the closure of another one is not an inner optimizer.
     """
-    parameters = set(parameter_ids(optimizer))
+    parameters = parameter_ids(optimizer)
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
@@ -446,62 +454,91 @@ def _overflowed(optimizer: Any) -> bool:
     return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found.item())
 
 
-# A compiled step has a graph break here, as torch's own optimizers have at their beginning and end.
-@torch.compiler.disable
-def after_optimizer_step(optimizer: Any, *_: Any) -> None:
-    """Update the slots that ``optimizer`` owns. torch's optimizers call it by their step hook.
+def after_optimizer_step(optimizer: Any) -> None:
+    """Update the models of which ``optimizer``, an object with ``param_groups``, holds a parameter."""
+    if _region.recipe is None and not any(map(_waits_for_steps, all_histories())):
+        optimizer_steps.leave(optimizer_steps.after, after_optimizer_step)
+        _region.listens = False
+    elif not _overflowed(optimizer):
+        if _current_backward() != NO_BACKWARD:
+            _put_off(optimizer)
+        elif not _is_inner_step(optimizer):
+            _update_stepped(histories_of(parameter_ids(optimizer)))
 
-    Args:
-        optimizer: an object with ``param_groups``.
+
+def histories_of(parameters: set[int]) -> list[AmaxHistory]:
+    """The histories of the models that have one of ``parameters``, given by their ``id``, in order of creation.
+
+    A history whose modules have no parameters, or only frozen ones and no known root, as those of a copied or unpickled
+    part of a model, follows every optimizer.
     """
-    global _step_number, steps_are_captured
-    _step_number = next(_numbers)
-    steps_are_captured |= is_capturing()
-    if _overflowed(optimizer):
-        return
-    note_step(optimizer)
-    if _current_backward() >= 0:
-        _put_off(optimizer)
-    elif not _is_inner_step(optimizer):
-        _update_owned(owned_by(optimizer))
+    _collect_unreachable()
+    return [history for history in all_histories() if _has_any(history, parameters)]
 
 
-def _update_owned(owned: Sequence[tuple[AmaxHistory, Slots]]) -> None:
-    for history, _ in owned:
+def _has_any(history: AmaxHistory, parameters: set[int]) -> bool:
+    modules = living(history.modules)
+    is_frozen, is_known = True, False
+    for each in (parameter for module in modules for parameter in module.parameters()):
+        if id(each) in parameters:
+            return True
+        is_frozen &= not each.requires_grad
+        is_known = True
+    is_known &= any(not history.slots_of[id(module)] for module in modules)
+    return bool(modules) and is_frozen and not is_known
+
+
+_newest: list[int] = []
+"""The index of the newest history at the last run of the garbage collector."""
+
+
+def _collect_unreachable() -> None:
+    """With several ranks, run the garbage collector once for each new model.
+
+    A model in a reference cycle, such as a Trainer's, keeps its history until the garbage collector runs, which happens
+    at different times on each rank: ranks would reduce different lists of histories. A new model is created on all
+    ranks.
+    """
+    global _newest
+    newest = [history.creation_index for history in all_histories()[-1:]]
+    if newest != _newest and are_several_ranks():
+        _newest = newest
+        gc.collect()
+
+
+def _update_stepped(histories: Sequence[AmaxHistory]) -> None:
+    """Update the histories of models that an optimizer has stepped."""
+    for history in histories:
         history.steps = history.steps or 0
         history.watch.stepped = True
-    without_slots = [history for history in all_histories() if not history.names]
-    for history in (*(history for history, _ in owned), *without_slots):
-        if history.choice is not None:
-            decide_where_faster(history)
-    update_slots(owned)
-    for history, _ in owned:
-        if history.updates % UPDATES_OF_OTHERS == 0 and not (history.watch.has_warned_of_others or is_capturing()):
-            waiting = [slot for slot in slots_without_optimizer(history) if bool(history.amax[slot] > 0)]
-            if waiting:
-                history.watch.warn_of_others([history.names[slot] for slot in waiting])
+    without_slots = [history for history in all_histories() if not history.names and history not in histories]
+    decide_where_faster((*histories, *without_slots))
+    update(histories)
 
 
-def decide_where_faster(history: AmaxHistory) -> None:
+def decide_where_faster(histories: Iterable[AmaxHistory]) -> None:
     """Decide which layers stay in high precision, on all ranks alike where they take part in every step."""
-    if history.plugin_recipe is not None:
-        history.choice.decide(None)
-    else:
-        recipe = _region.recipe or history.recipe
-        history.choice.decide(_region.group, together=recipe is not None and recipe.reduce_amax)
+    for history in histories:
+        if history.choice is None or history.choice.slower is not None:
+            continue
+        if history.plugin_recipe is not None:
+            history.choice.decide(None)
+        else:
+            recipe = _region.recipe or history.recipe
+            history.choice.decide(_region.group, together=recipe is not None and recipe.reduce_amax)
 
 
 _stepped_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
 """The optimizers that have stepped in the running backward pass."""
 _awaited: int | None = None
-"""The backward pass whose end will update their slots."""
+"""The backward pass whose end will update their models."""
 
 
 def _put_off(optimizer: Any) -> None:
     """Defer the update to the end of the backward pass, in which scales must not change."""
     global _awaited
     _stepped_in_backward.add(optimizer)
-    for history, _ in owned_by(optimizer):
+    for history in histories_of(parameter_ids(optimizer)):
         history.steps = 1
     if _awaited != _current_backward():
         _awaited = _current_backward()
@@ -518,13 +555,6 @@ def _end_of_backward() -> None:
 def _update_after_backward() -> None:
     global _awaited
     _awaited = None
-    owned: dict[AmaxHistory, set[int]] = {}
-    for optimizer in list(_stepped_in_backward):
-        for history, slots in owned_by(optimizer):
-            owned.setdefault(history, set()).update(slots)
+    parameters = set[int]().union(*(parameter_ids(optimizer) for optimizer in list(_stepped_in_backward)))
     _stepped_in_backward.clear()
-    in_order = sorted(owned, key=lambda history: history.creation_index)
-    _update_owned([(history, frozenset(owned[history])) for history in in_order])
-
-
-register_optimizer_step_post_hook(after_optimizer_step)
+    _update_stepped(histories_of(parameters))

@@ -4,5 +4,6 @@
 |---|---|
 | ``report.py`` | the command and its findings; imports neither torch nor a compiler |
 | ``processes.py`` | subprocesses with a time limit |
-| ``probes.py`` | the tests that run in subprocesses, and import torch |
+| ``run.py`` | the program of a subprocess; imports what its probe needs |
+| ``probes.py`` | tests of what training starts |
 """

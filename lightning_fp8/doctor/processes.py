@@ -15,6 +15,17 @@ from pathlib import Path
 
 from cuda_kernels.host.proofs import VARIABLE as PROOF_VARIABLE
 
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability with FP8 tensor cores (Ada)."""
+
+KERNELS = {
+    "product of blocks": ("product, 1x128 by 128x128", "product, 1x128 by 128x128, mma.sync"),
+    "scales": ("update_scales",),
+    "norm": ("statistics", "norm backward"),
+    "attention": ("attention's cast", "attention forward, 128 channels", "attention backward, 128 channels"),
+}
+"""Kinds of kernels (``lightning_fp8/proofs/kinds.py``) that are started, by the names of their probes."""
+
 MARK = "lightning-fp8 doctor says: "
 """Prefix of a probe's result. Other code in the process, such as ``sitecustomize``, may print other lines."""
 
@@ -53,11 +64,11 @@ def _marked(text: str) -> str:
 
 
 def probe(name: str, seconds: float, **variables: str) -> Answer:
-    """Run one of ``lightning_fp8.doctor.probes.PROBES`` in a subprocess, with additional environment ``variables``."""
+    """Run a probe in a subprocess, ``lightning_fp8/doctor/run.py``, with additional environment ``variables``."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     # Probes compare results themselves, so kernels are not proven in these processes.
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", PROOF_VARIABLE: "0", **variables}
-    return answer_of([sys.executable, "-m", "lightning_fp8.doctor.probes", name, str(seconds)], seconds, environment)
+    return answer_of([sys.executable, "-m", "lightning_fp8.doctor.run", name, str(seconds)], seconds, environment)
 
 
 def answer_of(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:

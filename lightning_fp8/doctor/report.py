@@ -4,10 +4,9 @@
     lightning-fp8 doctor --compile --json report.json
     lightning-fp8 doctor --prove
 
-With ``--prove``, each kind of kernel is proven again on the GPU (:mod:`lightning_fp8.proofs.report`).
-
-This process imports neither torch nor a compiler. Whatever may hang or crash runs in a subprocess with a time limit
-(:mod:`lightning_fp8.doctor.probes`). The exit status is 1 if something that should work does not.
+With ``--prove``, each kind of kernel is proven again on the GPU (:mod:`lightning_fp8.proofs.report`). Without it, this
+process imports neither torch nor a compiler, and whatever may hang or crash runs in a subprocess with a time limit. The
+exit status is 1 if something that should work does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import re
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
@@ -30,8 +29,7 @@ from typing import Any, Literal
 from cuda_kernels.host import toolchain
 from cuda_kernels.host.cache_folder import CACHE_VARIABLE, CARRIED_VARIABLE
 from cuda_kernels.host.proofs import VARIABLE as PROOF_VARIABLE
-from lightning_fp8.doctor.probes import FP8_CAPABILITY, KERNELS, MX_CAPABILITY, device, has_fp8
-from lightning_fp8.doctor.processes import Answer, answer_of, probe
+from lightning_fp8.doctor.processes import FP8_CAPABILITY, KERNELS, Answer, answer_of, probe
 from lightning_fp8.version import __version__
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -124,16 +122,10 @@ def _seconds(text: str) -> float:
 
 def report(seconds: float, compiling: bool) -> list[Finding]:
     """All findings, each printed when it is found. ``compiling``: see :func:`started`."""
-    width = shutil.get_terminal_size((120, 24)).columns
-    findings = []
     versions = toolchain.versions(PACKAGES)
-    header = f"\nStarted one by one, each in a separate process and for at most {seconds:g} s:"
-    for title, group in (("", installed(versions)), (header, started(versions, seconds, compiling))):
-        if title:
-            print(title, flush=True)
-        for finding in group:
-            findings.append(finding)
-            print(line_of(finding, width), flush=True)
+    findings = shown(installed(versions))
+    print(f"\nStarted one by one, each in a separate process and for at most {seconds:g} s:", flush=True)
+    findings += shown(started(versions, seconds, compiling))
     print(f"\n{advice_of(findings)}", flush=True)
     return findings
 
@@ -143,23 +135,27 @@ def proofs(dry_run: bool) -> list[Finding]:
 
     The value of the last finding is the keys of the proven kernels, as ``cuda_kernels/host/proven.txt`` lists them.
     """
+    from lightning_fp8.doctor.probes import device, has_fp8
     from lightning_fp8.proofs.report import listed, proven
 
-    on = device()
-    if not dry_run and not has_fp8(on):
-        finding = Finding("GPU", "no GPU with FP8 tensor cores", "fail", "run lightning-fp8 doctor to list the GPUs")
-        print(line_of(finding))
-        return [finding]
-    width = shutil.get_terminal_size((120, 24)).columns
-    findings: list[Finding] = []
-    keys: list[str] = []
-    for line in listed() if dry_run else proven(on):
-        findings.append(Finding(line.kind, line.text, "fail" if line.problem else "ok"))
-        keys += line.keys
-        print(line_of(findings[-1], width), flush=True)
+    if not dry_run and not has_fp8():
+        way_out = "run lightning-fp8 doctor to list the GPUs"
+        return shown([Finding("GPU", "no GPU with FP8 tensor cores", "fail", way_out)])
+    keys: dict[str, None] = {}
+    lines = listed() if dry_run else proven(device(), keys)
+    findings = shown(Finding(kind, text, "ok" if is_right else "fail") for kind, text, is_right in lines)
     if failed := sum(finding.verdict == "fail" for finding in findings):
         print(f"\n{failed} of {len(findings)} failed: torch's operations replace these kernels, and are slower")
-    return [*findings, Finding("keys", " ".join(dict.fromkeys(keys)))] if keys else findings
+    return [*findings, Finding("keys", " ".join(keys))] if keys else findings
+
+
+def shown(findings: Iterable[Finding]) -> list[Finding]:
+    """Print each finding when it is found."""
+    width, found = shutil.get_terminal_size((120, 24)).columns, []
+    for finding in findings:
+        found.append(finding)
+        print(line_of(finding, width), flush=True)
+    return found
 
 
 def line_of(finding: Finding, width: int = 120) -> str:
@@ -206,15 +202,11 @@ def oldest_versions() -> dict[str, str]:
 
 
 def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Iterator[Finding]:
-    """Findings on the driver, torch and its GPUs, and from a compilation for Hopper, a cast, products and attention.
+    """Findings on the driver, torch and its GPUs, and from a compilation for Hopper and what training starts.
 
     Each runs in its own process. A failing compilation is a failure if ``compiling``, or if a GPU with FP8 tensor cores
     is present and no prebuilt kernels are configured; otherwise it is a warning.
     """
-
-    def launch(what: str, name: str, **variables: str) -> Finding:
-        return tried(what, probe(name, seconds, **variables), seconds)
-
     driver, has_gpus = _driver(seconds)
     yield driver
     answer = probe("torch", seconds)
@@ -228,19 +220,18 @@ def started(versions: Mapping[str, str], seconds: float, compiling: bool) -> Ite
     yield from compilation
     if any(finding.verdict == "fail" for finding in of_torch):
         return
-    yield launch("cast", "cast")
+    compiles = "numba-cuda" in versions and all(finding.verdict == "ok" for finding in compilation)
+    launches: list[tuple[str, str, dict[str, str]]] = [("cast", "cast", {})]
     if not on_fp8:
-        for what in ("product", *KERNELS):
-            yield launch(what, what)
-        return
-    yield launch("product, cuBLASLt", "product", LIGHTNING_FP8_GEMM="cublaslt")
-    if any(tuple(capability) >= MX_CAPABILITY for _, capability, _ in facts["gpus"]):
-        yield launch("product, MXFP8", "MXFP8 product")
-    # These compile kernels: `lightning-fp8 kernels build` does not include the doctor's.
-    if "numba-cuda" in versions and all(finding.verdict == "ok" for finding in compilation):
-        yield launch("product, kernel", "product", LIGHTNING_FP8_GEMM="numba")
-        for what in KERNELS:
-            yield launch(what, what)
+        launches.append(("product", "product", {}))
+    else:
+        launches.append(("product, cuBLASLt", "product", {"LIGHTNING_FP8_GEMM": "cublaslt"}))
+        launches.append(("product, MXFP8", "product, MXFP8", {}))
+        if compiles:  # `lightning-fp8 kernels build` does not include these kernels
+            launches.append(("product, kernel", "product", {"LIGHTNING_FP8_GEMM": "numba"}))
+            launches += [(name, name, {}) for name in KERNELS]
+    for what, name, variables in launches:
+        yield tried(what, probe(name, seconds, **variables), seconds)
 
 
 def _driver(seconds: float) -> tuple[Finding, bool]:

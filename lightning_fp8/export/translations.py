@@ -53,40 +53,17 @@ _SMALLEST, _LARGEST = -126, 127
 # --- The ops ----------------------------------------------------------------------------------------------------------
 
 
-def quantize(
-    x: Value,
-    dtype: Any,
-    layout: str,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    scale_is_nonzero: bool,
-    scale: Value = None,
-) -> Outputs:
+def quantize(x: Value, *cast_and_scale: Any) -> Outputs:
     """See :func:`lightning_fp8.ops.quantize`."""
-    cast = _cast(dtype, layout, power_2_scale, amax_epsilon, rowwise, columnwise, scale_is_nonzero)
+    cast, scale = _cast(*cast_and_scale)
     return _quantize(_as_float32(x), tuple(x.shape), cast, scale)
 
 
 def norm_quantize(
-    x: Value,
-    weight: Value,
-    bias: Value,
-    eps: float,
-    rms: bool,
-    zero_centered: bool,
-    dtype: Any,
-    layout: str,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    scale_is_nonzero: bool,
-    scale: Value = None,
+    x: Value, weight: Value, bias: Value, eps: float, rms: bool, zero_centered: bool, *cast_and_scale: Any
 ) -> tuple[Value, ...]:
     """See :func:`lightning_fp8.ops.norm_quantize`."""
-    cast = _cast(dtype, layout, power_2_scale, amax_epsilon, rowwise, columnwise, scale_is_nonzero)
+    cast, scale = _cast(*cast_and_scale)
     axis = _constant([1], np.int64)
     values = _as_float32(x)
     statistics = []
@@ -106,20 +83,9 @@ def norm_quantize(
     return *_quantize(y, tuple(x.shape), cast, scale), op.Transpose(op.Concat(*statistics, axis=1), perm=[1, 0])
 
 
-def activation_quantize(
-    x: Value,
-    activation: str,
-    dtype: Any,
-    layout: str,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    scale_is_nonzero: bool,
-    scale: Value = None,
-) -> Outputs:
+def activation_quantize(x: Value, activation: str, *cast_and_scale: Any) -> Outputs:
     """See :func:`lightning_fp8.ops.activation_quantize`."""
-    cast = _cast(dtype, layout, power_2_scale, amax_epsilon, rowwise, columnwise, scale_is_nonzero)
+    cast, scale = _cast(*cast_and_scale)
     values = _as_float32(x)
     if is_gated(activation):
         values, gate = op.Split(values, axis=1, num_outputs=2)
@@ -148,21 +114,7 @@ def scaled_mm(
     return op.Cast(op.Gemm(*operands, transB=1), to=_DTYPES[gemm.out_dtype])
 
 
-def attention_forward(
-    q: Value,
-    k: Value,
-    v: Value,
-    qkv_format: str,
-    left: int | None,
-    right: int | None,
-    bottom_right: bool,
-    centered: bool,
-    longest_query: int | None,
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Value = None,
-    cu_seqlens_kv: Value = None,
-    tables: Value = None,
-) -> NoReturn:
+def attention_forward(*_: Any) -> NoReturn:
     """Not supported: attention casts tile by tile inside the softmax, for which ONNX has no nodes.
 
     Raises:
@@ -174,8 +126,10 @@ def attention_forward(
     )
 
 
-def _cast(dtype: Any, *others: Any) -> Cast:
-    return Cast.from_flat(_torch_dtype(dtype), *others)
+def _cast(dtype: Any, layout: str, *options: Any) -> tuple[Cast, Value]:
+    """The cast that an op's last arguments describe, ``Cast.flat``, and the scale that may follow them, or None."""
+    usage, scale = options[:5], options[5:]
+    return Cast.from_flat(_torch_dtype(dtype), layout, *usage), scale[0] if scale else None
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -398,15 +352,11 @@ def _srelu(x: Value) -> Value:
 
 
 VALUES = {
-    name: value
-    for names, value in (
-        (("gelu", "geglu"), _gelu),
-        (("qgelu", "qgeglu"), _qgelu),
-        (("relu", "reglu"), op.Relu),
-        (("srelu", "sreglu"), _srelu),
-        (("silu", "swiglu"), _silu),
-        (("glu",), op.Sigmoid),
-    )
-    for name in names
+    **dict.fromkeys(("gelu", "geglu"), _gelu),
+    **dict.fromkeys(("qgelu", "qgeglu"), _qgelu),
+    **dict.fromkeys(("relu", "reglu"), op.Relu),
+    **dict.fromkeys(("srelu", "sreglu"), _srelu),
+    **dict.fromkeys(("silu", "swiglu"), _silu),
+    "glu": op.Sigmoid,
 }
 """The activations in float32, by Transformer Engine's names."""

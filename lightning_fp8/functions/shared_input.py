@@ -8,14 +8,13 @@ layers always read the same tensors, their slots are equal and sharing does not 
 the slots differ: if one of the layers also reads other tensors, or after loading a checkpoint in which the slots
 differ, until those amaxes have left the history.
 
-Layers do not share if different optimizers update their slots or if they have different histories, since tensors of
-one model would then change the scales of another. They do not share across the boundary of an activation checkpoint
-either, because the recomputation inside can only repeat its own casts.
+Layers of different histories do not share, since tensors of one model would then change the scales of another. Neither
+do layers across the boundary of an activation checkpoint, because the recomputation inside can only repeat its own
+casts.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -25,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot
-from lightning_fp8.delayed.owners import have_the_same_optimizers
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 from lightning_fp8.numerics.scaled import ScaledTensor
 from lightning_fp8.ops import Quantized
+from lightning_fp8.threads import thread
 
 MOST_INPUTS = 2
 """The number of inputs that a thread keeps. In a parallel block, attention casts another input before the MLP reads."""
@@ -78,10 +77,7 @@ class InputCast:
         return True
 
     def _feed(self, first_slot: Slot, slot: Slot, observe: bool) -> bool:
-        history = first_slot.history
-        if slot.history is not history or (observe and not self.observed):
-            return False
-        if not have_the_same_optimizers(history, first_slot.index, slot.index):
+        if slot.history is not first_slot.history or (observe and not self.observed):
             return False
         if observe:
             torch.maximum(slot.amax, first_slot.amax, out=slot.amax)
@@ -96,23 +92,6 @@ class InputCast:
         return copies if columnwise else Quantized(copies.rowwise, None)
 
 
-class _Thread(threading.local):
-    """The last inputs of a thread, newest first, with their casts. A deallocated input clears its cast."""
-
-    def __init__(self) -> None:
-        self.capturing = False  # whether the region is inside the capture of a CUDA graph
-        self.casts: tuple[tuple[weakref.ref[Tensor], InputCast], ...] = ()
-
-
-_thread = _Thread()
-
-
-def forget_inputs(capturing: bool = False) -> None:
-    """Drop all casts of this thread. Called when an ``fp8_autocast`` region begins, maybe ``capturing``, or ends."""
-    _thread.casts = ()
-    _thread.capturing = capturing
-
-
 def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
     """All state besides the recipe that the cast of ``x`` depends on; None if its cast cannot be shared."""
     if x.is_inference():  # these have no version
@@ -120,7 +99,7 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
     backward = torch._C._current_graph_task_id()  # of a recomputation; or -1
     if is_capturing():
         slot.history.is_captured = True
-        if not _thread.capturing and backward < 0:
+        if not thread.is_capturing and backward < 0:
             return None  # a region around captures: the graph of one layer may be replayed without another's
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
     # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
@@ -142,11 +121,11 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
     conditions = _conditions(x, dtype, slot)
     if conditions is None:
         return None
-    for input, cast in _thread.casts:
+    for input, cast in thread.casts:
         if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
             return cast
     cast = InputCast(slot, recipe, conditions, observe)
     cast.reads = slot.readers_of_last = 1
     cast.storage = StorageWeakRef(x.untyped_storage())
-    _thread.casts = ((weakref.ref(x, cast.clear), cast), *_thread.casts[: MOST_INPUTS - 1])
+    thread.casts = ((weakref.ref(x, cast.clear), cast), *thread.casts[: MOST_INPUTS - 1])
     return cast

@@ -20,12 +20,13 @@ from lightning_fp8.functions.linear import HighPrecisionGradientsFunction, Linea
 from lightning_fp8.functions.main_grad import Delayed, MainGrad, RedirectedFunction, mark_stale
 from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.functions.shared_input import input_cast
-from lightning_fp8.modules.record import note_traced, note_traced_outside_fp8
+from lightning_fp8.modules.record import note_traced_outside_fp8
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from lightning_fp8.parallel.sharded_linear import sharded_linear
+from lightning_fp8.traced import note_traced
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.model_init import concatenated
 
@@ -128,7 +129,7 @@ class LinearLayer(WeightCachingModule):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The sizes of its products. They identify compiled layers; see :func:`.record.note_traced`."""
+        """The sizes of its products. They identify compiled layers; see :mod:`lightning_fp8.traced`."""
         return self.in_features, self.out_features
 
     @property

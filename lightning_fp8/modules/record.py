@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_fp8.traced import was_traced
+
 FORWARDS = 3
 """The number of a layer's forwards outside every region before they are reported. Fewer may be a look at the output."""
-
-_traced: set[tuple[int, ...]] = set()
-"""The sizes of layers that torch.compile has traced in FP8."""
 
 
 class RegionWatch:
@@ -100,22 +99,12 @@ class LayerRecord:
 
 
 @torch.compiler.assume_constant_result
-def note_traced(*features: int) -> bool:
-    """Note that torch.compile traces an FP8 layer of these sizes. The compiled code does not contain this call.
-
-    It notes sizes and not layers, because equal blocks share one compiled code and only the first is traced.
-    """
-    _traced.add(features)
-    return True
-
-
-@torch.compiler.assume_constant_result
 def note_traced_outside_fp8(*features: int) -> bool:
     """Called when torch.compile traces an FP8 layer of these sizes outside ``fp8_autocast``.
 
     In a backward pass, this is activation checkpointing, which repeats a forward that ran in FP8: it warns.
     """
-    if features in _traced and torch._C._current_graph_task_id() >= 0:
+    if was_traced(*features) and torch._C._current_graph_task_id() >= 0:
         warnings.warn(
             "a compiled layer that ran in FP8 is recomputed in high precision in the backward pass, which runs outside "
             "fp8_autocast: its gradients do not match its output. Call backward() inside fp8_autocast, or compile "
@@ -123,13 +112,3 @@ def note_traced_outside_fp8(*features: int) -> bool:
             stacklevel=2,
         )
     return True
-
-
-def was_traced(*features: int) -> bool:
-    """Whether an FP8 layer of these sizes was ever compiled. If so, layers without counts may have run in FP8."""
-    return features in _traced
-
-
-def any_traced() -> bool:
-    """Whether an FP8 layer was ever compiled in this process."""
-    return bool(_traced)

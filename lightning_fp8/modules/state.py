@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_fp8.delayed.history import (
     span_ratio,
     validated_state,
 )
-from lightning_fp8.delayed.update import decide_where_faster, update_slots
+from lightning_fp8.delayed.update import decide_where_faster, update
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
@@ -55,40 +56,29 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
         TypeError: If ``model`` is not a module.
     """
     require_module("fp8_state_dict", model)
-    names: list[str] = []
-    scales: list[Tensor] = []
-    windows: list[Tensor] = []
-    amaxes: list[Tensor] = []
-    num_observed: list[Tensor] = []
-    updates = 0
-    steps: int | None = None
-    span: Span | None = None
-    history: AmaxHistory | None = None
-    for name, module in fp8_modules(model):
-        for slot_name, slot in module.named_slots(name):
-            names.append(slot_name)
-            history = history or slot.history
-            span = span or slot.history.span
-            scales.append(slot.scale_for(span) if span else slot.scale)
-            windows.append(slot.history.amax_history[:, slot.index])
-            amaxes.append(slot.amax.detach().clone())
-            num_observed.append(slot.history.num_observed[slot.index])
-            updates = max(updates, slot.history.updates)
-            if slot.history.steps is not None:
-                steps = max(steps or 0, slot.history.steps)
-    length = max((len(window) for window in windows), default=0)
+    named = [pair for name, module in fp8_modules(model) for pair in module.named_slots(name)]
+    slots = [slot for _, slot in named]
+    histories = list(dict.fromkeys(slot.history for slot in slots))
+    span = next((history.span for history in histories if history.span), None)
+    steps = [history.steps for history in histories if history.steps is not None]
+    windows = [slot.history.amax_history[:, slot.index] for slot in slots]
+    length = max(map(len, windows), default=0)
     padded = [torch.cat([window.new_zeros(length - len(window)), window]) for window in windows]
+
+    def stacked(values: Iterable[Tensor]) -> Tensor:
+        return torch.stack([*values]) if slots else torch.zeros(0, dtype=torch.float32, device="cpu")
+
     return {
         "version": STATE_VERSION,
-        "names": names,
-        "scale": torch.stack(scales) if scales else torch.zeros(0, dtype=torch.float32, device="cpu"),
+        "names": [name for name, _ in named],
+        "scale": stacked(slot.scale_for(span) if span else slot.scale for slot in slots),
         "amax_history": torch.stack(padded, 1) if padded else torch.zeros(0, 0, dtype=torch.float32, device="cpu"),
-        "updates": updates,
-        "seen": torch.stack(amaxes) if amaxes else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        "counts": torch.stack(num_observed) if num_observed else torch.zeros(0, dtype=torch.float32, device="cpu"),
-        **saved_steps(steps),
+        "updates": max((history.updates for history in histories), default=0),
+        "seen": stacked(slot.amax.detach() for slot in slots),
+        "counts": stacked(slot.history.num_observed[slot.index] for slot in slots),
+        **saved_steps(max(steps, default=None)),
         **saved_span(span),
-        **saved_choice(history, model),
+        **saved_choice(histories[0] if histories else None, model),
     }
 
 
@@ -141,11 +131,16 @@ def update_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
-    slots = _slots_of(model)
-    for history, _ in slots:
-        if history.choice is not None:
-            decide_where_faster(history)
-    update_slots(slots)
+    slots_of = _slots_of(model)
+    decide_where_faster(slots_of)
+    waiting = []
+    for history, slots in slots_of.items():
+        if others := sorted(set(range(len(history.names))) - slots):  # of the rest of the model
+            waiting.append((history, others, history.amax[others]))
+            history.amax[others] = 0.0
+    update(slots_of)
+    for history, others, amaxes in waiting:
+        history.amax[others] = amaxes
 
 
 def reset_fp8_scales(model: nn.Module) -> None:
@@ -159,18 +154,17 @@ def reset_fp8_scales(model: nn.Module) -> None:
         TypeError: If ``model`` is not a module.
     """
     require_module("reset_fp8_scales", model)
-    for history, slots in _slots_of(model):
+    for history, slots in _slots_of(model).items():
         history.reset(None if len(slots) == len(history.names) else slots)
 
 
-def _slots_of(model: nn.Module) -> list[tuple[AmaxHistory, frozenset[int]]]:
+def _slots_of(model: nn.Module) -> dict[AmaxHistory, set[int]]:
     """The slots of the FP8 layers of ``model``, by their histories in order of creation."""
     slots: dict[AmaxHistory, set[int]] = {}
     for _, module in fp8_modules(model):
         for _, slot in module.named_slots():
             slots.setdefault(slot.history, set()).add(slot.index)
-    in_order = sorted(slots, key=lambda history: history.creation_index)
-    return [(history, frozenset(slots[history])) for history in in_order]
+    return dict(sorted(slots.items(), key=lambda item: item[0].creation_index))
 
 
 def state_for(recipe: Recipe, state: dict[str, Any], saved_with: Any) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_fp8 import ops
+from lightning_fp8 import ops, optimizer_steps
 from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.capture import is_capturing
-from lightning_fp8.delayed import update
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.base import FP8Module
@@ -144,7 +143,7 @@ class WeightCachingModule(FP8Module):
             return None
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
             return None  # already in FP8
-        if is_capturing() or update.steps_are_captured:
+        if is_capturing() or optimizer_steps.are_captured:
             self._weight_cache = None
             text = "FP8 weights are not cached in a CUDA graph, nor after it captured an optimizer step, whose replays"
             warnings.warn(f"{text} change them without a trace", stacklevel=2)
@@ -165,7 +164,7 @@ class WeightCachingModule(FP8Module):
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
-        made_from: tuple[Any, ...] = (product.recipe, update.optimizer_step_number(), stream, *versions)
+        made_from: tuple[Any, ...] = (product.recipe, optimizer_steps.number, stream, *versions)
         # Without gradients the copy of the transpose is not needed.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:

@@ -81,9 +81,9 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
         "use DelayedScaling with a shorter amax_history_len, or recipe='tensorwise'",
     ),
     "standing scale": (
-        "its scale is not updated: no optimizer that steps holds its parameters, or something restores the scale",
+        "its scale is not updated: no optimizer that steps has a parameter of its model, or something restores it",
         "values clip or become 0 once they leave the range of an earlier step",
-        "add its parameters to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
+        "add one to an optimizer, call update_fp8_scales(model) after each step, or keep it in BF16",
     ),
     "never ran": (
         "it is planned in FP8, but did not run in FP8",
@@ -113,6 +113,7 @@ class Alarm:
         value: the worst value, with its unit.
         cause, consequence, advice: text.
         skip: globs for ``FP8Precision(skip=...)`` that keep the layers in BF16; empty for events.
+        amount: the worst value as a number; not in the record.
     """
 
     kind: Literal["event", "layer"]
@@ -127,10 +128,11 @@ class Alarm:
     consequence: str
     advice: str
     skip: list[str] = field(default_factory=list)
+    amount: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The alarm as a dictionary, for the record."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "amount"}
 
     def __str__(self) -> str:
         more = len(self.casts) - 1
@@ -147,8 +149,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-@dataclass
-class _Finding:
+class _Finding(NamedTuple):
     rule: Rule
     cast: int
     amount: float
@@ -174,7 +175,6 @@ class Alarms:
         self._recipe = recipe
         self._intervals = 0
         self._streaks: dict[tuple[Rule, int], _Streak] = {}
-        self._amounts: dict[int, float] = {}  # of the values of ``found``, by their index
         layers = [layer_of_slot(name) for name in names]
         self._layers = np.array([layers.index(layer) for layer in layers], dtype=np.intp)
         self._ran = np.zeros(len(names), bool)  # by the first cast of a layer
@@ -207,20 +207,18 @@ class Alarms:
         self._sampled_event(interval, bits, interval.first_step if sampled_step is None else sampled_step)
         if ran_unobserved is not None:
             self._unobserved = ran_unobserved
-        findings = list(self._of_casts(interval, warm_up))
         unsampled = interval["casts"] == 0
         kept = {key: each for key, each in self._streaks.items() if key[0] in _OF_SAMPLES and unsampled[key[1]]}
-        for each in findings:
+        ripe: dict[Rule, list[_Finding]] = {}
+        for each in self._of_casts(interval, warm_up):
             length, first = self._streaks.get((each.rule, each.cast), _Streak(0, interval.first_step))
             kept[each.rule, each.cast] = _Streak(length + 1, first)
+            of_rule = ripe.setdefault(each.rule, [])
+            if length + 1 >= _IN_A_ROW.get(each.rule, 2):
+                of_rule.append(each)
         self._streaks = kept
-        for rule in dict.fromkeys(each.rule for each in findings):
-            ripe = [
-                each
-                for each in findings
-                if each.rule == rule and self._streaks[rule, each.cast].length >= _IN_A_ROW.get(rule, 2)
-            ]
-            self._raise(rule, ripe, interval)
+        for rule, findings in ripe.items():
+            self._raise(rule, findings, interval)
         return self.found[before:]
 
     def _events(self, interval: Interval, bits: Array, warm_up: int) -> None:
@@ -232,11 +230,9 @@ class Alarms:
             clipped = np.nan_to_num(of_step)
             hit = np.flatnonzero(clipped > CLIPPED_BITS)
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
-                order = np.array(
-                    sorted(hit, key=lambda cast: self._roles[int(cast)].is_gradient)
-                )  # in the order of a step
+                in_a_step = np.argsort([self._roles[int(cast)].is_gradient for cast in hit], kind="stable")
                 text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
-                self._event("outlier step", step, order, float(clipped.max()), text)
+                self._event("outlier step", step, hit[in_a_step], float(clipped.max()), text)
 
     def _sampled_event(self, interval: Interval, bits: Array, step: int) -> None:
         """Add an event for sampled values of inf or NaN, unless the amax of a step has shown them."""
@@ -249,18 +245,16 @@ class Alarms:
 
     def _event(self, rule: Rule, step: int, casts: NDArray[np.intp], amount: float, value: str) -> None:
         """Add an event, or combine it with the last one of the rule, which then has the casts of the worse step."""
-        index = next((index for index in reversed(range(len(self.found))) if self.found[index].rule == rule), None)
+        last = next((alarm for alarm in reversed(self.found) if alarm.rule == rule), None)
         names = [self._names[cast] for cast in casts]
-        if index is not None and abs(step - self.found[index].last_step) <= NEIGHBOURS:
-            last = self.found[index]
-            if step > last.last_step:
-                last.last_step, last.times = step, last.times + 1
-            if amount > self._amounts[index]:
-                last.casts, last.layers, last.value = names, _layers(names), value
-                self._amounts[index] = amount
+        if last is None or abs(step - last.last_step) > NEIGHBOURS:
+            event = Alarm("event", rule, _layers(names), names, step, step, 1, value, *_TEXT[rule], amount=amount)
+            self.found.append(event)
             return
-        self._amounts[len(self.found)] = amount
-        self.found.append(Alarm("event", rule, _layers(names), names, step, step, 1, value, *_TEXT[rule]))
+        if step > last.last_step:
+            last.last_step, last.times = step, last.times + 1
+        if amount > last.amount:
+            last.casts, last.layers, last.value, last.amount = names, _layers(names), value, amount
 
     def _of_casts(self, interval: Interval, warm_up: int) -> Iterator[_Finding]:
         """The findings in the figures of the interval's casts."""
@@ -290,47 +284,35 @@ class Alarms:
                 yield standing
 
     def _stands(self, interval: Interval, cast: int) -> _Finding | None:
+        bits = interval["off_bits"][cast]
         if interval["casts"][cast] > 0 and not interval["updates"][cast]:
             return _Finding("standing scale", cast, 0.0, "no update saw its amax")
-        bits = interval["off_bits"][cast]
-        if not bits > STANDING_BITS:
-            return None
-        return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from that of its history")
+        if bits > STANDING_BITS:
+            return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from that of its history")
+        return None
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
         """Add an alarm for the casts that have none of this rule yet, and update existing alarms of others."""
-        known = {name: index for index, alarm in enumerate(self.found) if alarm.rule == rule for name in alarm.casts}
-        new: list[_Finding] = []
-        again: dict[int, list[_Finding]] = {}
-        for each in findings:
-            index = known.get(self._names[each.cast])
-            (new if index is None else again.setdefault(index, [])).append(each)
-        for index, of_alarm in again.items():
-            alarm, worst = self.found[index], max(of_alarm, key=lambda each: each.amount)
-            alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
-            if worst.amount > self._amounts[index]:
-                alarm.value, self._amounts[index] = worst.value, worst.amount
+        known = {name: alarm for alarm in self.found if alarm.rule == rule for name in alarm.casts}
+        new = [each for each in findings if self._names[each.cast] not in known]
+        for alarm in [alarm for alarm in self.found if alarm.rule == rule]:
+            again = [each for each in findings if known.get(self._names[each.cast]) is alarm]
+            if again:
+                worst = max(again, key=lambda each: each.amount)
+                alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
+                if worst.amount > alarm.amount:
+                    alarm.value, alarm.amount = worst.value, worst.amount
         if not new:
             return
         new.sort(key=lambda each: (-each.amount, self._roles[each.cast].is_gradient))
         names = [self._names[each.cast] for each in new]
-        layers = _layers(names)
-        streaks = [self._streaks[rule, each.cast] for each in new]
-        self._amounts[len(self.found)] = new[0].amount
-        self.found.append(
-            Alarm(
-                "layer",
-                rule,
-                layers,
-                names,
-                min(each.first_step for each in streaks),
-                interval.last_step,
-                max(each.length for each in streaks),
-                new[0].value,
-                *_TEXT[rule],
-                layers,
-            )
+        layers, streaks = _layers(names), [self._streaks[rule, each.cast] for each in new]
+        first, times = min(each.first_step for each in streaks), max(each.length for each in streaks)
+        value, amount = new[0].value, new[0].amount
+        alarm = Alarm(
+            "layer", rule, layers, names, first, interval.last_step, times, value, *_TEXT[rule], layers, amount
         )
+        self.found.append(alarm)
 
 
 def _layers(casts: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from lightning_fp8.monitor.figure import log_figure
 from lightning_fp8.monitor.record import INDEX, Array, Interval, Record, of_ranks
 from lightning_fp8.monitor.table import table
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
-from lightning_fp8.ops.sample import COUNTS
+from lightning_fp8.ops.sample import COUNTS, largest_rounded
 from lightning_fp8.plugin.precision import FP8Precision
 from lightning_fp8.version import __version__
 
@@ -89,12 +89,10 @@ class FP8Monitor(Callback):
         self._refuse_folder()
         self.record: Record | None = None
         self.saved_to: Path | None = None
-        self.seconds = 0.0
         self._alarms: Alarms | None = None
         self._recipe: Recipe | None = None
         self._trace: StepTrace | None = None
         self._sampler: Sampler | None = None
-        self._casts = Casts([], [], [], [])
 
     def _refuse_folder(self) -> None:
         if self.path is not None and self.path.is_dir():
@@ -132,34 +130,33 @@ class FP8Monitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.precision_plugin
         self._stop()
-        self.record, self.saved_to = None, None
         folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective
-        self._alarms, self.seconds = None, 0.0
+        self._alarms = None
         self._start = self._run_start = trainer.global_step
         self._samples = 0
-        self._sample_at = _sampled_row(0, self.every_n_steps)
-        self._has_sampled = False  # in this interval
-        self._in_sample = False
+        self._has_sampled = self._in_sample = False  # in this interval; at this step
         self._sampled_step = -1
         self._loss: Tensor | None = None
         self._losses = 0
         self._written = time.monotonic()
         self._recipe = recipe = plugin.recipe if isinstance(plugin, FP8Precision) else None
         self._casts = casts = Casts([], [], [], []) if recipe is None else Casts.of(pl_module)
+        formats = [] if recipe is None else [recipe.cast(role).float8 for role in casts.roles]
         self.record = Record(
             casts.names,
             [role.value for role in casts.roles],
             trainer.precision if recipe is None else recipe.name,
             "" if recipe is None else str(recipe),
             environment=_environment(pl_module.device),
-            formats=[] if recipe is None else [recipe.cast(role).float8.name for role in casts.roles],
+            formats=[each.name for each in formats],
         )
+        self._fp8_max = np.array([each.max for each in formats])
+        self._largest = np.array([largest_rounded(each) for each in formats])
+        self._sampler = Sampler(casts.slots)
         if recipe is not None:
-            self._fp8_max, self._largest = casts.fp8_max(recipe), casts.largest_rounded(recipe)
             self._alarms = Alarms(casts.names, casts.roles, recipe)
-            self._sampler = Sampler(casts.slots)
-            if isinstance(recipe, DelayedScaling):
-                self._trace = StepTrace(casts.slots, self.every_n_steps)
+        if isinstance(recipe, DelayedScaling):
+            self._trace = StepTrace(casts.slots, self.every_n_steps)
         is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         path = self.path or (None if is_trial else Path(folder) / FILE)
         self.saved_to = _unused(path) if path is not None and trainer.is_global_zero else None
@@ -168,7 +165,7 @@ class FP8Monitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._trace is not None:
             self._trace.row = trainer.global_step - self._start
-        due = trainer.global_step - self._start >= self._sample_at
+        due = trainer.global_step - self._start >= _sampled_row(self._samples, self.every_n_steps)
         if self._sampler is not None and due and not self._has_sampled:
             self._has_sampled = self._in_sample = True
             self._sampled_step = trainer.global_step
@@ -184,7 +181,6 @@ class FP8Monitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        begun = time.perf_counter()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().to(torch.float32 if loss.device.type == "mps" else torch.float64).reshape(())
@@ -197,7 +193,6 @@ class FP8Monitor(Callback):
             self._report(trainer)
             if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
                 self._save(trainer)
-        self.seconds += time.perf_counter() - begun
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,7 +210,7 @@ class FP8Monitor(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report the steps of the current interval and save. With several ranks, it only saves: others may be gone."""
-        if self.record is not None and (self._sampler is not None or self._losses):
+        if self._sampler is not None and (self._recipe is not None or self._losses):
             try:
                 if trainer.world_size == 1 and trainer.global_step > self._start:
                     self._report(trainer)
@@ -236,7 +231,7 @@ class FP8Monitor(Callback):
         if self._sampler is not None:
             self._sampler.end()
         self._trace = self._sampler = None
-        self._casts = Casts([], [], [], [])
+        self._casts = Casts([], [], [], [])  # keeps no model alive
 
     def _end_of_sample(self, trainer: Trainer, *, force: bool = False) -> None:
         if self._in_sample and (force or trainer.global_step > self._sampled_step):
@@ -246,35 +241,25 @@ class FP8Monitor(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         assert self.record is not None
-        steps = trainer.global_step - self._start
-        values, bits = self._figures(steps)
-        values, bits, ran, loss = self._of_all_ranks(values, bits, trainer)
+        values, bits, ran, loss = self._of_all_ranks(*self._figures(trainer.global_step - self._start), trainer)
         interval = Interval(self._start + 1, trainer.global_step, loss, values)
         self._start = trainer.global_step
         self._loss, self._losses = None, 0
         self._has_sampled = False
-        self._sample_at = _sampled_row(self._samples, self.every_n_steps)
         self.record.add(interval)
         if self._alarms is None:
             return
-        for alarm in self._alarms.see(
-            interval,
-            bits,
-            warm_up=self._run_start + WARM_UP,
-            ran_unobserved=ran,
-            sampled_step=self._sampled_step + 1,
-        ):
+        warm_up, sampled_step = self._run_start + WARM_UP, self._sampled_step + 1
+        new = self._alarms.see(interval, bits, warm_up=warm_up, ran_unobserved=ran, sampled_step=sampled_step)
+        for alarm in new:
             rank_zero_warn(str(alarm))
         self._log(trainer, interval)
 
     def _figures(self, steps: int) -> tuple[Array, Array]:
         """The figures of this rank's casts ``[n, len(FIELDS)]``, and the bits that each step clipped ``[steps, n]``."""
         assert self.record is not None
+        assert self._sampler is not None
         n = len(self.record.names)
-        if self._sampler is None:
-            return step_figures(StepRows(np.zeros((0, n)), np.zeros((0, n))), np.zeros((0, n)), np.zeros(n), 0), (
-                np.zeros((0, n))
-            )
         counts, losses, exponents = self._sampler.read()
         rows = StepRows(np.zeros((0, n)), np.zeros((0, n))) if self._trace is None else self._trace.read(steps)
         bits = clipped_bits(rows, self._largest)
@@ -327,14 +312,10 @@ class FP8Monitor(Callback):
             "fp8/flushed_max": _extreme(interval.flushed_share, np.fmax),
             "fp8/head_room_min": _extreme(interval["head_room"], np.fmin),
         }
-        if self.per_layer and self.record is not None:
-            for name, *figures in zip(
-                self.record.names, interval["amax"], interval["scale"], interval["clipped_bits"], interval.flushed_share
-            ):
-                scalars |= {
-                    f"fp8/{what}/{name}": float(value)
-                    for what, value in zip(("amax", "scale", "clipped_bits", "flushed"), figures)
-                }
+        if self.per_layer:
+            figures = {what: interval[what] for what in ("amax", "scale", "clipped_bits")}
+            for what, values in {**figures, "flushed": interval.flushed_share}.items():
+                scalars |= {f"fp8/{what}/{name}": float(value) for name, value in zip(self._casts.names, values)}
         known = {name: value for name, value in scalars.items() if math.isfinite(value)}
         for logger in trainer.loggers:
             logger.log_metrics(known, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -345,13 +326,9 @@ class FP8Monitor(Callback):
         self._written = time.monotonic()
         plugin = trainer.precision_plugin
         if isinstance(plugin, FP8Precision) and plugin.summary is not None:
+            names = "name", "shape", "precision", "reason"
             self.record.layers = [
-                {
-                    "name": row.name,
-                    "shape": " × ".join(map(str, row.shape)),
-                    "precision": row.precision,
-                    "reason": row.reason,
-                }
+                dict(zip(names, (row.name, " × ".join(map(str, row.shape)), row.precision, row.reason)))
                 for row in plugin.summary.rows
             ]
             self.record.verdict = plugin.summary.verdict()

@@ -14,9 +14,9 @@ from lightning_fp8.delayed.history import AmaxHistory, Sample, Slot
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.monitor.record import INDEX, Array, empty_values
-from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
-from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES, largest_rounded
+from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES
 
 _MORE_STEPS = 16
 """Rows in addition to those of an interval: one batch may step several times. More are allocated when needed."""
@@ -42,10 +42,6 @@ class Casts(NamedTuple):
             [layer for _, _, layer in named],
         )
 
-    def fp8_max(self, recipe: Recipe) -> Array:
-        """The largest value of each cast's format, ``[n]``."""
-        return np.array([recipe.cast(role).float8.max for role in self.roles])
-
     def ran_unobserved(self) -> NDArray[np.bool_]:
         """Whether the layer of each cast has run in FP8 as far as its record shows, ``[n]``.
 
@@ -53,10 +49,6 @@ class Casts(NamedTuple):
         """
         records = (layer.record for layer in self.layers)
         return np.array([bool(each.fp8 or each.evaluations_in_fp8) for each in records], bool)
-
-    def largest_rounded(self, recipe: Recipe) -> Array:
-        """The largest magnitude that each cast rounds to it, ``[n]``."""
-        return np.array([largest_rounded(recipe.cast(role).float8) for role in self.roles])
 
 
 class StepRows(NamedTuple):

@@ -69,11 +69,6 @@ class Interval:
         return _ratio(self["flushed"], self["elements"] - self["zeros"] - self["nonfinite"])
 
     @property
-    def clipped_share(self) -> Array:
-        """The share of values that were clipped, for each cast."""
-        return _ratio(self["clipped"], self["elements"])
-
-    @property
     def decibels(self) -> Array:
         """The ratio of signal to noise of each cast; NaN if it was not sampled, inf without noise."""
         with np.errstate(divide="ignore"):
@@ -170,11 +165,6 @@ class Record:
     def num_steps(self) -> int:
         """The number of steps in the intervals."""
         return sum(each.last_step - each.first_step + 1 for each in self.intervals)
-
-    @property
-    def num_samples(self) -> int:
-        """The number of intervals in which casts were sampled."""
-        return sum(bool(each["casts"].any()) for each in self.intervals)
 
     def layer(self, cast: int) -> str:
         """The name of the layer of a cast."""

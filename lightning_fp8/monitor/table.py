@@ -13,7 +13,7 @@ from lightning_fp8.monitor.record import Record
 
 def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
     """The summary of a run in one line, its alarms, and the recommended ``skip``, in lines of at most ``width``."""
-    lines = wrap(verdict(record, alarms), width)
+    lines = wrap(verdict(record, len(alarms)), width)
     for alarm in alarms:
         lines += wrap(str(alarm), width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
     if skip := skip_of(alarms):
@@ -21,14 +21,12 @@ def table(record: Record, alarms: Sequence[Alarm], width: int = 80) -> str:
     return "\n".join(lines)
 
 
-def verdict(record: Record, alarms: Sequence[Alarm]) -> str:
+def verdict(record: Record, num_alarms: int) -> str:
     """The numbers of steps, casts and alarms, and the worst clipping and flushing."""
     steps = f"{record.num_steps} step{'s' * (record.num_steps != 1)}"
     if not record.names:
         return f"{steps} without FP8"
-    steps = f"FP8: {steps} of {len(record.names)} casts, {len(alarms) or 'no'} alarms"
-    if len(alarms) == 1:
-        steps = steps.removesuffix("s")
+    steps = f"FP8: {steps} of {len(record.names)} casts, {num_alarms or 'no'} alarm{'s' * (num_alarms != 1)}"
     if not record.intervals:
         return steps
     worst = max(float(each["clipped_bits"].max(initial=0)) for each in record.intervals)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_kernels.casts.activation import activation_backward_loader, activation_loader
+from cuda_kernels.casts.activation import (
+    activation_backward_loader,
+    activation_loader,
+    gated_backward_loader,
+    gated_loader,
+)
 from cuda_kernels.casts.column_sums import summed_loader
-from cuda_kernels.casts.gated import gated_backward_loader, gated_loader
 from cuda_kernels.device.tile import TileLoader
 from cuda_kernels.host import launch
 from lightning_fp8.ops.activation import (

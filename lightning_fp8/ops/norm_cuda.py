@@ -17,8 +17,7 @@ from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel, KernelError
 from cuda_kernels.norm.backward import backward_row_layout, long_norm_backward_kernel, norm_backward_kernel
-from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel
-from cuda_kernels.norm.forward import rms_norm_kernel
+from cuda_kernels.norm.cast import cast_normalized_kernel, normalize_kernel, rms_norm_kernel
 from cuda_kernels.norm.rows import THREADS, RowLayout, cast_row_layout
 from cuda_kernels.norm.statistics import (
     NormSpec,

@@ -14,7 +14,6 @@ is final, or ``KernelError`` if a kernel cannot be compiled, which is tried agai
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import _lru_cache_wrapper, lru_cache, partial, wraps
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from cuda_kernels.host.launch import NoKernels
 from cuda_kernels.host.proofs import Unproven
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.capture import is_capturing
+from lightning_fp8.notices import say_once
 from lightning_fp8.ops.proving import prove
 
 Run = Callable[..., Any]
@@ -39,7 +39,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 generation = 0
 """The number of times that plans were cleared. Layers keep a plan for one generation."""
 _without_kernels: dict[torch.device, KernelError] = {}
-_warned: dict[tuple[torch.device, str], None] = {}
+_said: dict[Any, str] = {}
 _plan_caches: list[Any] = []
 
 
@@ -153,7 +153,7 @@ def clear_plan_cache() -> None:
     Call it after an environment variable was changed, or after new measurements of GEMMs.
     """
     _without_kernels.clear()
-    _warned.clear()
+    _said.clear()
     replan()
 
 
@@ -172,7 +172,7 @@ def replan() -> None:
 
 def fallbacks() -> tuple[str, ...]:
     """The warnings about fallbacks since the plan cache was cleared, in their order."""
-    return tuple(message for _, message in _warned)
+    return tuple(_said.values())
 
 
 def warn_of_fallback(device: torch.device, error: KernelError) -> None:
@@ -190,9 +190,7 @@ def warn_once(device: torch.device, message: str, key: str = "") -> None:
 
     Warnings with the same ``key``, if it is not empty, are the same.
     """
-    if (device, key or message) not in _warned:
-        _warned[device, key or message] = None
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
+    say_once(_said, message, (device, key or message), category=RuntimeWarning, stacklevel=5)
 
 
 def _on_device(op_for: Callable[..., Run], device: torch.device, plan_key: Sequence[Hashable]) -> Run:

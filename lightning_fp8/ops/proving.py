@@ -15,9 +15,10 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -88,7 +89,7 @@ class Prover:
         self._variables = variables or {}
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._errors: list[str] = []
+        self._errors: IO[str]
 
     def outcome(self, request: Mapping[str, Any]) -> Outcome:
         """Prove one plan."""
@@ -98,14 +99,7 @@ class Prover:
         except (OSError, TypeError, ValueError) as error:
             self.end()
             return Outcome(f"no process can be started for it ({error})", passing=True)
-        line = self._next(said)
-        while True:
-            if line is None:
-                outcome.problem, outcome.passing = self._death(said)
-                outcome.passing = outcome.passing or not outcome.culprit
-                outcome.hung = self._is_alive() and said == "starting"
-                self.end()
-                return outcome
+        while (line := self._next(said)) is not None:
             message = json.loads(line)
             said = message["what"]
             if said == "loading":
@@ -121,14 +115,17 @@ class Prover:
                 if not message["goes_on"]:
                     self.end()
                 return outcome
-            line = self._next(said)
+        outcome.problem, passing = self._death(said)
+        outcome.passing = passing or not outcome.culprit
+        outcome.hung = self._is_alive() and said == "starting"
+        self.end()
+        return outcome
 
     def _next(self, said: str) -> str | None:
         """The next line of the process; None if it has ended, or exceeds its time limit."""
-        try:
+        with suppress(queue.Empty):
             return self._lines.get(timeout=SECONDS[said])
-        except queue.Empty:
-            return None
+        return None
 
     def _is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -142,7 +139,7 @@ class Prover:
             os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)
-        for stream in (process.stdin, process.stdout, process.stderr):
+        for stream in (process.stdin, process.stdout, self._errors):
             with suppress(OSError):
                 if stream is not None and process.returncode is not None:
                     stream.close()
@@ -163,19 +160,23 @@ class Prover:
             **inherited, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1",
             "CUDA_LAUNCH_BLOCKING": "1", **self._variables,
         }  # fmt: skip
-        self._lines, self._errors = queue.SimpleQueue(), []
-        self._process = process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
+        self._lines = queue.SimpleQueue()
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment, text=True,
             errors="replace", start_new_session=True,
         )  # fmt: skip
-        lines, errors = self._lines, self._errors
+        lines, output = self._lines, self._process.stdout
+        assert output is not None
 
-        def take(line: str) -> None:
-            if line.startswith(MARK):
-                lines.put(line.removeprefix(MARK))
+        def read() -> None:
+            with suppress(ValueError, OSError):  # the stream was closed
+                for line in output:
+                    if line.startswith(MARK):
+                        lines.put(line.removeprefix(MARK))
+            lines.put(None)
 
-        _read_along(process.stdout, take, at_end=lambda: lines.put(None))
-        self._reading = _read_along(process.stderr, errors.append)
+        threading.Thread(target=read, daemon=True).start()
 
     def _death(self, said: str) -> tuple[str, bool]:
         """The reason why there is no next line, and whether it is temporary, and not caused by a kernel."""
@@ -186,30 +187,13 @@ class Prover:
         status = self._process.poll()
         if status is None:
             return f"it was still running after {SECONDS[said]:g} s", said != "starting"
-        self._reading.join(0.5)  # the last line may arrive after the end of the process
-        last = next((line.strip() for line in reversed(self._errors) if line.strip()), "")
+        self._errors.seek(0)
+        last = self._errors.read().strip().rpartition("\n")[2].strip()
         if status >= 0:
             return f"its process ended with exit status {status}" + (f": {last}" if last else ""), True
         with suppress(ValueError):
             return f"its process ended with {signal.Signals(-status).name}", -status not in CRASHES
         return f"its process ended with signal {-status}", True
-
-
-def _read_along(
-    stream: IO[str] | None, take: Callable[[str], None], at_end: Callable[[], None] = lambda: None
-) -> threading.Thread:
-    """Read the output of a process line by line in the thread that is returned."""
-    assert stream is not None
-
-    def read() -> None:
-        with suppress(ValueError, OSError):  # the stream was closed
-            for line in stream:
-                take(line)
-        at_end()
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return thread
 
 
 IDLE = 60.0

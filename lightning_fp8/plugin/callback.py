@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.plugin.precision import FP8Precision, TrainerHooks
+from lightning_fp8.te.keys import has_te_state
 from lightning_fp8.te.torch_file import CheckpointError
-from lightning_fp8.te_checkpoints.load import load_hook, planned_fp8_roles
+from lightning_fp8.te_checkpoints.load import planned_fp8_roles, take_te_states
 from lightning_fp8.te_checkpoints.remap import LoadReport
 
 
@@ -41,22 +42,20 @@ class FP8Callback(TrainerHooks):
                 "Trainer(plugins=[FP8Precision(...)], callbacks=[FP8Callback()]), without precision="
             )
 
-        def receive(state: dict[str, Any] | None, report: LoadReport) -> None:
-            if state is not None:
-                plugin.set_te_state(state)
-            self.te_report = report
-            rank_zero_info(str(report))
-
-        hook = load_hook(lambda: planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
-
-        def named(*args: Any) -> None:
+        def take(_: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
+            if prefix or not has_te_state(state_dict):
+                return
+            roles = planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy))
             try:
-                hook(*args)
+                state, self.te_report = take_te_states(pl_module, state_dict, roles, strict)
             except CheckpointError as error:
                 raise CheckpointError(f"{trainer.ckpt_path}: {error}") from None
+            if state is not None:
+                plugin.set_te_state(state)
+            rank_zero_info(str(self.te_report))
 
         # Callback.on_load_checkpoint is called after the strict load, and only a hook of the module before it.
-        self._load_hook = pl_module.register_load_state_dict_pre_hook(named)
+        self._load_hook = pl_module.register_load_state_dict_pre_hook(take)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

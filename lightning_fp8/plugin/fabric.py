@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -19,9 +19,9 @@ from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
+from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import plain, require_module
 from lightning_fp8.convert.attention_calls.attach import attach, detach
 from lightning_fp8.convert.conversion import (
@@ -38,25 +38,20 @@ from lightning_fp8.convert.conversion import (
 from lightning_fp8.convert.first_step import (
     FirstStep,
     idle_message,
-    report_after_step,
     watch_first_steps,
     watched,
 )
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION
 from lightning_fp8.delayed.history import AmaxHistory, span_of
-from lightning_fp8.delayed.owners import all_slots
 from lightning_fp8.delayed.update import (
-    after_optimizer_step,
     decide_where_faster,
-    optimizer_step_number,
+    forwards_begin,
     refuse_default_dtype_in_join,
-    refuse_join,
-    update_slots,
-    update_waiting,
+    update,
+    update_pending,
 )
-from lightning_fp8.delayed.watch import uses_begin
-from lightning_fp8.fp8_region import FP8Context, fp8_context, in_backward
+from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.tensor_parallel import CutLayer
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.plugin.dtypes import (
@@ -77,7 +72,7 @@ from lightning_fp8.plugin.states import (
     with_equal_names,
     without_state,
 )
-from lightning_fp8.proofs import first_steps
+from lightning_fp8.proofs import model_shapes
 from lightning_fp8.sharding.fsdp import is_sharded
 
 
@@ -225,7 +220,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         history.plugin_recipe = self.recipe
         if is_sharded(module):
             self.plan = with_gathers(self.plan, module, self.recipe)
-        when_sharded(module, partial(_report_gathers, weakref.ref(self)))
+        when_sharded(module, partial(_report, weakref.WeakMethod(self.report_gathers)))
         if self.summary is None or not self.summary.is_of(self.plan):
             self.summary = self.plan
         is_new = self._register_history(history)
@@ -254,7 +249,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
         again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
-        return FirstStep(module, plan, again, partial(_report, weakref.ref(self)), begins)
+        return FirstStep(module, plan, again, partial(_report, weakref.WeakMethod(self.report_first_step)), begins)
 
     def _set_dtypes(self, module: nn.Module) -> str:
         """Determine the dtypes of ``module``, cast it if that is asked for, and return the line about it, or ""."""
@@ -359,18 +354,15 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             self._forwards.append(stack)
             stack.callback(self._forwards.remove, stack)
             stack.enter_context(fp8_context(self._context()))
-            histories = list(self.histories.values())
+            histories, trains = list(self.histories.values()), self._observes and torch.is_grad_enabled()
+            if trains:
+                model_shapes.begin(self._models, optimizer_steps.number)
             if isinstance(self.recipe, DelayedScaling):
-                uses_begin(history.watch for history in histories)
                 for history in histories:
                     history.span = history.span or span_of(self.recipe)  # before it is compiled in
-            if self._observes and torch.is_grad_enabled():
-                first_steps.begin(self._models)
-                for history in histories if isinstance(self.recipe, DelayedScaling) else ():
-                    history.training_forward_begins(observes=len(histories) == 1)
-                if histories and isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax:
-                    refuse_join()
-                update_waiting(histories)
+                forwards_begin(histories, trains, self.recipe.reduce_amax, observes=len(histories) == 1)
+            elif trains:
+                update_pending(histories)
             refuse_default_dtype_in_join()
             yield
 
@@ -390,10 +382,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
         A step of a ``torch.optim.Optimizer`` that holds parameters of a model does this for the model.
         """
-        for history in self.histories.values():
-            if history.choice is not None:
-                decide_where_faster(history)
-        update_slots(all_slots(self.histories.values()))
+        decide_where_faster(self.histories.values())
+        update(self.histories.values())
         for model in list(self._models):
             if (first_step := watched(model)) is not None:
                 first_step.stepped()
@@ -406,13 +396,10 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     @contextmanager
     def _scales_follow(self, optimizer: Any) -> Iterator[None]:
         """Run the hook of torch's optimizers for an ``optimizer`` that is not one of torch's and does not call it."""
-        before = optimizer_step_number()
-        first_steps.read(self._models)
+        before = optimizer_steps.number
         yield
-        if not isinstance(optimizer, Optimizer) and optimizer_step_number() == before:
-            after_optimizer_step(optimizer)
-            report_after_step(optimizer)
-            _note_step()
+        if not isinstance(optimizer, Optimizer) and optimizer_steps.number == before:
+            optimizer_steps.after_step(optimizer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -488,14 +475,10 @@ class _OwnDtypes:
             self._entered.pop().close()
 
 
-def _report_gathers(plugin: weakref.ref[FP8FabricPrecision], model: nn.Module) -> None:
-    if (living := plugin()) is not None:
-        living.report_gathers(model)
-
-
-def _report(plugin: weakref.ref[FP8FabricPrecision], summary: ConversionSummary) -> None:
-    if (living := plugin()) is not None:
-        living.report_first_step(summary)
+def _report(method: weakref.WeakMethod[Callable[[Any], None]], found: Any) -> None:
+    """Call a plugin's method, if the plugin is alive."""
+    if (report := method()) is not None:
+        report(found)
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:
@@ -511,21 +494,3 @@ def pieces_of(model: nn.Module) -> str:
     """The layers whose parameters are this rank's shards as plain tensors, as the subject of a message; or empty."""
     names = [name for name, module in model.named_modules() if isinstance(module, CutLayer) and module.cuts]
     return f"{len(names)} layers have a tensor-parallel group (tp_group), {names[0]!r} for example" if names else ""
-
-
-@torch.compiler.disable
-def _note_step(*_: Any) -> None:
-    if in_backward():
-        first_steps.steps_in_backward()
-    else:
-        first_steps.stepped()
-
-
-@torch.compiler.disable
-def _look_before_step(*_: Any) -> None:
-    if not in_backward():
-        first_steps.read(())
-
-
-register_optimizer_step_pre_hook(_look_before_step)
-register_optimizer_step_post_hook(_note_step)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_fp8.arguments import is_dtensor, plain, require_bool
-from lightning_fp8.modules.weight_cache import WeightCachingModule
+from lightning_fp8.notices import say_once
 
 
 class KeptWeights:
@@ -15,9 +17,7 @@ class KeptWeights:
     The plugin sets :attr:`period` in the context of every forward, as ``weight_period``. The copies of one period are
     used by all its forwards and backwards, unless the weight changes: by an optimizer's step, in place, or by an
     assignment of ``data`` (:mod:`lightning_fp8.modules.weight_cache`). Only an in-place change of ``weight.data``
-    cannot be detected, and callbacks that evaluate averages of the weights may make one. Therefore a Trainer's period
-    ends when an epoch of training begins, when an evaluation begins, and when a validation ends. In Fabric the plugin
-    does not know these events, and a period never ends.
+    cannot be detected, and callbacks that evaluate averages of the weights may make one: see :meth:`period_ends`.
 
     Args:
         cache_fp8_weights: True caches copies, also in Fabric and for sharded weights. False caches none. None caches
@@ -34,7 +34,7 @@ class KeptWeights:
         if self.chosen is not None:
             require_bool("cache_fp8_weights", self.chosen)
         self._accumulates = False
-        self._told = False
+        self._said: dict[Hashable, str] = {}
         self._periods = 0
 
     @property
@@ -42,31 +42,22 @@ class KeptWeights:
         """The number of the current period; None if no copies are cached."""
         return self._periods if self.chosen or (self.chosen is None and self._accumulates) else None
 
-    def epoch_begins(self) -> None:
-        """Called when a Trainer's training epoch begins, after the callbacks at the end of the previous one."""
+    def period_ends(self) -> None:
+        """Called when callbacks may have swapped weights: where a Trainer's epoch or evaluation begins or ends.
+
+        In Fabric the plugin does not know these events, and a period never ends.
+        """
         self._periods += 1
 
     def micro_batch_begins(self, model: nn.Module, accumulate_grad_batches: int) -> None:
         """Called when a Trainer's micro-batch begins. ``accumulate_grad_batches`` may change between epochs."""
         self._accumulates = accumulate_grad_batches > 1 and not any(map(is_dtensor, model.parameters()))
-        if self.chosen is None and self._accumulates and not self._told:
-            self._told = True
-            rank_zero_info(
+        if self.chosen is None and self._accumulates:
+            say_once(
+                self._said,
                 f"FP8 weights: cast once for the {accumulate_grad_batches} micro-batches of a step and kept, 2 bytes "
                 "for each of their parameters; cache_fp8_weights=False casts them in every forward and backward pass "
-                "instead"
+                "instead",
+                "kept",
+                tell=rank_zero_info,
             )
-
-    def evaluation_begins(self) -> None:
-        """Called when a Trainer validates, tests or predicts, for which callbacks may have swapped the weights."""
-        self._periods += 1
-
-    def validation_ends(self) -> None:
-        """Called when a Trainer continues after a validation; callbacks may have restored the weights."""
-        self._periods += 1
-
-    def training_ends(self, model: nn.Module) -> None:
-        """Called when a Trainer has finished with ``model``: its copies are freed."""
-        for module in model.modules():
-            if isinstance(module, WeightCachingModule):
-                module.forget_weight()

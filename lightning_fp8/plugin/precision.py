@@ -17,20 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fp8.convert.attention_calls.owners import any_traced as any_attention_traced
 from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
 from lightning_fp8.convert.host_limit import backward_ended
 from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory, validated_state
-from lightning_fp8.delayed.owners import owned_by
-from lightning_fp8.delayed.watch import PATIENCE
+from lightning_fp8.delayed.watch import EVAL, PATIENCE
 from lightning_fp8.fp8_region import FP8Context, fp8_context
-from lightning_fp8.modules.record import any_traced
 from lightning_fp8.modules.state import fp8_modules
+from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.plugin.fabric import FP8FabricPrecision, pieces_of
-from lightning_fp8.proofs import first_steps
+from lightning_fp8.proofs import model_shapes
 from lightning_fp8.te.keys import has_te_state
+from lightning_fp8.traced import any_traced
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.masters import with_master_weights
 
@@ -115,28 +114,26 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         self.detach_attention()
         for history in self.histories.values():
             history.plugin_recipe = None
-        for model in list(self._models):
-            self.kept_weights.training_ends(model)
+        for module in (module for model in list(self._models) for module in model.modules()):
+            if isinstance(module, WeightCachingModule):
+                module.forget_weight()  # the FP8 copies
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Register all optimizers before the first step, when the parameters of one of them may be frozen.
-
-        Optimizers of weights from ``fp8_model_init`` keep float32 master weights.
-        """
-        for optimizer in optimizers:
-            owned_by(optimizer)
-            if isinstance(optimizer, Optimizer) and any(isinstance(each, FP8Tensor) for each in model.parameters()):
-                with_master_weights(optimizer)
+        """Let optimizers of weights from ``fp8_model_init`` keep float32 master weights."""
+        if any(isinstance(each, FP8Tensor) for each in model.parameters()):
+            for optimizer in optimizers:
+                if isinstance(optimizer, Optimizer):
+                    with_master_weights(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self._observes = False
         try:
-            with self.forward_context(), first_steps.paused():
+            with self.forward_context(), model_shapes.paused():
                 yield
         finally:
             self._observes = True
@@ -177,11 +174,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         # A compiled block that activation checkpointing recomputes uses the current context, not its forward's.
         # Contexts are thread-local, so autograd must not recompute it in a device thread.
-        one_thread = (
-            torch.autograd.set_multithreading_enabled(False)
-            if any_traced() or any_attention_traced()
-            else nullcontext()
-        )
+        one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
         with fp8_context(FP8Context(self.recipe)), one_thread, self._counted():
             super().backward(tensor, model, *args, **kwargs)
 
@@ -205,7 +198,7 @@ class TrainerHooks(Callback):
         idle = [name for name, module in layers if any(parameter.requires_grad for parameter in module.parameters())]
         if idle and isinstance(_plugin(trainer).recipe, DelayedScaling):
             for history in _plugin(trainer).histories.values():
-                history.watch.has_warned_of_eval = True  # the warning below names them
+                history.watch.said[EVAL] = ""  # the warning below names them
             rank_zero_warn(
                 f"{len(idle)} FP8 layers train in eval mode ({', '.join(idle[:3])}{', ...' * (len(idle) > 3)}), in "
                 "which delayed scaling observes nothing: their scales become stale. Call model.train() before fit; "
@@ -214,7 +207,7 @@ class TrainerHooks(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = _plugin(trainer)
-        plugin.kept_weights.epoch_begins()
+        plugin.kept_weights.period_ends()
         for history in plugin.histories.values():
             history.watch.patience = PATIENCE * trainer.accumulate_grad_batches
 
@@ -227,7 +220,6 @@ class TrainerHooks(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Called after the closure of the step, before the parameters change."""
         backward_ended()
-        first_steps.read([pl_module])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -246,18 +238,16 @@ class TrainerHooks(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn != "fit":
             _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+        _plugin(trainer).kept_weights.period_ends()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _plugin(trainer).kept_weights.validation_ends()
+        _plugin(trainer).kept_weights.period_ends()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+        _plugin(trainer).kept_weights.period_ends()
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _say_if_scales_are_missing(trainer)
-        _plugin(trainer).kept_weights.evaluation_begins()
+    on_predict_start = on_test_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")

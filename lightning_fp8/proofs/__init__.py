@@ -7,7 +7,7 @@
 | one call of an op by its kernels, compared with its specification | ``casts.py``, ``products.py``, ``attention.py`` |
 | input tensors; comparisons | ``drawing.py``, ``comparing.py`` |
 | the process that serves a training process (``lightning_fp8/ops/proving.py``) | ``__main__.py`` |
-| checks of a model's first two training steps | ``first_steps.py`` |
+| checks of the first two training steps, on the model's own shapes | ``model_shapes.py`` |
 
 The same cases run in the tests, on emulated kernels, and in ``python -m benchmarks.first_run``.
 """

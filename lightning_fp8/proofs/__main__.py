@@ -29,28 +29,16 @@ from lightning_fp8.proofs.comparing import WrongResult
 Say = Callable[..., None]
 
 
-class Saying:
-    """Reports which kernels are loaded and started, and refuses kernels that failed before."""
+def serve(say: Say) -> None:
+    """Prove the plans requested on standard input, and report which kernels are loaded and started."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-
-    def compiling(self, kernel: Kernel) -> None:
-        self._say("compiling", kernel=kernel.name)
-
-    def loading(self, kernel: Kernel, key: str) -> None:
-        self._say("loading", kernel=kernel.name, key=key)
-        verdict = proofs.verdict_of(key)
+    def watch(what: str, kernel: Kernel, key: str) -> None:
+        say(what, kernel=kernel.name, key=key)
+        verdict = proofs.verdict_of(key) if what == "loading" else None
         if verdict is not None and not verdict.proven:
             raise proofs.refusal(verdict)
 
-    def starting(self, kernel: Kernel, key: str) -> None:
-        self._say("starting", kernel=kernel.name, key=key)
-
-
-def serve(say: Say) -> None:
-    """Prove the plans requested on standard input."""
-    proofs.watch(Saying(say))
+    proofs.watch(watch)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -81,19 +69,12 @@ def answer(request: dict[str, Any], say: Say) -> bool:
                 case.run(device)
                 if on_cuda:
                     torch.cuda.synchronize()
-    except WrongResult as error:
-        say(
-            "failed",
-            problem=f"wrong results in its case {case_name!r}: {error}",
-            wrong=True,
-            passing=False,
-            goes_on=True,
-        )
-        return True
     except Exception as error:
-        text = f"{type(error).__name__} in its case {case_name!r}: {' '.join(str(error).split())}"
-        goes_on = isinstance(error, RuntimeWarning | proofs.Refused)
-        say("failed", problem=text[:2000], wrong=False, passing=is_passing(error), goes_on=goes_on)
+        wrong = isinstance(error, WrongResult)
+        what = "wrong results" if wrong else type(error).__name__
+        problem = f"{what} in its case {case_name!r}: {' '.join(str(error).split())}"[:2000]
+        goes_on = isinstance(error, WrongResult | RuntimeWarning | proofs.Refused)
+        say("failed", problem=problem, wrong=wrong, passing=not wrong and is_passing(error), goes_on=goes_on)
         return goes_on
     say("proven")
     return True

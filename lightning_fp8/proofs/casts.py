@@ -7,16 +7,23 @@ equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.numerics import scaling
 from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops.activation import gated_backward_quantize_op
-from lightning_fp8.ops.cast import observe_op, quantize_columns_op
+from lightning_fp8.ops.cast import (
+    observe_op,
+    quantize_columns_op,
+    reference_quantize,
+    reference_quantize_columns,
+    tensor_amax,
+)
 from lightning_fp8.ops.norm import Norm, norm_backward_op, rms_norm_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
@@ -28,6 +35,8 @@ from lightning_fp8.proofs.comparing import (
     assert_same,
     assert_within,
     kernels_of,
+    part_of,
+    parts_of,
     reference_of,
     require,
 )
@@ -70,6 +79,51 @@ def check_cast(
             assert_same(largest, right, "amax")
         else:
             assert_within(largest, right, 1e-6, 0.0, "amax")
+
+
+def parts_of_cast(
+    x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None
+) -> Callable[[Sequence[Tensor]], None]:
+    """A check of the results that ``quantize`` will give for these arguments, bit by bit.
+
+    It casts the first and last rows of each operand again, on the device of ``x``.
+    """
+    before = None if amax is None else amax.clone()
+
+    def check(results: Sequence[Tensor]) -> None:
+        used = scale
+        if cast.layout.has_one_scale:
+            if scale is None or not cast.scale_is_nonzero:
+                options = (cast.power_2_scale, cast.amax_epsilon) if scale is None else ()
+                own = scaling.current_scale(tensor_amax(x), cast.float8.max, *options)
+                used = own if scale is None else torch.where(scale == 0, own, scale)
+            assert used is not None
+            assert_same(results[1], scaling.inverse(used), "scale_inv")
+        for dim, is_made in enumerate((cast.rowwise, cast.columnwise)):
+            usage, of_operand = cast.usage(dim == 0, dim == 1, True), slice(2 * dim, 2 * dim + 2)
+            for part in parts_of(x.shape[dim]) if is_made else ():
+                rows = x[part] if dim == 0 else x[:, part]
+                with torch.compiler.set_stance("force_eager"):
+                    codes, scales = reference_quantize(rows, usage, used, None)[of_operand]
+                data, scale_inv = results[of_operand]
+                actual = part_of(data, scale_inv, cast.layout, part)
+                assert_same(actual.data, codes, "codes")
+                assert_same(actual.scale_inv, scales, "scale_inv")
+        if amax is not None and before is not None:
+            assert_same(amax, torch.maximum(before, tensor_amax(x)), "amax")
+
+    return check
+
+
+def parts_of_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Callable[[Tensor], None]:
+    """A check of the codes that ``quantize_columns`` will give: of the first and last rows, bit by bit."""
+
+    def check(codes: Tensor) -> None:
+        for part in parts_of(x.shape[0]):
+            with torch.compiler.set_stance("force_eager"):
+                assert_same(codes[part], reference_quantize_columns(x[part], scale, dtype), "codes")
+
+    return check
 
 
 def check_quantize_columns(x: Tensor, dtype: torch.dtype, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +11,15 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
+from cuda_kernels.device.sizes import ceil_div
+from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 from lightning_fp8.ops.op import Op
 
 NEIGHBOURS = 0.005
 """Fraction of codes that may differ by one if kernel and specification round in another order."""
 
+ROWS = 128
+"""Rows of a part of a training's tensors that is compared: a multiple of every block of scales."""
 
 _deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module's class
 
@@ -147,6 +152,40 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """``‖actual - expected‖ / ‖expected‖`` in float64; NaN if ``actual`` has a NaN."""
     a, b = actual.cpu().double(), expected.cpu().double()
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def assert_rows_within(actual: Tensor, exact: Tensor, magnitude: Tensor, slack: float, what: str) -> None:
+    """Check each row of products ``[R, C]`` that may have come from a short accumulator, on the device of ``actual``.
+
+    The error of a row is at most ``‖exact‖ / 32``, plus ``slack`` times ``‖magnitude‖`` for sums that cancel. Hopper's
+    accumulator has relative errors of up to 2 % (DeepSeek-V3, arXiv:2412.19437), and rounding smaller ones; a wrong
+    tile has larger ones. Values beyond the range of the result's dtype are not compared. NaN must stay NaN.
+
+    Args:
+        exact: the products in float64; ``magnitude``: the sums of the absolute values of their terms.
+    """
+    limits = torch.finfo(actual.dtype)
+    beyond = ~(exact.abs() < limits.max)
+    off, size, terms = (
+        each.masked_fill(beyond, 0.0).norm(dim=1) for each in (actual.double() - exact, exact, magnitude)
+    )
+    tiniest = limits.smallest_normal * limits.eps * math.sqrt(actual.shape[1])
+    wrong = int((~(off <= size / 32 + slack * terms + tiniest)).sum())
+    require(not wrong, f"{what}: {wrong} of {len(off)} rows have larger errors than rounding explains")
+    require(not (exact.isnan() & ~actual.isnan()).any(), f"{what}: NaN is lost")
+
+
+def parts_of(size: int) -> list[slice]:
+    """The first and the last rows of ``size``, :data:`ROWS` or fewer."""
+    last = (size - 1) // ROWS * ROWS
+    return [slice(0, min(size, ROWS)), *([slice(last, size)] if last else [])]
+
+
+def part_of(data: Tensor, scale_inv: Tensor, layout: Layout, part: slice) -> ScaledTensor:
+    """These rows of an operand, which begin with a block of scales."""
+    if (block := layout.block[0]) is not None:
+        scale_inv = scale_inv[part.start // block : ceil_div(part.stop, block)]
+    return ScaledTensor(data[part], scale_inv, layout)
 
 
 def assert_operands(actual: Sequence[Tensor], expected: Sequence[Tensor], exact: bool) -> None:

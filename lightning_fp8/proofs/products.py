@@ -16,7 +16,16 @@ from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
-from lightning_fp8.proofs.comparing import assert_same, assert_within, nan_in_new_memory, reference_of, require
+from lightning_fp8.proofs.comparing import (
+    assert_rows_within,
+    assert_same,
+    assert_within,
+    nan_in_new_memory,
+    part_of,
+    parts_of,
+    reference_of,
+    require,
+)
 from lightning_fp8.proofs.drawing import apart, moved, numbers, sizes_of_blocks
 
 BF16 = torch.bfloat16
@@ -97,6 +106,30 @@ def check_product(
         if torch.device(device).type == "cuda":
             allowed += TENSOR_CORE[fast] * float(right.square().mean().sqrt())
         assert_within(actual.cpu().double(), right, relative, allowed, "the product")
+
+
+def parts_of_product(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None = None,
+    amax: Tensor | None = None, out: Tensor | None = None,
+) -> Callable[[Tensor | None], None]:  # fmt: skip
+    """A check of the corners of the product, or of what it will be added to, against float64."""
+    parts = [(rows, columns) for rows in parts_of(a.shape[0]) for columns in parts_of(b.shape[0])]
+    before = [None if out is None else out[place].double() for place in parts]
+
+    def check(result: Tensor | None) -> None:
+        made = result if out is None else out
+        assert made is not None
+        for (rows, columns), start in zip(parts, before):
+            left = part_of(a, scale_a, gemm.layout_a, rows).dequantize(torch.float64)
+            right = part_of(b, scale_b, gemm.layout_b, columns).dequantize(torch.float64)
+            exact, magnitude = left @ right.t(), left.abs() @ right.abs().t()
+            for added in (None if bias is None else bias[columns].double(), start):
+                if added is not None:
+                    exact, magnitude = exact + added, magnitude + added.abs()
+            slack = 2.0**-8 if gemm.fast_accum else 2.0**-10
+            assert_rows_within(made[rows, columns], exact, magnitude, slack, "the product")
+
+    return check
 
 
 def _drawn(rows: int, k: int, seed: int, exact: bool, layout: Layout) -> Tensor:

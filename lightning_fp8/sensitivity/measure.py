@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from tqdm import tqdm
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.conversion import convert_module, nothing_runs_in_fp8, plan_conversion
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.delayed.watch import STANDSTILL
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, update_fp8_scales
@@ -130,30 +131,25 @@ def measure_sensitivity(
     return found
 
 
+@dataclass
 class _Gradients:
     """Computes gradients of one model on the same batches, with the same random numbers and buffers."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, LinearLayer],
-        batches: Sequence[Any],
-        loss: Loss,
-        recipe: Recipe,
-        seed: int,
-        bar: Any,
-    ) -> None:
-        self._model = model if model.training else model.train()
-        self._layers = layers
-        self._batches = batches
-        self._loss = loss
-        self._recipe = recipe
-        self._seed = seed
-        self._bar = bar
-        self._buffers = {name: each.clone() for name, each in model.named_buffers()}
-        for layer in layers.values():
+    model: nn.Module
+    layers: Mapping[str, LinearLayer]
+    batches: Sequence[Any]
+    loss: Loss
+    recipe: Recipe
+    seed: int
+    bar: Any
+
+    def __post_init__(self) -> None:
+        if not self.model.training:
+            self.model.train()
+        self._buffers = {name: each.clone() for name, each in self.model.named_buffers()}
+        for layer in self.layers.values():
             if layer.history is not None:
-                layer.history.watch.has_warned_of_standstill = True  # scales are constant on purpose
+                layer.history.watch.said[STANDSTILL] = ""  # scales are constant on purpose
         self._reference: list[Tensor | None] = []
         self._norm = 0.0
 
@@ -170,9 +166,9 @@ class _Gradients:
 
     def observe(self) -> None:
         """Compute the scales of delayed scaling from the batches."""
-        if isinstance(self._recipe, DelayedScaling):
-            self._backward(self._layers)
-            update_fp8_scales(self._model)
+        if isinstance(self.recipe, DelayedScaling):
+            self._backward(self.layers)
+            update_fp8_scales(self.model)
 
     def error(self, in_fp8: Collection[str]) -> float:
         """``|g - g0| / |g0|`` with these layers in FP8."""
@@ -184,23 +180,23 @@ class _Gradients:
         return math.sqrt(squares) / self._norm if math.isfinite(squares) else math.inf
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [each for each in self._model.parameters() if each.requires_grad]
+        return [each for each in self.model.parameters() if each.requires_grad]
 
     def _backward(self, in_fp8: Collection[str]) -> None:
-        for name, layer in self._layers.items():
+        for name, layer in self.layers.items():
             layer.fp8 = name in in_fp8
         for parameter in self._parameters():
             parameter.grad = None
         with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
+            for name, buffer in self.model.named_buffers():
                 buffer.copy_(self._buffers[name])
         devices = sorted({each.device.index for each in self._parameters() if each.is_cuda})
-        with _seeded(self._seed, devices):
-            for batch in self._batches:
-                with fp8_autocast(enabled=bool(in_fp8), fp8_recipe=self._recipe):
-                    value = self._loss(self._model, batch)
-                    (value / len(self._batches)).backward()
-                self._bar.update()
+        with _seeded(self.seed, devices):
+            for batch in self.batches:
+                with fp8_autocast(enabled=bool(in_fp8), fp8_recipe=self.recipe):
+                    value = self.loss(self.model, batch)
+                    (value / len(self.batches)).backward()
+                self.bar.update()
 
 
 @contextmanager
@@ -224,12 +220,11 @@ def _square(x: Tensor) -> float:
 
 def _groups(layers: Sequence[str], group: str) -> dict[str, tuple[str, ...]]:
     """The names of layers, by the name of their group."""
-    if group == "layer":
-        return {name: (name,) for name in layers}
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for name in layers:
-        found.setdefault(_block_of(name), []).append(name)
-    return {name: tuple(names) for name, names in found.items()}
+        of = name if group == "layer" else _block_of(name)
+        found[of] = (*found.get(of, ()), name)
+    return found
 
 
 def _block_of(name: str) -> str:

@@ -17,33 +17,33 @@ import math
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot, span_of
-from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import names_of_fp8_weights
 from lightning_fp8.names import clean_name, gemm_name
+from lightning_fp8.notices import say_once
 from lightning_fp8.numerics import scaling
 from lightning_fp8.numerics.formats import E8M0_DTYPE
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 from lightning_fp8.numerics.scaled import Layout, Role, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.ops.cast import absolute_max, tensor_amax
+from lightning_fp8.optimizer_steps import after, listen, parameter_ids
 from lightning_fp8.parallel.agreement import require_same, require_same_plans
 from lightning_fp8.parallel.collectives import all_gather
-from lightning_fp8.weights.fp8_tensor import FP8Tensor, was_traced_gathered
+from lightning_fp8.traced import was_traced
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
@@ -133,9 +133,12 @@ def _groups(state: Any) -> Sequence[Any]:
     return [each for each in [state._fsdp_param_group] if each is not None] if groups is None else groups
 
 
-@cache
+_said: dict[Any, str] = {}
+
+
 def _warn_of_other_torch() -> None:
-    warnings.warn(
+    say_once(
+        _said,
         f"the FSDP2 of torch {torch.__version__} is not supported by lightning_fp8 ({', '.join(_missing)}): it gathers "
         "the weights of FP8 layers in high precision",
         stacklevel=3,
@@ -217,17 +220,14 @@ _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 """All weights in this process that can be gathered in FP8."""
 
 
-def _after_step(optimizer: Any, *_: Any) -> None:
+def _after_step(optimizer: Any) -> None:
     """Mark the amaxes of weights stepped by an optimizer as stale; graphs from before its step are not used again."""
-    held = set(parameter_ids(optimizer))
+    held = parameter_ids(optimizer)
     stepped = {id(each.weights): each.weights for each in list(_attached) if id(each.sharded_param) in held}
     for weights in stepped.values():
         for param in weights.params:
             param.stays_in_high_precision = False
             param.changes += id(param.sharded_param) in held
-
-
-register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 @torch.compiler.disable
@@ -305,6 +305,7 @@ class GatheredParam(FSDPParam):
         self._other: tuple[Any, list[Tensor]] = None, []
         self._requires_grad_before: list[tuple[Tensor, bool]] = []
         _attached.add(self)
+        listen(after, _after_step)
 
     @property
     def slot(self) -> Slot:
@@ -375,7 +376,7 @@ class GatheredParam(FSDPParam):
     def is_compiled(self) -> bool:
         """Whether the layer is known to run in compiled code, which can use operands only."""
         around = [module for each in self._around if (module := each()) is not None]
-        return any(map(_is_compiled, around)) or was_traced_gathered(self._orig_size)
+        return any(map(_is_compiled, around)) or was_traced("gathered", *self._orig_size)
 
     def _is_in_root(self) -> bool:
         """Whether it belongs to the outermost sharded module."""

@@ -84,11 +84,6 @@ def _require_group(name: str, value: Any) -> None:
         )
 
 
-_FORMATS = partial(one_of, known=("sbhd", "bshd", "thd"))
-_EPSILON = partial(require_number, largest=FLOAT32_MAX)
-_PROBABILITY = partial(require_number, largest=1.0)
-_COUNT_OR_NONE = partial(_or_none, require_positive)
-
 _VALUES: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
         (
@@ -102,10 +97,10 @@ _VALUES: dict[str, Callable[[str, Any], Any]] = {
     ),
     **dict.fromkeys(("bottom_right_diagonal", "enc_dec_bottom_right_diagonal"), partial(_or_none, require_bool)),
     **dict.fromkeys(("init_method", "output_layer_init_method"), _require_init_method),
-    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate"), _PROBABILITY),
-    **dict.fromkeys(("seq_length", "micro_batch_size", "layer_number"), _COUNT_OR_NONE),
-    **dict.fromkeys(("qkv_format", "attn_input_format"), _FORMATS),
+    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), partial(require_number, largest=FLOAT32_MAX)),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate"), partial(require_number, largest=1.0)),
+    **dict.fromkeys(("seq_length", "micro_batch_size", "layer_number"), partial(_or_none, require_positive)),
+    **dict.fromkeys(("qkv_format", "attn_input_format"), partial(one_of, known=("sbhd", "bshd", "thd"))),
     "tp_size": require_positive,
     "tp_group": partial(_or_none, _require_group),
     "parallel_mode": partial(_or_none, partial(one_of, known=("column", "row"))),
@@ -124,16 +119,15 @@ class _Unsupported(NamedTuple):
     instead: str
 
 
-_NO_OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
-
 _UNSUPPORTED = {
     "symmetric_ar_type": _Unsupported(None, "sums are torch.distributed's all_reduce; leave it out"),
-    "ub_bulk_wgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_bulk_dgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_ag": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_rs": _Unsupported(False, _NO_OVERLAP),
-    "ub_overlap_rs_dgrad": _Unsupported(False, _NO_OVERLAP),
-    "ub_tp_comm_overlap": _Unsupported(False, _NO_OVERLAP),
+    **dict.fromkeys(
+        (
+            *("ub_bulk_wgrad", "ub_bulk_dgrad", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad"),
+            "ub_tp_comm_overlap",
+        ),
+        _Unsupported(False, "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"),
+    ),
     "delay_wgrad_compute": _Unsupported(
         False, "Linear, LayerNormLinear and LayerNormMLP take it, and modules of several layers do not; leave it out"
     ),
@@ -184,14 +178,7 @@ def refuse_in_forward(**asked: Any) -> None:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check(module: str, name: str, value: Any) -> None:
-    if (module, name) in _OF_ONE_MODULE:
-        if (check := _OF_ONE_MODULE[module, name]) is not None:
-            check(name, value)
-    elif name in _UNSUPPORTED:
-        _refuse(name, value, _UNSUPPORTED)
-    elif name in _VALUES:
-        _VALUES[name](name, value)
+_CHECKS = _VALUES | dict.fromkeys(_UNSUPPORTED, partial(_refuse, unsupported=_UNSUPPORTED))
 
 
 def checked_arguments(init: Init) -> Init:
@@ -217,7 +204,9 @@ def checked_arguments(init: Init) -> Init:
                 raise TypeError(f"{module}: {name} was removed from Transformer Engine: {_REMOVED[name]}; leave it out")
             if name not in own and name not in ParallelArguments.__annotations__:
                 raise TypeError(f"{module} got an unexpected keyword argument {name!r}")
-            _check(module, name, value)
+            check = _OF_ONE_MODULE.get((module, name), _CHECKS.get(name))
+            if check is not None:
+                check(name, value)
         init(self, *args, **kwargs)
         self.constructed = True
 

@@ -26,12 +26,11 @@ the same keys, and load their states by :func:`take_state` in torch's ``load_sta
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,24 +51,16 @@ FUSED_ATTENTION = "fused_attention"
 # Columns of a layer with g GEMMs: forward (input, weight, output) of each, backward (grad_output, grad_input) of each.
 FORWARD_SLOTS = 3
 BACKWARD_SLOTS = 2
-_LINEAR_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
+_COLUMNS = {Role.INPUT: 0, Role.WEIGHT: 1, Role.GRAD_OUTPUT: 0}
 # Attention has the columns of three GEMMs: qkv and s are outputs of the first and third, o is the second's input, ...
-_ATTENTION_COLUMNS = {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
+_COLUMNS |= {Role.QKV: 2, Role.O: 3, Role.S: 8, Role.DQKV: 0, Role.DO: 3, Role.DP: 5}
 ATTENTION_GEMMS = 3
-
-
-def num_gemms_of(roles: tuple[Role, ...], linears: int = 1) -> int:
-    """The number of GEMMs in Transformer Engine's state of a module with these roles and this number of layers."""
-    return ATTENTION_GEMMS if Role.QKV in roles else linears
 
 
 def column_of(role: Role, gemm: int = 0) -> tuple[str, int]:
     """The direction (``"fwd"`` or ``"bwd"``) and the column of a tensor."""
-    if role in _ATTENTION_COLUMNS:
-        return "bwd" if role.is_gradient else "fwd", _ATTENTION_COLUMNS[role]
-    if role.is_gradient:
-        return "bwd", gemm * BACKWARD_SLOTS + _LINEAR_COLUMNS[role]
-    return "fwd", gemm * FORWARD_SLOTS + _LINEAR_COLUMNS[role]
+    direction, slots = ("bwd", BACKWARD_SLOTS) if role.is_gradient else ("fwd", FORWARD_SLOTS)
+    return direction, gemm * slots + _COLUMNS[role]
 
 
 def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> dict[str, tuple[Role, int]]:
@@ -137,24 +128,9 @@ def take_state(state_dict: dict[str, Any], prefix: str) -> tuple[str, Any] | Non
     return states[0] if states else None
 
 
-# --- Parameters -------------------------------------------------------------------------------------------------------
-
-_PARAMETER = re.compile(r"(?:(\w+)_)?(weight|bias)")
-
-
 def prefix_of(module_name: str) -> str:
     """The prefix of the names of a module's parameters: ``layers.0.``."""
     return f"{module_name}." if module_name else ""
-
-
-def is_parameter(leaf: str) -> bool:
-    """Whether a parameter of Transformer Engine can have this name: ``weight``, ``fc1_bias``, ``query_weight``."""
-    return _PARAMETER.fullmatch(leaf) is not None
-
-
-def stem_of(leaf: str) -> str:
-    """``fc1`` for ``fc1_weight``; ``""`` for ``weight``."""
-    return leaf.removesuffix("weight").removesuffix("bias").rstrip("_")
 
 
 # --- Projections of attention -----------------------------------------------------------------------------------------
@@ -168,53 +144,40 @@ class ProjectionRows:
     """The order of a projection's rows in its weight, its bias and its output.
 
     Attributes:
-        names: the outputs of the projection: ``("query", "key", "value")``, or some of them.
-        heads_per_group: the number of heads in a group, for each name.
+        heads: the number of heads in a group of each output: of ``query``, ``key`` and ``value``, or some of them.
         groups: the number of groups, which is the number of key and value heads.
         channels: the number of channels of a head.
         interleaved: True orders rows by group: its query heads, its key head, its value head. False puts all queries
             first, then all keys, then all values.
     """
 
-    names: tuple[str, ...]
-    heads_per_group: tuple[int, ...]
+    heads: Mapping[str, int]
     groups: int
     channels: int
     interleaved: bool
 
-    def with_order(self, interleaved: bool) -> ProjectionRows:
-        """The same rows in the order of ``interleaved``."""
-        return replace(self, interleaved=interleaved)
-
     @property
     def sizes(self) -> dict[str, int]:
         """Rows by name."""
-        return {name: heads * self.groups * self.channels for name, heads in zip(self.names, self.heads_per_group)}
+        return {name: heads * self.groups * self.channels for name, heads in self.heads.items()}
 
     def split_heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split ``[..., rows]`` to ``[..., heads, channels]`` for each name. Results are views if not interleaved."""
         if not self.interleaved:
-            parts = x.split([*self.sizes.values()], -1)
-            return tuple(
-                part.unflatten(-1, (heads * self.groups, self.channels))
-                for part, heads in zip(parts, self.heads_per_group)
-            )
-        grouped = x.unflatten(-1, (self.groups, sum(self.heads_per_group), self.channels))
-        return tuple(part.flatten(-3, -2) for part in grouped.split(self.heads_per_group, -2))
+            return tuple(part.unflatten(-1, (-1, self.channels)) for part in x.split([*self.sizes.values()], -1))
+        grouped = x.unflatten(-1, (self.groups, sum(self.heads.values()), self.channels))
+        return tuple(part.flatten(-3, -2) for part in grouped.split([*self.heads.values()], -2))
 
     def split_parameter(self, fused: Tensor) -> dict[str, Tensor]:
         """Split a weight ``[rows, in]`` or a bias ``[rows]`` by names, with the rows of each name ordered by heads."""
         heads = self.split_heads(fused.movedim(0, -1))
-        return {name: part.flatten(-2).movedim(-1, 0) for name, part in zip(self.names, heads)}
+        return {name: part.flatten(-2).movedim(-1, 0) for name, part in zip(self.heads, heads)}
 
     def join_parameters(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The inverse of :meth:`split_parameter`."""
         if not self.interleaved:
-            return torch.cat([parts[name] for name in self.names])
-        grouped = [
-            parts[name].unflatten(0, (self.groups, heads, self.channels))
-            for name, heads in zip(self.names, self.heads_per_group)
-        ]
+            return torch.cat([parts[name] for name in self.heads])
+        grouped = [parts[name].unflatten(0, (self.groups, n, self.channels)) for name, n in self.heads.items()]
         return torch.cat(grouped, 1).flatten(0, 2)
 
 
@@ -231,16 +194,12 @@ def rows_of_projections(
         interleaved: see :class:`ProjectionRows`.
         input_layernorm: whether the module that projects to queries has a norm.
     """
-    share = heads // groups
-    of = (groups, channels, interleaved)
+    query, key_value = {"query": heads // groups}, {"key": 1, "value": 1}
     if self_attention:
-        name = "layernorm_qkv" if input_layernorm else "qkv"
-        return {name: ProjectionRows(("query", "key", "value"), (share, 1, 1), *of)}
-    name = "layernorm_query" if input_layernorm else "query_layer"
-    return {
-        name: ProjectionRows(("query",), (share,), *of),
-        "key_value": ProjectionRows(("key", "value"), (1, 1), *of),
-    }
+        by_name = {"layernorm_qkv" if input_layernorm else "qkv": query | key_value}
+    else:
+        by_name = {"layernorm_query" if input_layernorm else "query_layer": query, "key_value": key_value}
+    return {name: ProjectionRows(of_name, groups, channels, interleaved) for name, of_name in by_name.items()}
 
 
 def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
@@ -252,41 +211,7 @@ def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
     return not fuse_qkv_params and projection != "query_layer"
 
 
-class Projecting(Protocol):
-    """Attention with projections, such as ``MultiheadAttention``.
-
-    Attributes:
-        projection_rows: the order of this rank's rows of each projection, by the name of its module.
-        tp_size: the number of tensor-parallel ranks.
-        fuse_qkv_params: whether a projection to several tensors has one weight.
-        qkv_weight_interleaved: whether the rows of that weight are ordered by groups of heads.
-    """
-
-    tp_size: int
-    fuse_qkv_params: bool
-    qkv_weight_interleaved: bool
-    projection_rows: dict[str, ProjectionRows]
-
-
-def projection_parameters(attention: Projecting, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a projection, split or joined, with the names and the order of rows that ``attention`` has.
-
-    Args:
-        projection: the name of the projection's module in ``attention``.
-        parameters: the parameters by name without prefix, of this rank or of the unsharded model. Other parameters are
-            returned unchanged.
-    """
-    if (order := attention.projection_rows.get(projection)) is None:
-        return dict(parameters)
-    split = has_split_parameters(projection, attention.fuse_qkv_params)
-    order = order.with_order(attention.qkv_weight_interleaved)
-    renamed = _split_or_joined(parameters, order, split)
-    if renamed.keys() == parameters.keys() and attention.tp_size > 1:
-        renamed = _split_or_joined(parameters, replace(order, groups=order.groups * attention.tp_size), split)
-    return renamed
-
-
-def _split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split: bool) -> dict[str, Any]:
+def split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split: bool) -> dict[str, Any]:
     """Split or join the parameters of a projection.
 
     Args:
@@ -294,17 +219,16 @@ def _split_or_joined(parameters: Mapping[str, Any], order: ProjectionRows, split
         order: the order of the projection's rows.
         split: True returns ``query_weight``, ``query_bias``, ...; False returns ``weight`` and ``bias``.
     """
-    sizes = order.sizes
     renamed = dict(parameters)
     for leaf in ("weight", "bias"):
-        parts = {name: renamed.get(f"{name}_{leaf}") for name in sizes}
+        names = {name: f"{name}_{leaf}" for name in order.heads}
+        parts = {name: renamed.get(own_name) for name, own_name in names.items()}
         fused = renamed.get(leaf)
-        if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(sizes.values()):
+        if split and isinstance(fused, Tensor) and fused.dim() and len(fused) == sum(order.sizes.values()):
             del renamed[leaf]
-            renamed |= {f"{name}_{leaf}": part for name, part in order.split_parameter(fused).items()}
-        elif not split and all(isinstance(x, Tensor) and len(x) == sizes[name] for name, x in parts.items()):
-            split_names = {f"{name}_{leaf}" for name in sizes}
-            renamed = {name: value for name, value in renamed.items() if name not in split_names}
+            renamed |= {names[name]: part for name, part in order.split_parameter(fused).items()}
+        elif not split and all(isinstance(x, Tensor) and len(x) == order.sizes[name] for name, x in parts.items()):
+            renamed = {name: value for name, value in renamed.items() if name not in names.values()}
             renamed[leaf] = order.join_parameters(parts)  # type: ignore[arg-type]
     return renamed
 

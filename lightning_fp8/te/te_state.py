@@ -24,33 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.numerics.scaled import Role
-from lightning_fp8.te.keys import BACKWARD_SLOTS, FORWARD_SLOTS, column_of, is_state, slots_of_state
-from lightning_fp8.te.torch_file import CheckpointError, Standin, TensorRecord, read_archive, read_pickle
-
-MAX_STATE_BYTES = 1 << 30
-MAX_WINDOW = 1 << 20
-MAX_SLOTS = 1 << 16
-
-
-def empty_columns(num_gemms: int, length: int) -> dict[str, Tensor]:
-    """The initial state of a module in Transformer Engine: scale 1, amax 0."""
-    te_columns = {}
-    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        te_columns[f"scale_{direction}"] = torch.ones(slots * num_gemms, **on_cpu)
-        te_columns[f"amax_history_{direction}"] = torch.zeros(length, slots * num_gemms, **on_cpu)
-    return te_columns
-
-
-def put_tensor_state(
-    te_columns: dict[str, Tensor], role: Role, scale: float, amax_history: Tensor, gemm: int = 0
-) -> None:
-    """Write the state of one tensor of GEMM ``gemm`` to ``te_columns``. A scale of 0 (no scale yet) is not written."""
-    direction, index = column_of(role, gemm)
-    if scale:
-        te_columns[f"scale_{direction}"][index] = scale
-    if len(amax_history):
-        te_columns[f"amax_history_{direction}"][-len(amax_history) :, index] = amax_history
+from lightning_fp8.te.keys import FORWARD_SLOTS, column_of, is_state
+from lightning_fp8.te.torch_file import CheckpointError, Standin, read_archive, read_pickle
 
 
 class ForeignState(CheckpointError):
@@ -110,9 +85,8 @@ class TEState:
         amax_history = te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
-    def named_tensor_states(self, module_name: str) -> dict[str, TensorState]:
-        """The states of tensors by the slots of ``module_name``; see :func:`~lightning_fp8.te.keys.slots_of_state`."""
-        slots = slots_of_state(module_name, self.num_gemms)
+    def tensor_states(self, slots: Mapping[str, tuple[Role, int]]) -> dict[str, TensorState]:
+        """:meth:`tensor_state` by slot, given the role and the GEMM of each."""
         return {slot: self.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
 
 
@@ -132,9 +106,9 @@ def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]
 
 
 def read_state_of(key: str, value: Any) -> TEState:
-    """:func:`read_te_state`, also for a :class:`TensorRecord`. Error messages contain ``key``."""
+    """:func:`read_te_state`, whose error messages contain ``key``."""
     try:
-        return read_te_state(value.load() if isinstance(value, TensorRecord) else value)
+        return read_te_state(value)
     except CheckpointError as error:
         raise type(error)(f"{key}: {error}") from None
 
@@ -154,38 +128,34 @@ def read_te_state(value: Any) -> TEState:
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8 or value.dim() > 1:
             raise ForeignState(f"it is a {value.dtype} tensor of shape {tuple(value.shape)}, not bytes")
-        _check_stored("it", value)
-        _check_size(value.numel())
+        require_stored("it", value)
         if not value.numel():
             return TEState("2.4 or later, without FP8")
         return _from_pickle(value.detach().cpu().numpy().tobytes())
     if isinstance(value, (bytes, bytearray)):
-        _check_size(len(value))
         return _from_pickle(bytes(value))
     if isinstance(value, io.BytesIO):
-        _check_size(len(value.getbuffer()))
         state = read_archive(value.getvalue())
         return TEState("0.12 to 1.13, without FP8") if state is None else _from_dict(state, _version_1(state))
     if isinstance(value, list):
-        if not all(isinstance(item, (Tensor, TensorRecord)) for item in value[:2]):
+        if not all(isinstance(item, Tensor) for item in value[:2]):
             raise ForeignState("it is a list of other things than tensors")
         names = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
         return _from_dict(dict(zip(names, value)), "0.1 to 0.2")
     return _from_dict(value, "0.3 to 0.5")
 
 
-def _check_stored(key: str, value: Tensor) -> None:
-    """Raise unless the tensor stores each of its values once, so that a copy does not take more memory."""
+def require_stored(key: str, value: Tensor) -> None:
+    """Check that a tensor stores each of its values, so that a copy does not take more memory.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
     if value.is_meta or value.layout != torch.strided:
         raise CheckpointError(f"{key} is a tensor on {value.device} of layout {value.layout}; it must hold values")
     stored = value.untyped_storage().nbytes() // value.element_size()
     if value.numel() > stored:
         raise CheckpointError(f"{key} has shape {tuple(value.shape)} and {stored} stored values")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_STATE_BYTES:
-        raise CheckpointError(f"it has {size} bytes; at most {MAX_STATE_BYTES} are read")
 
 
 def _from_pickle(data: bytes) -> TEState:
@@ -242,15 +212,9 @@ def _columns(state: Mapping[Any, Any], direction: str) -> tuple[Columns, int]:
 
 def _float32(state: Mapping[Any, Any], key: str, dim: int) -> Tensor:
     value = state.get(key)
-    if not isinstance(value, (Tensor, TensorRecord)) or value.dtype != torch.float32:
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
         raise CheckpointError(f"{key} is {getattr(value, 'dtype', type(value).__name__)}, not a float32 tensor")
-    shape = tuple(value.shape)
-    limits = (MAX_SLOTS,) if dim == 1 else (MAX_WINDOW, MAX_SLOTS)
-    if len(shape) != dim or any(size > limit for size, limit in zip(shape, limits)):
-        raise CheckpointError(f"{key} has shape {shape}; it must have {dim} dimensions of at most {limits}")
-    if isinstance(value, TensorRecord):
-        if value.repeats:
-            raise CheckpointError(f"{key} has shape {shape} and {value.storage.numel} stored values")
-        value = value.load()
-    _check_stored(key, value)
+    if value.dim() != dim:
+        raise CheckpointError(f"{key} has shape {tuple(value.shape)}; it must have {dim} dimensions")
+    require_stored(key, value)
     return value.detach().cpu().clone()

@@ -19,12 +19,10 @@ from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.names import clean_name
 from lightning_fp8.numerics.recipes import DelayedScaling, make_recipe
 from lightning_fp8.numerics.scaled import ATTENTION_ROLES, Role
-from lightning_fp8.te.keys import num_gemms_of, state_key
-from lightning_fp8.te.te_state import empty_columns, put_tensor_state
+from lightning_fp8.te.keys import ATTENTION_GEMMS, BACKWARD_SLOTS, FORWARD_SLOTS, column_of, state_key
 from lightning_fp8.te.torch_file import Standin
 
 _RECIPES = "transformer_engine.common.recipe"
-_FIRST_VERSION = (0, 12)
 
 
 def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> dict[str, Any]:
@@ -64,8 +62,8 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
         attention = module.roles == ATTENTION_ROLES
         if attention and number < (1, 6):
             continue
-        key = state_key(name, attention, number)
-        state_dict[key] = _value(_columns(slots), num_gemms_of(module.roles, len(module.gemms)), number, recipe)
+        num_gemms = ATTENTION_GEMMS if attention else len(module.gemms)
+        state_dict[state_key(name, attention, number)] = _value(_columns(slots, num_gemms), num_gemms, number, recipe)
     if number >= (2, 0):  # from 2.0 on norms have a state, which is always empty
         for name, module in model.named_modules():
             if isinstance(module, (LayerNorm, RMSNorm)):
@@ -74,32 +72,34 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """The major and minor number of ``version``.
-
-    Raises:
-        TypeError: If ``version`` is not a string.
-        ValueError: If it is not a version, or before 0.12.
-    """
+    """The major and minor number of ``version``."""
     if not isinstance(version, str):
         raise TypeError(f"version={version!r} must be text: {str(version)!r}; as a number 1.10 is 1.1")
     match = re.match(r"(\d+)\.(\d+)(\.|$)", version)
     if not match:
         raise ValueError(f"version={version!r} is not a Transformer Engine version; pass one like '1.13' or '2.4.0'")
     number = int(match[1]), int(match[2])
-    if number < _FIRST_VERSION:
+    if number < (0, 12):
         raise ValueError(f"version={version!r} is too old to be written; 0.12 and later are")
     return number
 
 
-def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]]) -> dict[str, Tensor] | None:
+def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]], num_gemms: int) -> dict[str, Tensor] | None:
+    """A module's state; tensors without a scale have Transformer Engine's initial one, scale 1 and amax 0."""
     if not slots_of_gemms:
         return None
     length = max(1, *(len(slot.history.amax_history) for slots in slots_of_gemms for slot in slots.values()))
-    te_columns = empty_columns(num_gemms_of(tuple(slots_of_gemms[0]), len(slots_of_gemms)), length)
+    te_columns = {}
+    for direction, slots_of_gemm in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+        width = slots_of_gemm * num_gemms
+        te_columns[f"scale_{direction}"] = torch.ones(width, dtype=torch.float32, device="cpu")
+        te_columns[f"amax_history_{direction}"] = torch.zeros(length, width, dtype=torch.float32, device="cpu")
     for gemm, slots in enumerate(slots_of_gemms):
         for role, slot in slots.items():
+            direction, index = column_of(role, gemm)
+            te_columns[f"scale_{direction}"][index] = slot.scale.item() or 1.0
             amax_history = slot.history.amax_history[:, slot.index].detach().cpu()
-            put_tensor_state(te_columns, role, slot.scale.item(), amax_history, gemm)
+            te_columns[f"amax_history_{direction}"][length - len(amax_history) :, index] = amax_history
     return te_columns
 
 

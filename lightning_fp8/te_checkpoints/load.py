@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, reset_
 from lightning_fp8.names import gemm_name
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.scaled import LINEAR_ROLES
-from lightning_fp8.te.keys import has_te_state, is_state, prefix_of
+from lightning_fp8.te.keys import is_state, prefix_of
 from lightning_fp8.te.torch_file import CheckpointError
 from lightning_fp8.te_checkpoints.remap import FP8Roles, LoadReport, Remapped, remap
 from lightning_fp8.te_checkpoints.tensor_parallel import whole_shapes
@@ -45,14 +45,29 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
     require_mapping("load_te_state_dict", state_dict)
     require_bool("strict", strict)
     nested = state_dict.get("state_dict")
-    remapped = remap(nested if isinstance(nested, Mapping) else state_dict, model, fp8_roles_of(model))
-    report = check_fit(model, remapped, strict)
-    model.load_state_dict(remapped.state_dict, strict=strict)
-    if remapped.fp8_state is None:
+    own = dict(nested if isinstance(nested, Mapping) else state_dict)
+    fp8_state, report = take_te_states(model, own, fp8_roles_of(model), strict)
+    model.load_state_dict(own, strict=strict)
+    if fp8_state is None:
         reset_fp8_scales(model)
     else:
-        load_fp8_state_dict(model, remapped.fp8_state)
+        load_fp8_state_dict(model, fp8_state)
     return report
+
+
+def take_te_states(
+    model: nn.Module, state_dict: dict[str, Any], fp8_roles: FP8Roles, strict: bool
+) -> tuple[dict[str, Any] | None, LoadReport]:
+    """Rename ``state_dict`` in place for ``model.load_state_dict``, and return its FP8 state, or None, and the report.
+
+    Raises:
+        CheckpointError: See :func:`load_te_state_dict`.
+    """
+    remapped = remap(state_dict, model, fp8_roles)
+    report = check_fit(model, remapped, strict)
+    state_dict.clear()
+    state_dict.update(remapped.state_dict)
+    return remapped.fp8_state, report
 
 
 def fp8_roles_of(model: nn.Module) -> FP8Roles:
@@ -149,25 +164,3 @@ def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
         f"nearer to 0 than to 1 on average: {', '.join(suspects[:5])}{more}; if they were saved with "
         "zero_centered_gamma=True, build the norms with it, too, or add 1"
     )
-
-
-def load_hook(
-    fp8_roles: Callable[[], FP8Roles], receive: Callable[[dict[str, Any] | None, LoadReport], None]
-) -> Callable[..., None]:
-    """A load-state-dict pre-hook of a model that removes Transformer Engine's states from the state dict.
-
-    Args:
-        fp8_roles: returns the modules that run in FP8, now or after the conversion.
-        receive: called with the FP8 state or None, and the report.
-    """
-
-    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *_: Any) -> None:
-        if prefix or not has_te_state(state_dict):
-            return
-        remapped = remap(state_dict, module, fp8_roles())
-        report = check_fit(module, remapped, strict)
-        state_dict.clear()
-        state_dict.update(remapped.state_dict)
-        receive(remapped.fp8_state, report)
-
-    return hook

@@ -6,6 +6,7 @@ model. They load nothing.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,15 +22,13 @@ from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.numerics.scaled import ATTENTION_ROLES, LINEAR_ROLES, Role
 from lightning_fp8.te.keys import (
     is_grouped,
-    is_parameter,
     is_state,
     module_of_state,
     prefix_of,
     prefix_renamer,
-    projection_parameters,
     slots_of_gemms,
+    slots_of_state,
     state_key,
-    stem_of,
 )
 from lightning_fp8.te.te_state import TensorState, TEState, read_state_of, te_states_in
 from lightning_fp8.te.torch_file import CheckpointError
@@ -37,6 +36,10 @@ from lightning_fp8.transformer import MultiheadAttention
 
 FP8Roles = Mapping[str, tuple[Role, ...]]
 """The modules of a model that have slots of a history, by name, with their roles."""
+
+_PARAMETER = re.compile(r"(?:\w+_)?(?:weight|bias)")
+"""A parameter of Transformer Engine: ``weight``, ``fc1_bias``, ``query_weight``, ``layer_norm_weight``."""
+_NORM = "layer_norm"
 
 Outcome = Literal["loaded", "remapped", "defaulted", "ignored"]
 
@@ -132,6 +135,8 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
         CheckpointError: If a state is damaged or not Transformer Engine's. The message has its key.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
+    own_setter = nn.Module.set_extra_state
+    with_own_state = {name for name, module in modules.items() if type(module).set_extra_state is not own_setter}
     model_keys = {clean_name(key): key for key in model.state_dict()}
     rename = prefix_renamer([clean_name(key) for key in state_dict], set(model_keys), set(modules))
 
@@ -145,7 +150,7 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
             beside.append(key)
         elif not is_state(name):
             parameters[name] = value
-        elif _keeps_its_own_extra_state(modules.get(name.rpartition(".")[0])):
+        elif name.rpartition(".")[0] in with_own_state:
             passthrough[key] = value
         else:
             te_states.append((key, name, read_state_of(key, value)))
@@ -181,12 +186,10 @@ def states_by_name(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[
     parameters = {key: value for key, value in state_dict.items() if key not in te_states}
     states, _ = _by_module([(key, clean_name(key), state) for key, state in te_states.items()], {})
     read = {owner: state for owner, (_, state) in states.items() if not is_grouped(owner, parameters)}
-    named_states = {
-        name: tensor_state
-        for owner, state in read.items()
-        for name, tensor_state in state.named_tensor_states(owner).items()
-    }
-    return parameters, _history_state(named_states), len(read)
+    tensor_states: dict[str, TensorState] = {}
+    for owner, state in read.items():
+        tensor_states |= state.tensor_states(slots_of_state(owner, state.num_gemms))
+    return parameters, _history_state(tensor_states), len(read)
 
 
 # --- Parameters -------------------------------------------------------------------------------------------------------
@@ -201,45 +204,43 @@ def _renamed(
         owner, _, last = name.rpartition(".")
         by_owner.setdefault(owner, {})[last] = value
     for owner, params in by_owner.items():
-        te_params = {last: value for last, value in params.items() if f"{prefix_of(owner)}{last}" not in model_keys}
-        for last, value in params.items():
-            if last not in te_params:
-                yield f"{prefix_of(owner)}{last}", value
-        if te_params and owner in modules and all(map(is_parameter, te_params)):
-            yield from _translate(owner, te_params, modules, model_keys).items()
-        else:
-            yield from ((f"{prefix_of(owner)}{last}", value) for last, value in te_params.items())
+        prefix = prefix_of(owner)
+        te_params = {last: value for last, value in params.items() if f"{prefix}{last}" not in model_keys}
+        known = te_params and owner in modules and all(map(_PARAMETER.fullmatch, te_params))
+        translated = _translate(owner, te_params, modules, model_keys) if known else None
+        unchanged = [last for last in params if translated is None or last not in te_params]
+        yield from ((f"{prefix}{last}", params[last]) for last in unchanged)
+        yield from (translated or {}).items()
 
 
 def _translate(
     owner: str, te_params: dict[str, Any], modules: Mapping[str, nn.Module], model_keys: set[str]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """A module's parameters by the model's keys; None if the model has no place for them."""
     prefix = prefix_of(owner)
     parent, _, projection = owner.rpartition(".")
     if isinstance(attention := modules.get(parent), MultiheadAttention):  # it has the order of rows
-        own_params = projection_parameters(attention, projection, te_params)
+        own_params = attention.projection_parameters(projection, te_params)
         return {f"{prefix}{last}": value for last, value in own_params.items()}
-    unchanged = {f"{prefix}{last}": value for last, value in te_params.items()}
-    parts: dict[str, list[str]] = {"norm": [], "gemm": []}
-    for last in te_params:
-        stem = stem_of(last)
-        in_part = parts["norm" if stem == "layer_norm" else "gemm"]
-        if stem not in in_part:
-            in_part.append(stem)
+    stems = list(dict.fromkeys(_stem_and_leaf(last)[0] for last in te_params))
+    of_norm, of_gemms = [s for s in stems if s == _NORM], [s for s in stems if s != _NORM]
     module = modules[owner]
-    if isinstance(module, (nn.Linear, LinearLayer)) and not parts["norm"]:
-        return _split_or_join(prefix, te_params, parts["gemm"], module) or unchanged
+    if isinstance(module, (nn.Linear, LinearLayer)) and not of_norm:
+        return _split_or_join(prefix, te_params, stems, module)
     # One module of Transformer Engine may be several modules of the model: a norm and linear layers, in this order.
-    targets = {"norm": _norms(owner, modules), "gemm": _linears(owner, modules)}
-    if any(parts[kind] and len(parts[kind]) != len(targets[kind]) for kind in parts):
-        return unchanged
-    translated = {}
-    for kind, stems in parts.items():
-        for stem, target in zip(stems, targets[kind]):
-            for leaf in ("weight", "bias"):
-                if (last := f"{stem}_{leaf}" if stem else leaf) in te_params:
-                    translated[f"{target}.{leaf}"] = te_params[last]
-    return translated if translated.keys() <= model_keys else unchanged
+    norms, linears = _norms(owner, modules), _linears(owner, modules)
+    if len(of_norm) not in (0, len(norms)) or len(of_gemms) not in (0, len(linears)):
+        return None
+    targets = dict(zip([*of_norm, *of_gemms], [*norms[: len(of_norm)], *linears]))
+    names = {last: _stem_and_leaf(last) for last in te_params}
+    translated = {f"{targets[stem]}.{leaf}": te_params[last] for last, (stem, leaf) in names.items()}
+    return translated if translated.keys() <= model_keys else None
+
+
+def _stem_and_leaf(last: str) -> tuple[str, str]:
+    """``("fc1", "weight")`` for ``fc1_weight``, ``("", "weight")`` for ``weight``."""
+    stem, _, leaf = last.rpartition("_")
+    return stem, leaf
 
 
 def _split_or_join(
@@ -303,27 +304,18 @@ def _by_module(
     return states, entries
 
 
-def _keeps_its_own_extra_state(module: nn.Module | None) -> bool:
-    return module is not None and type(module).set_extra_state is not nn.Module.set_extra_state
-
-
 def _place(
     owner: str, key: str, state: TEState, modules: Mapping[str, nn.Module], fp8_roles: FP8Roles
 ) -> tuple[dict[str, TensorState], Outcome, str]:
     """The states of tensors by slot, given the state of a module, and the entry for the report."""
     if state.forward is None:
-        return (
-            {},
-            "defaulted",
-            f"{state.recipe_name} keeps no state" if state.recipe_name else "the module had no FP8 state",
-        )
+        why = f"{state.recipe_name} keeps no state" if state.recipe_name else "the module had no FP8 state"
+        return {}, "defaulted", why
     note = f"; {state.dropped} infinite or NaN amaxes dropped" if state.dropped else ""
     roles = fp8_roles.get(owner)
     if roles and (roles == ATTENTION_ROLES or state.num_gemms == len(_gemms_of(owner, modules))):
         try:
-            placed = {
-                slot: state.tensor_state(role, gemm) for slot, (role, gemm) in _slots_of(owner, roles, modules).items()
-            }
+            placed = state.tensor_states(_slots_of(owner, roles, modules))
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}") from None
         moved = clean_name(key) != state_key(owner)
@@ -333,8 +325,7 @@ def _place(
         where = f"{type(modules[owner]).__name__} has no slots" if owner in modules else "the model has no such module"
         return {}, "ignored", f"{where} for its {state.num_gemms} GEMMs"
     in_fp8 = [(gemm, name) for gemm, name in enumerate(linears) if fp8_roles.get(name) == LINEAR_ROLES]
-    slots = slots_of_gemms(in_fp8, LINEAR_ROLES)
-    placed = {slot: state.tensor_state(role, gemm) for slot, (role, gemm) in slots.items()}
+    placed = state.tensor_states(slots_of_gemms(in_fp8, LINEAR_ROLES))
     if not placed:
         return {}, "ignored", f"{', '.join(linears)} runs in BF16"
     return placed, "remapped", f"to {', '.join(name for _, name in in_fp8)}{note}"
@@ -357,15 +348,14 @@ def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | 
     if not named_states:
         return None
     length = max(len(tensor_state.amax_history) for tensor_state in named_states.values())
-    amax_history = torch.zeros(length, len(named_states), dtype=torch.float32, device="cpu")
+    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    amax_history = torch.zeros(length, len(named_states), **on_cpu)
     for index, tensor_state in enumerate(named_states.values()):
         amax_history[length - len(tensor_state.amax_history) :, index] = tensor_state.amax_history
     return {
         "version": STATE_VERSION,
         "names": list(named_states),
-        "scale": torch.tensor(
-            [tensor_state.scale for tensor_state in named_states.values()], dtype=torch.float32, device="cpu"
-        ),
+        "scale": torch.tensor([tensor_state.scale for tensor_state in named_states.values()], **on_cpu),
         "amax_history": amax_history,
         "updates": 0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, cut_linear, require_parallel_mode
 from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
-from lightning_fp8.te.keys import has_split_parameters, projection_parameters, rows_of_projections
+from lightning_fp8.te.keys import has_split_parameters, rows_of_projections, split_or_joined
 from lightning_fp8.transformer.arguments import (
     AttentionArguments,
     Mask,
@@ -303,12 +304,29 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
                 for key in [*state_dict]
                 if key.startswith(projection_prefix)
             }
-            renamed = projection_parameters(self, projection, parameters)
+            renamed = self.projection_parameters(projection, parameters)
             if renamed.keys() != parameters.keys():
                 for name in parameters:
                     del state_dict[projection_prefix + name]
                 state_dict.update({projection_prefix + name: value for name, value in renamed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def projection_parameters(self, projection: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of a projection, split or joined, with the names and the order of rows that this module has.
+
+        Args:
+            projection: the name of the projection's module.
+            parameters: the parameters by name without prefix, of this rank or of the unsharded model. Other parameters
+                are returned unchanged.
+        """
+        if projection not in self.projection_rows:
+            return dict(parameters)
+        split = has_split_parameters(projection, self.fuse_qkv_params)
+        order = replace(self.projection_rows[projection], interleaved=self.qkv_weight_interleaved)
+        renamed = split_or_joined(parameters, order, split)
+        if renamed.keys() == parameters.keys() and self.tp_size > 1:
+            renamed = split_or_joined(parameters, replace(order, groups=order.groups * self.tp_size), split)
+        return renamed
 
     @property
     def qkv_format(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from lightning_fp8 import ops
 from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
+from lightning_fp8.traced import note_traced
 
 _aten = torch.ops.aten
 _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default)
@@ -326,28 +326,13 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
         RuntimeError: If FSDP2 would have to gather an operand that is not stored.
     """
     if x.is_gathered and torch.compiler.is_compiling():
-        _note_traced(*x.shape)
+        note_traced("gathered", *x.shape)  # all ranks compile a sharded model in the same way
     row, column = _operands(x)
     if columnwise and column is None:
         column = _other_operand(x, row)
     if rowwise and row is None:
         row = _other_operand(x, column)
     return Quantized(row if rowwise else None, column if columnwise else None)
-
-
-_traced: set[tuple[int, ...]] = set()
-"""Shapes of gathered weights used by compiled code. All ranks compile a sharded model in the same way."""
-
-
-@torch.compiler.assume_constant_result
-def _note_traced(*shape: int) -> bool:
-    _traced.add(shape)
-    return True
-
-
-def was_traced_gathered(shape: Sequence[int]) -> bool:
-    """Whether compiled code uses the operands of gathered weights ``[N, K]`` of this shape."""
-    return tuple(shape) in _traced
 
 
 def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:

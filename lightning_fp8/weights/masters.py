@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
@@ -243,13 +242,11 @@ class _Masters:
         self.swap_out(optimizer)
 
 
-def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
+def warn_without_masters(optimizer: Any) -> None:
     """Warn once per optimizer that it steps FP8 weights without masters."""
-    if optimizer in _known:
+    if optimizer in _known or optimizer in _with_masters:
         return
     _known.add(optimizer)
-    if optimizer in _with_masters:
-        return
     for group in optimizer.param_groups:
         if any(isinstance(parameter, FP8Tensor) and parameter.requires_grad for parameter in group["params"]):
             warnings.warn(
@@ -259,6 +256,3 @@ def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
                 stacklevel=2,
             )
             return
-
-
-register_optimizer_step_pre_hook(_warn_without_masters)

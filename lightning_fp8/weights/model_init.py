@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,10 @@ from lightning_fp8.arguments import plain, require_bool
 from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.recipes import make_recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, Role
+from lightning_fp8.optimizer_steps import before, listen
+from lightning_fp8.threads import thread
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, quantized_tensor
+from lightning_fp8.weights.masters import warn_without_masters
 
 TENSOR_CAST = Cast(E4M3, Layout.TENSOR, power_2_scale=True)
 """Cast of a primary weight: one power-of-two scale, so that casting its values again does not change them."""
@@ -31,12 +33,7 @@ class _Init:
     preserve_high_precision_init_val: bool = False
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.init = _Init()
-
-
-_thread = _Thread()
+_OUTSIDE = _Init()
 
 
 class fp8_model_init(ContextDecorator):
@@ -86,12 +83,12 @@ class fp8_model_init(ContextDecorator):
         return region
 
     def __enter__(self) -> fp8_model_init:
-        self._outer.append(_thread.init)
-        _thread.init = self.init
+        self._outer.append(thread.weights)
+        thread.weights = self.init
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _thread.init = self._outer.pop()
+        thread.weights = self._outer.pop()
 
 
 class _Concatenated(torch.autograd.Function):
@@ -125,9 +122,10 @@ def keep_weights_in_fp8(module: nn.Module, names: Iterable[str]) -> None:
         TypeError: If a weight is sharded.
         RuntimeError: If other objects refer to a parameter that would be changed.
     """
-    init = _thread.init
+    init: _Init = thread.weights or _OUTSIDE
     if init.cast is None:
         return
+    listen(before, warn_without_masters)
     for name in names:
         weight = module._parameters.get(name)
         if weight is None or isinstance(weight, FP8Tensor):
@@ -158,7 +156,7 @@ def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, S
     for name, module, weights, runs_in_fp8 in layers:
         if runs_in_fp8:
             alone = [weight for weight in weights if uses[id(module._parameters.get(weight))] < 2]
-            if _thread.init.cast is not None:
+            if thread.weights is not None and thread.weights.cast is not None:
                 shared += [f"{name}.{weight}" for weight in weights if weight not in alone]
             keep_weights_in_fp8(module, alone)
             continue

@@ -21,7 +21,7 @@ def no_other_models() -> None:
 @pytest.fixture
 def nothing_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What Dynamo compiled for other tests, and which attentions it traced, counts neither here nor there."""
-    monkeypatch.setattr("lightning_fp8.convert.attention_calls.owners._traced", set())
+    monkeypatch.setattr("lightning_fp8.traced._traced", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

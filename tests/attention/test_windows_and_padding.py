@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.attention.modules.arguments import forget_what_was_told
+from lightning_fp8.attention.modules.arguments import said
 from lightning_fp8.attention.ops import Band
 from tests.attention.attention_modules import (
     EVEN,
@@ -98,7 +98,7 @@ def test_true_in_a_mask_is_masked_out() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_arbitrary_without_a_mask_hides_no_key(window: tuple[int, int] | None, enabled: bool) -> None:
     """As in Transformer Engine, and it is told."""
-    forget_what_was_told()
+    said.clear()
     module = DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="arbitrary", window_size=window)
     q, k, v = torch.randn(2, 7, 2, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
     region = fp8_autocast(enabled=enabled, fp8_recipe={"name": "tensorwise", "fp8_dpa": True})
@@ -151,7 +151,7 @@ def test_a_padding_mask_that_contradicts_the_lengths_is_refused(qkv_format: str)
     ):
         with pytest.raises(ValueError, match=f"attention_mask {message}.*; pass one of the two"):
             module(q, k, v, other, **lengths)
-    forget_what_was_told()
+    said.clear()
     with pytest.warns(UserWarning, match=r"attention_mask has no effect:.* torch.bool \[2, 1, 4, 4\]"):
         assert torch.equal(module(q, k, v, right.expand(-1, -1, 4, -1), **lengths), o)
 

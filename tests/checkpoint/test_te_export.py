@@ -62,7 +62,7 @@ def test_the_next_step_is_bit_for_bit_the_same() -> None:
     for one in (model, again):
         for module in (one[0].fc, one[1].fc):
             module.history.amax.fill_(1.5)
-            reduce_and_update([module.history], RECIPE)
+            reduce_and_update({module.history: RECIPE})
         scales.append(fp8.fp8_state_dict(one)["scale"])
     assert torch.equal(*scales)
 

@@ -291,10 +291,8 @@ def test_an_empty_tensor_whose_strides_overflow(tmp_path: Path) -> None:
             huge = b"\x8a\x08" + (2**62).to_bytes(8, "little")
             data = source.read(info)
             target.writestr(info.filename, data.replace(b"K\x00K\x03K\x05\x87", b"K\x00" + huge + huge + b"\x87"))
-    with pytest.raises(
-        SystemExit, match=r"a tensor of shape \(0, 46\d+, 46\d+\) cannot be made: Stride calculation over"
-    ):
-        main(["checkpoint", "convert", str(tmp_path / "big.pt"), str(tmp_path / "out.pt")])
+    convert(tmp_path / "big.pt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["state_dict"]["w"].shape == (0, 2**62, 2**62)
 
 
 @pytest.mark.parametrize("value", [None, b"garbage"])

@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_fp8
 from lightning_fp8.cli.main import COMMANDS, main
 from lightning_fp8.delayed import update
-from lightning_fp8.delayed.update import update_slots
+from lightning_fp8.delayed.update import update as update_histories
 from lightning_fp8.numerics.recipes import RECIPES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -152,7 +152,7 @@ def test_fit_trains_from_yaml(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed_everything: 1  # mine\n")
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update, "update_slots", lambda owned: (seen.append(1), update_slots(owned))[1])
+        patch.setattr(update, "update", lambda of: (seen.append(1), update_histories(of))[1])
         main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick])
     assert len(seen) == 3
     assert (tmp_path / "config.yaml").read_text() == "seed_everything: 1  # mine\n"

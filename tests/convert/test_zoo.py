@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.convert.attention_calls import owners
 from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.policy import Policy
-from lightning_fp8.modules import record
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.numerics.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand
@@ -36,8 +34,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sizes of a layer that another test has compiled, the table cannot tell whether it ran."""
-    for module in (record, owners):
-        monkeypatch.setattr(module, "_traced", set())
+    monkeypatch.setattr("lightning_fp8.traced._traced", set())
 
 
 class Fit(L.LightningModule):

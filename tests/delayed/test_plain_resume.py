@@ -161,8 +161,8 @@ def test_files_hold_an_unknown_number_of_steps_as_before(saved: int, loaded: int
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("seen", torch.zeros(2), r"'seen' must be float32 of shape \(3,\)"),
-        ("counts", torch.zeros(3, dtype=torch.float64), r"'counts' must be float32 of shape \(3,\)"),
+        ("seen", torch.zeros(2), r"'seen' has shape \(2,\) for 3 names"),
+        ("counts", torch.zeros(3, dtype=torch.float64), "'counts' must be a float32 tensor, not torch.float64"),
         ("seen", torch.zeros(3, device="meta"), "'seen' must be a dense tensor that is not on meta"),
         ("counts", torch.zeros(3, device="meta"), "'counts' must be a dense tensor that is not on meta"),
         ("counts", torch.tensor([1.0, torch.nan, 1.0]), "'counts' holds negative, infinite or NaN values"),

@@ -19,7 +19,7 @@ from lightning_fp8 import (
     fp8_autocast,
     fp8_state_dict,
 )
-from lightning_fp8.delayed.watch import UPDATES_OF_OTHERS, Watch
+from lightning_fp8.delayed.watch import Watch
 from tests.delayed.test_optimizer_steps import Manual, fitted
 from tests.small import Regression, fp8_trainer, mlp, quiet_trainer, regression_data
 from tests.tiers import thorough
@@ -73,27 +73,17 @@ def test_one_region_around_all_steps_lets_scales_follow() -> None:
     assert (fp8_state_dict(model)["scale"] > 0).all()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_that_no_optimizer_updates_are_told_once(frozen: bool) -> None:
-    """A probe on layers that require gradients for nothing; frozen, they follow the probe's optimizer."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+def test_layers_that_no_optimizer_holds_follow_the_optimizer_of_their_model() -> None:
+    """A probe on layers that require gradients for nothing."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     convert_module(model, first_last_layers_bf16=False)
-    model[:2].requires_grad_(not frozen)
-    optimizer = SGD(model[2].parameters(), 0.01)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2 * UPDATES_OF_OTHERS):
-            with fp8_autocast():
-                loss = model(torch.randn(8, 16)).mean()
-            loss.backward()
-            optimizer.step()
-    told = [str(warning.message) for warning in caught if "not updated" in str(warning.message)]
-    assert len(told) == (not frozen)
-    assert all("scales of 0.input, 0.weight, 0.grad_output and 3 more are not updated" in message for message in told)
-    state = fp8_state_dict(model)
-    follow = {name: scale > 0 for name, scale in zip(state["names"], state["scale"].tolist())}
-    assert all(follow[f"2.{role}"] for role in ("input", "weight", "grad_output"))
-    assert follow["0.input"] == follow["1.weight"] == frozen
+    optimizer = SGD(model[1].parameters(), 0.01)
+    for _ in range(2):
+        with fp8_autocast():
+            loss = model(torch.randn(8, 16)).mean()
+        loss.backward()
+        optimizer.step()
+    assert (fp8_state_dict(model)["scale"] > 0).all()
 
 
 @thorough

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fp8.delayed import update
+from lightning_fp8 import optimizer_steps
 from lightning_fp8.modules.base import FP8Module
 from tests.captures import capture
 from tests.docs.given import Model, given
@@ -30,7 +30,7 @@ class Graph:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "steps_are_captured", False)
+    monkeypatch.setattr(optimizer_steps, "are_captured", False)
     adamw: Callable[..., Any] = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, capturable=False: adamw(parameters))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -52,7 +52,7 @@ def test_a_step_is_captured_and_modules_are_graphed() -> None:
     (history,) = {module.history for module in model.modules() if isinstance(module, FP8Module)}
     assert history is not None
     assert history.updates == 4
-    assert update.steps_are_captured
+    assert optimizer_steps.are_captured
     head = model.head
     exec(compile(modules.text, str(PAGE), "exec"), names)
     assert model.head is head

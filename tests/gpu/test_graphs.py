@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from lightning_fp8 import LayerNormMLP, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.delayed import update
+from lightning_fp8 import LayerNormMLP, convert_module, fp8_autocast, fp8_state_dict, optimizer_steps
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.numerics.recipes import RECIPES, make_recipe
 from lightning_fp8.transformer_engine import pytorch as te
@@ -21,7 +20,7 @@ WIDTH, STEPS = 512, 8
 
 @pytest.fixture(autouse=True)
 def _no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "steps_are_captured", False)
+    monkeypatch.setattr(optimizer_steps, "are_captured", False)
 
 
 class Block(nn.Module):

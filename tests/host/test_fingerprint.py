@@ -32,12 +32,12 @@ class NoCompiler:
         assert name.split(".")[0] not in ("numba", "llvmlite", "torch"), name
 sys.meta_path.insert(0, NoCompiler())
 from cuda_kernels.attention import forward
-from cuda_kernels.attention.backward import delta, dkv, dkv_256, dq
-from cuda_kernels.attention.casts import cast as heads_cast, heads, means, transpose
-from cuda_kernels.attention.mma import dkv as mma_dkv, dkv_256 as mma_dkv_256, dq as mma_dq, dq_256 as mma_dq_256
+from cuda_kernels.attention.backward import delta, dkv, dq
+from cuda_kernels.attention.casts import cast as heads_cast, heads, means
+from cuda_kernels.attention.mma import dkv as mma_dkv, dq as mma_dq
 from cuda_kernels.attention.mma import forward as mma_forward
 from cuda_kernels.attention.spec import AttentionSpec
-from cuda_kernels.casts import activation, amax, column_sums, gated, quantize, quantize_blocks, update_scales
+from cuda_kernels.casts import activation, amax, column_sums, quantize, quantize_blocks, update_scales
 from cuda_kernels.casts import transpose as codes
 from cuda_kernels.device import tile
 from cuda_kernels.gemm import mma, wgmma
@@ -58,7 +58,7 @@ kernels = {
     "quantize_gelu": quantize.quantize_tensor_kernel(
         activation.activation_loader("gelu", "bfloat16", True), "e4m3", True, True, True),
     "quantize_gated_gelu": quantize.quantize_tensor_kernel(
-        gated.gated_loader("gelu", "bfloat16", True), "e4m3", True, True, True),
+        activation.gated_loader("gelu", "bfloat16", True), "e4m3", True, True, True),
     "quantize_norm": quantize.quantize_tensor_kernel(
         statistics.normalized_loader(rms, True), "e4m3", True, True, True),
     "sums": column_sums.column_sums_kernel("float32"),
@@ -79,14 +79,14 @@ kernels = {
     "attention_dq": dq.attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_dkv": dkv.attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
     "attention_dq_256": dq.attention_dq_kernel(AttentionSpec(256, "bfloat16")),
-    "attention_dkv_256": dkv_256.attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
+    "attention_dkv_256": dkv.attention_dkv_256_kernel(AttentionSpec(256, "bfloat16"), "dk"),
     "attention_mma_forward": mma_forward.mma_attention_forward_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_forward_256": mma_forward.mma_attention_forward_kernel(AttentionSpec(256, "bfloat16")),
     "attention_mma_dq": mma_dq.mma_attention_dq_kernel(AttentionSpec(64, "bfloat16")),
     "attention_mma_dkv": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(64, "bfloat16")),
-    "attention_mma_dq_256": mma_dq_256.make_wide_dq(AttentionSpec(256, "bfloat16")),
-    "attention_mma_dkv_256": mma_dkv_256.make_wide_dkv(AttentionSpec(256, "bfloat16"), "dk"),
-    "transpose_heads": transpose.transpose_heads_kernel(64),
+    "attention_mma_dq_256": mma_dq.mma_attention_dq_kernel(AttentionSpec(256, "bfloat16")),
+    "attention_mma_dkv_256": mma_dkv.mma_attention_dkv_kernel(AttentionSpec(256, "bfloat16"), "dk"),
+    "transpose_heads": heads_cast.transpose_heads_kernel(64),
     "quantize_heads": heads_cast.quantize_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4), True, True, True),
     "sum_heads": means.sum_heads_kernel(heads.HeadsSpec(64, "bfloat16", 4)),
     "mean_heads": means.mean_heads_kernel(64),

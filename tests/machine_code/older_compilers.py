@@ -24,8 +24,7 @@ LIBRARIES = "libnvvm.so*", "libnvJitLink.so*"
 
 def kernels() -> Iterator[Kernel]:
     """Attention's kernels for Hopper that have the fewest registers to spare."""
-    from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
-    from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+    from cuda_kernels.attention.backward.dkv import attention_dkv_256_kernel, attention_dkv_kernel
     from cuda_kernels.attention.backward.dq import attention_dq_kernel
     from cuda_kernels.attention.forward import attention_forward_kernel
     from cuda_kernels.attention.spec import AttentionSpec

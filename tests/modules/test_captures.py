@@ -13,15 +13,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import lightning_fp8
-from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast, reset_fp8_scales
+from lightning_fp8 import DelayedScaling, convert_module, fp8_autocast, optimizer_steps, reset_fp8_scales
 from lightning_fp8.delayed import update
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.fp8_region import FP8Context, fp8_context
-from lightning_fp8.functions import shared_input
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.numerics.recipes import Recipe, make_recipe
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.linear import Pass
+from lightning_fp8.threads import thread
 from lightning_fp8.transformer_engine import pytorch as te
 from tests.captures import NothingIsRead, capture
 
@@ -30,7 +30,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 
 @pytest.fixture(autouse=True)
 def _no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "steps_are_captured", False)
+    monkeypatch.setattr(optimizer_steps, "are_captured", False)
 
 
 class Block(nn.Module):
@@ -103,7 +103,7 @@ def test_a_captured_step_allocates_no_state(monkeypatch: pytest.MonkeyPatch) -> 
         step()
     assert {name: id(value) for name, value in vars(history).items() if isinstance(value, Tensor)} == before
     assert history.fp8_max is fp8_max
-    assert not shared_input._thread.casts
+    assert not thread.casts
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -121,7 +121,7 @@ def test_steps_with_another_recipe_do_not_count() -> None:
     with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=8)):
         model(torch.randn(8, 16)).sum().backward()
     with capture(), pytest.raises(RuntimeError, match="after 0 steps"):
-        update.update_slots(update.all_slots([history_of(model)]))
+        update.update([history_of(model)])
     assert len(history_of(model).amax_history) == 4
 
 

@@ -13,8 +13,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import Linear, convert_module, fp8_autocast
-from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.numerics.recipes import RECIPES
+from lightning_fp8.traced import was_traced
 from tests.tiers import covering
 
 

@@ -176,7 +176,7 @@ def test_every_recipe_is_sampled(recipe: str, tmp_path: Path) -> None:
     assert record.recipe == recipe
     assert len(record.names) == 9
     assert record.num_steps == 15
-    assert record.num_samples == 3
+    assert sum(bool(each["casts"].any()) for each in record.intervals) == 3
     for interval in record.intervals:
         assert (interval["casts"] == 1).all()
         assert (interval["elements"] >= ROWS * WIDTH).all()
@@ -424,18 +424,6 @@ def test_scales_that_follow_are_not_off(algorithm: Any, tmp_path: Path) -> None:
     assert monitor.record is not None
     for interval in monitor.record.intervals:
         assert interval["off_bits"].max() < 0.5
-
-
-@pytest.mark.usefixtures("_short_warm_up")
-def test_a_layer_that_no_optimizer_steps_is_found(tmp_path: Path) -> None:
-    class Partly(Model):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam([each for name, each in self.named_parameters() if "net.4" not in name], 1e-3)
-
-    monitor = monitor_of(tmp_path, 20)
-    fit(monitor, steps=80, model=Partly())
-    (alarm,) = monitor.alarms
-    assert (alarm.rule, alarm.layers) == ("standing scale", ["net.4"])
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])

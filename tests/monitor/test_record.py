@@ -144,6 +144,5 @@ def test_figures_have_names() -> None:
         1, 1, 1.0, figures(elements=10, zeros=2, nonfinite=1, flushed=1, clipped=5, signal=100, noise=1)
     )
     assert interval.flushed_share.tolist() == [1 / 7]
-    assert interval.clipped_share.tolist() == [0.5]
     assert interval.decibels.tolist() == [20.0]
     assert np.isnan(Interval(1, 1, 1.0, figures()).flushed_share).all()

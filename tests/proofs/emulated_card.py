@@ -71,7 +71,7 @@ def emulated_card(fault: str, folder: Path) -> Iterator[FaultyEmulator]:
     emulator = FaultyEmulator(fault)
     command = sys.executable, "-m", "tests.proofs.emulated_card", fault, str(folder)
     plans.clear_plan_cache()
-    proofs.forget()
+    proofs._known.clear()
     proving._announced.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.dict(launch.EXECUTORS, cpu=emulator))
@@ -82,7 +82,7 @@ def emulated_card(fault: str, folder: Path) -> Iterator[FaultyEmulator]:
         stack.enter_context(patch.object(proving, "COMMAND", command))
         yield emulator
     plans.clear_plan_cache()
-    proofs.forget()
+    proofs._known.clear()
     proving._prover.end()
 
 

@@ -38,9 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(proofs, "cache_folder", lambda: tmp_path)
     monkeypatch.delenv(proofs.VARIABLE, raising=False)
     cache_folder.warn_once.cache_clear()
-    proofs.forget()
+    proofs._known.clear()
     yield tmp_path / "proofs"
-    proofs.forget()
+    proofs._known.clear()
 
 
 def verdict(proven: bool, reason: str = "") -> Verdict:
@@ -63,7 +63,7 @@ def test_a_kernel_is_loaded_once_it_is_proven() -> None:
         require(KERNEL, CARD, CODE)
     assert missing.value.key == KEY
     proofs.keep(KEY, verdict(True))
-    proofs.forget()
+    proofs._known.clear()
     require(KERNEL, CARD, CODE)
     with pytest.raises(Unproven):
         require(KERNEL, CARD, b"other code")
@@ -71,7 +71,7 @@ def test_a_kernel_is_loaded_once_it_is_proven() -> None:
 
 def test_a_refused_kernel_says_why_and_how_to_repeat_it() -> None:
     proofs.keep(KEY, verdict(False, "3 of 7 differ"))
-    proofs.forget()
+    proofs._known.clear()
     with pytest.raises(Refused) as refused:
         require(KERNEL, CARD, CODE)
     assert str(refused.value) == (
@@ -84,7 +84,7 @@ def test_a_proof_is_withdrawn() -> None:
     proofs.keep(KEY, verdict(True))
     require(KERNEL, CARD, CODE)
     proofs.withdraw(KERNEL.name, "wrong in the first step")
-    proofs.forget()
+    proofs._known.clear()
     with pytest.raises(Refused, match="wrong in the first step"):
         require(KERNEL, CARD, CODE)
 
@@ -102,13 +102,13 @@ def test_a_proof_is_withdrawn() -> None:
 )
 def test_a_damaged_verdict_counts_as_none(change: Any, folder: Path) -> None:
     proofs.keep(KEY, verdict(True))
-    proofs.forget()
+    proofs._known.clear()
     (path,) = folder.glob("*.json")
     path.write_text(change(path.read_text()))
     with pytest.raises(Unproven):
         require(KERNEL, CARD, CODE)
     proofs.keep(KEY, verdict(True))
-    proofs.forget()
+    proofs._known.clear()
     require(KERNEL, CARD, CODE)
 
 
@@ -129,7 +129,7 @@ def test_other_sources_are_another_verdict(tmp_path: Path, monkeypatch: pytest.M
 def test_a_refusal_counts_more_than_the_authors_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "_proven_by_authors", lambda: frozenset({KEY}))
     proofs.keep(KEY, verdict(False, "not here"))
-    proofs.forget()
+    proofs._known.clear()
     with pytest.raises(Refused, match="not here"):
         require(KERNEL, CARD, CODE)
 
@@ -140,7 +140,7 @@ def test_the_variable_skips_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(proofs.VARIABLE, "always")
     proofs.keep(KEY, verdict(True))
     require(KERNEL, CARD, CODE)
-    proofs.forget()
+    proofs._known.clear()
     with pytest.raises(Unproven):
         require(KERNEL, CARD, CODE)
 
@@ -307,7 +307,7 @@ def test_a_process_is_ended_when_nothing_more_is_asked(monkeypatch: pytest.Monke
     process = proving._prover._process
     assert process is not None
     assert process.wait(20) != 0
-    proofs.forget()
+    proofs._known.clear()
     answering(monkeypatch, LOADING, STARTING, FAILED | {"wrong": True})  # the next plan starts another one
     assert proving.prove_anew("quantize", torch.device("cpu"), (), CARD)[0] == "so it is"
     proving._prover.end()
@@ -335,7 +335,7 @@ def test_a_plan_of_several_kernels_asks_for_each(monkeypatch: pytest.MonkeyPatch
             require(KERNEL, CARD, code)
         return len
 
-    proofs.forget()
+    proofs._known.clear()
     assert plans.proven("quantize", build, torch.device("cpu"), ()) is len
     assert asked == [CODE, b"other code", CODE, b"other code"]
     proving._prover.end()

@@ -10,8 +10,9 @@ import torch
 
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.backward.statistics import STATISTICS
-from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
+from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes
+from cuda_kernels.attention.host.tiles import Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from cuda_kernels.device.sizes import DtypeName
 from cuda_kernels.gemm.spec import SCALE_N, TILE_K, GemmConfig, GemmSpec, Scaling, epi_tile_columns
@@ -71,16 +72,15 @@ def _attention(which: str, head_dim: int, tiles: int) -> Protocol:
         if which == "forward":
             launch = ForwardLaunch(problem, strides, CPU)
             m, l = (torch.zeros(1, queries.space.total) for _ in range(2))  # noqa: E741
-            launch.run(problem.tiles_of_queries(queries, keys), q, k, k, gradients[0], m, l)
+            launch.run(problem.visible.tiles_of_queries(queries, keys), q, k, k, gradients[0], m, l)
         else:
             backward = BackwardLaunch(problem, strides, strides, CPU, FLUSHES.get(which, FLUSH))
-            tables: BackwardTables = backward.tables(queries, keys)
             statistics = torch.zeros(1, STATISTICS, queries.space.total)
             operands = Operands(q, q, k, k)
             if which == "dq":
-                backward.run_dq(tables, operands, statistics, gradients[0])
+                backward.run_dq(problem.visible.tiles_of_queries(queries, keys), operands, statistics, gradients[0])
             else:
-                backward.run_dkv(tables, operands, statistics, *gradients[1:])
+                backward.run_dkv(problem.visible.tiles_of_keys(keys, queries), operands, statistics, *gradients[1:])
     ((kernel, args),) = [each for each in launched if each[0].name.startswith(f"attention_{which}(")]
     return recorded(kernel, args)  # the first block has the rows that see tiles
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from cuda_kernels.attention.block import TILE
-from cuda_kernels.attention.forward_block import forward_offsets
+from cuda_kernels.attention.forward_tiles import forward_offsets
 from cuda_kernels.attention.spec import AttentionSpec
 from tests.cuda_kernels.emulated import needs_compilers
 from tests.protocols.faults import planted

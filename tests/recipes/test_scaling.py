@@ -97,7 +97,7 @@ def test_delayed_scaling_over_more_steps_than_its_window(algorithm: str, scales:
     history, updated = AmaxHistory([("x", Role.INPUT)]), []
     for amax in [4, 2, 1, 0, 0.5, 0.25, 0.125, 0.0625]:
         history.amax.fill_(amax)
-        reduce_and_update([history], recipe)
+        reduce_and_update({history: recipe})
         updated.append(history.scale.item())
         assert history.amax.item() == 0
     assert updated == scales
@@ -107,11 +107,11 @@ def test_delayed_scaling_over_more_steps_than_its_window(algorithm: str, scales:
 def test_formats_and_margin_of_the_rows() -> None:
     history = AmaxHistory([("x", Role.INPUT), ("w", Role.WEIGHT), ("g", Role.GRAD_OUTPUT)])
     history.amax.fill_(1.0)
-    reduce_and_update([history], DelayedScaling(margin=3))
+    reduce_and_update({history: DelayedScaling(margin=3)})
     assert history.scale.tolist() == [56.0, 56.0, 7168.0]
-    reduce_and_update([history], DelayedScaling(margin=3))  # nothing was seen: nothing changes
+    reduce_and_update({history: DelayedScaling(margin=3)})  # nothing was seen: nothing changes
     assert history.scale.tolist() == [56.0, 56.0, 7168.0]
-    reduce_and_update([history], DelayedScaling(fp8_format=Format.E4M3))  # nor here, but what a scale is for
+    reduce_and_update({history: DelayedScaling(fp8_format=Format.E4M3)})  # nor here, but what a scale is for
     assert history.scale.tolist() == [448.0, 448.0, 448.0]
 
 
@@ -122,7 +122,7 @@ def test_a_bad_amax_never_enters_the_window(bad: float, algorithm: str) -> None:
     history, scales = AmaxHistory([("x", Role.INPUT)]), []
     for amax in [4, bad, 2, bad, 1, 1, 1]:
         history.amax.fill_(amax)
-        reduce_and_update([history], recipe)
+        reduce_and_update({history: recipe})
         scales.append(history.scale.item())
     expected = {"max": [112, 112, 112, 112, 112, 224, 448], "most_recent": [112, 112, 224, 224, 448, 448, 448]}
     assert scales == expected[algorithm]
@@ -154,7 +154,7 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
     elif what == "resized":
         module.history.resize(7)
     elif what == "updated":
-        reduce_and_update([module.history], DelayedScaling())
+        reduce_and_update({module.history: DelayedScaling()})
     history, slots = module.history, module.slots
     assert history is not None
     assert slots is not None
@@ -176,7 +176,7 @@ def test_interval_recomputes_every_nth_update_while_the_window_rolls_on() -> Non
     recipe, history, scales = DelayedScaling(interval=3, amax_history_len=2), AmaxHistory([("x", Role.INPUT)]), []
     for amax in [8, 4, 2, 1, 1, 1]:
         history.amax.fill_(amax)
-        reduce_and_update([history], recipe)
+        reduce_and_update({history: recipe})
         scales.append(history.scale.item())
     assert scales == [0, 0, 112, 112, 112, 448]  # 0: cast by the tensor's own amax
 
@@ -187,7 +187,7 @@ def test_an_update_that_passes_over_a_tensor_is_none_of_its_interval(unusable: f
     recipe, history, scales = DelayedScaling(interval=2, amax_history_len=4), AmaxHistory([("x", Role.INPUT)]), []
     for amax in [4, unusable, 2, unusable, 1, 8]:
         history.amax.fill_(amax)
-        reduce_and_update([history], recipe)
+        reduce_and_update({history: recipe})
         scales.append(history.scale.item())
     assert scales == [0, 0, 112, 112, 112, 56]
 
@@ -198,16 +198,16 @@ def test_the_host_learns_which_scales_are_not_0() -> None:
     first, second = history.slot(0), history.slot(1)
     assert not first.scale_is_nonzero()
     history.amax[0] = 2.0
-    reduce_and_update([history], DelayedScaling(amax_history_len=4))
+    reduce_and_update({history: DelayedScaling(amax_history_len=4)})
     assert (first.scale_is_nonzero(), second.scale_is_nonzero()) == (True, False)
     history.amax[1] = 2.0
-    reduce_and_update([history], DelayedScaling(amax_history_len=4))
+    reduce_and_update({history: DelayedScaling(amax_history_len=4)})
     assert second.scale_is_nonzero()
     assert not copy.deepcopy(history).slot(0).scale_is_nonzero()
     state = history.state_dict()
     history.load_state_dict(state)
     assert not first.scale_is_nonzero()
-    reduce_and_update([history], DelayedScaling(amax_history_len=4))
+    reduce_and_update({history: DelayedScaling(amax_history_len=4)})
     assert first.scale_is_nonzero()
     history.set_slot(0, 0.0, torch.zeros(1))
     assert not first.scale_is_nonzero()
@@ -217,7 +217,7 @@ def test_history_is_cut_or_padded_at_its_old_end() -> None:
     history = AmaxHistory([("x", Role.INPUT)])
     for amax in [1, 2, 3]:
         history.amax.fill_(amax)
-        reduce_and_update([history], DelayedScaling(amax_history_len=3))
+        reduce_and_update({history: DelayedScaling(amax_history_len=3)})
     history.resize(5)
     assert history.amax_history.flatten().tolist() == [0, 0, 0, 2, 3]
     history.resize(2)

@@ -17,8 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.attention.backward.dq_256 import make_wide_tiles
-from cuda_kernels.attention.backward.dq_tiles import make_tiles
+from cuda_kernels.attention.backward.dq_tiles import make_tiles, make_wide_tiles
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
@@ -27,16 +26,15 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.block import make_own_load
+from cuda_kernels.attention.block import PRODUCER, attention_on_hopper, make_own_load, make_warp_specialized
 from cuda_kernels.attention.products import thread_again
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import tile_again
-from cuda_kernels.attention.warp_roles import PRODUCER, attention_on_hopper, make_warp_specialized
-from cuda_kernels.device.language import cuda, device, f32, i32, i64, tensor_map
+from cuda_kernels.attention.tiles import parameters_of_pass, tile_again
+from cuda_kernels.device.language import cuda, device, i64
 from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient, store_f32
 from cuda_kernels.device.sm90 import address_of, mbarrier_init
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 _ZERO = np.float32(0)
 
@@ -103,11 +101,7 @@ def attention_dq_kernel(spec: AttentionSpec) -> Kernel:
                 store_f32(mine + CORRECTED * stat_bytes + 32, delta_below + rest_below)
             store(dq, softmax_scale, smem + out_offset, out, tile, head, warp, (stride_b, stride_l, stride_h))
 
-    parameters = {
-        **typed(tensor_map, "map_q map_do map_k map_v map_kt"),
-        **typed(i64, "table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass(
+        "map_q map_do map_k map_v map_kt", "table scale_inv_k scale_inv_v statistics out", "c softmax_scale"
+    )
     return attention_on_hopper(f"attention_dq({spec}, {stages=})", attention_dq, parameters, offsets)

@@ -63,15 +63,8 @@ def wide_dq_offsets() -> dict[str, int]:
 def wide_dkv_offsets() -> dict[str, int]:
     """:func:`dkv_offsets` for 256 channels: Q, dO and a transposed copy share the ring's stages."""
     statistics, barriers = WIDE_STAGES * STATISTICS_BYTES, per_stage(WIDE_STAGES, full=8, empty=8)
-    return placed(
-        k=WIDE_TILE,
-        v=WIDE_TILE,
-        ring=WIDE_STAGES * WIDE_TILE,
-        out=8 * WARP_BYTES,
-        statistics=statistics,
-        full_kv=8,
-        **barriers,
-    )
+    own, ring = {"k": WIDE_TILE, "v": WIDE_TILE}, WIDE_STAGES * WIDE_TILE
+    return placed(**own, ring=ring, out=8 * WARP_BYTES, statistics=statistics, full_kv=8, **barriers)
 
 
 def scratch_floats(spec: AttentionSpec) -> int:

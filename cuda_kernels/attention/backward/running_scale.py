@@ -1,24 +1,24 @@
-"""A row's scale shared by many tiles: 448 over a limit that is doubled when a tile's largest magnitude exceeds it.
+"""E4M3 codes of a fragment's rows, with a scale per row of one tile, or of many.
 
-The limit starts as :data:`HEADROOM` times the largest magnitude of the first tile in which the row exceeds
-:data:`START`. Sums in units of the scale are rescaled when it changes, by powers of two and so exactly, except when the
-limit starts. As the reference's ``round_rows_running``.
+The scale of many tiles is 448 over a limit that is doubled when a tile's largest magnitude exceeds it. The limit starts
+as :data:`HEADROOM` times the largest magnitude of the first tile in which the row exceeds :data:`START`. Sums in units
+of the scale are rescaled when it changes, by powers of two and so exactly, except when the limit starts. As the
+reference's ``round_rows_running``.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuda_kernels.attention.backward.statistics import CODE_UNIT, LARGEST_CODE, NO_AMAX
-from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.device.codec import INFINITY_BITS
-from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, scale_rows
+from cuda_kernels.device.fragments import add_from_global, add_rows_to_global, pack_a_words, scale_rows
 from cuda_kernels.device.language import device
-from cuda_kernels.device.ptx import bits, float_min, from_bits, reciprocal_approx, warp_any
+from cuda_kernels.device.ptx import bits, float_max, float_min, from_bits, reciprocal_approx, warp_any
 
 START = NO_AMAX
 """The limit of a row that has been at most this so far."""
@@ -29,6 +29,33 @@ HEADROOM = np.float32(8)
 _ONE, _INFINITY, _LARGEST = np.float32(1), np.float32(np.inf), np.finfo(np.float32).max
 _MANTISSA = np.uint32(0x7FFFFF)
 _TWO_TO_127 = np.uint32(0x7F000000)
+
+
+@device
+def tile_scales(amax, amax_below):
+    """Scales of two rows of a tile, and their inverses: ``scale, scale_below, unit, unit_below``.
+
+    ``amax``, ``amax_below``: the rows' largest magnitudes in this thread's columns. A scale is 448 over the row's.
+    """
+    amax, amax_below = float_max(quad_max(amax), NO_AMAX), float_max(quad_max(amax_below), NO_AMAX)
+    return (
+        LARGEST_CODE * reciprocal_approx(amax),
+        LARGEST_CODE * reciprocal_approx(amax_below),
+        amax * CODE_UNIT,
+        amax_below * CODE_UNIT,
+    )
+
+
+@cache
+def make_row_codes(num_registers: int) -> Any:
+    """A device function ``(x, scale, scale_below) -> words``: ``num_registers`` float32 as codes, an operand A."""
+    scale_x, pack = scale_rows(num_registers), pack_a_words(num_registers, "e4m3")
+
+    @device
+    def codes_of(x, scale, scale_below):
+        return pack(scale_x(x, scale, scale_below))
+
+    return codes_of
 
 
 @device
@@ -61,32 +88,26 @@ def row_scale(factor, limit):
     return float_min(factor * LARGEST_CODE * reciprocal_approx(limit), _LARGEST)
 
 
-class RunningRows(NamedTuple):
+@cache
+def make_running_rows(
+    scores_count: int, sums_count: int, threads: int, early: bool = True
+) -> tuple[Any, Any, Any, Any]:
     """Device functions for a thread's two rows, whose scales all tiles share, and for sums in units of these.
 
     ``limits``: of both rows' scales. ``sums``: accumulated by the tensor cores.
 
-    Attributes:
-        rounded: ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows,
-            times ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a
-            row exceeds its limit, ``sums`` and ``limits`` change.
-        leave: ``(sums, limits, scratch, first)``: adds the sums, in float32, to this thread's sums in global memory,
-            whose previous contents are ignored if ``first``.
-        finished: ``(sums, limits) -> sums`` in float32.
-        come_back: ``(sums, scratch) -> sums``: adds the sums in global memory.
-    """
+    - ``(x, amax, amax_below, factor, sums, limits) -> words, sums, limits``: ``x``, a tile of both rows, times
+      ``factor``, as an operand A; ``amax``: the largest magnitudes of ``x`` in this thread's columns. If a row exceeds
+      its limit, ``sums`` and ``limits`` change.
+    - ``(sums, limits, scratch, first)`` adds the sums, in float32, to this thread's sums in global memory, whose
+      previous contents are ignored if ``first``.
+    - ``(sums, limits) -> sums`` in float32.
+    - ``(sums, scratch) -> sums`` adds the sums in global memory.
 
-    rounded: Any
-    leave: Any
-    finished: Any
-    come_back: Any
-
-
-@cache
-def make_running_rows(scores_count: int, sums_count: int, threads: int, early: bool = True) -> RunningRows:
-    """For tiles of ``scores_count`` and sums of ``sums_count`` registers; scratch memory is for ``threads`` threads.
-
-    ``early``: codes do not wait for the vote on new limits. They then need registers of their own.
+    Args:
+        scores_count, sums_count: registers of a tile, and of the sums.
+        threads: scratch memory is for so many.
+        early: codes do not wait for the vote on new limits. They then need registers of their own.
     """
     codes_of, scale_sums = make_row_codes(scores_count), scale_rows(sums_count)
     add_to_global, come_back = add_rows_to_global(sums_count, threads), add_from_global(sums_count, threads)
@@ -121,4 +142,4 @@ def make_running_rows(scores_count: int, sums_count: int, threads: int, early: b
     def finished(sums, limits):
         return scale_sums(sums, limits[0] * CODE_UNIT, limits[1] * CODE_UNIT)
 
-    return RunningRows(rounded, leave, finished, come_back)
+    return rounded, leave, finished, come_back

@@ -2,7 +2,8 @@
 
 The numerics are those of the reference's ``cast``: non-finite values become NaN and are ignored in scales; a mean over
 the sequence may be subtracted first. A block holds 128 rows of a head in registers. A thread has four channels of 16
-rows, which it transposes to four columns of 16 codes by itself.
+rows, which it transposes to four columns of 16 codes by itself. The transposed copy can also be made later, from the
+codes of the row copy.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.attention.casts.heads import GROUP, HeadsSpec, make_heads_reader
-from cuda_kernels.attention.casts.transpose import make_column_store
-from cuda_kernels.attention.spec import ROWS
+from cuda_kernels.attention.spec import HEAD_DIMS, ORDER_A, ROWS
 from cuda_kernels.device.codec import (
     FP8_MAX,
     INFINITY_BITS,
@@ -32,15 +32,21 @@ from cuda_kernels.device.ptx import (
     dynamic_shared,
     float8x4,
     from_bits,
+    load_4_if,
     load_16_if,
+    quotient,
     shared_load_4,
+    shared_load_16,
     shared_store_4,
+    shared_store_16,
     shuffle,
     store_4,
+    store_16,
     store_f32,
     unsigned_max,
     warp_max,
 )
+from cuda_kernels.device.tile import transpose_quads
 from cuda_kernels.kernel import Kernel, typed
 
 _ONE, _ZERO, _NAN = np.float32(1), np.float32(0), np.float32(np.nan)
@@ -112,6 +118,72 @@ def _decoder(spec: HeadsSpec, centered: bool) -> Any:
         )
 
     return decode_centered if centered else decode
+
+
+@cache
+def make_column_store(threads: int) -> Any:
+    """A device function ``(packed, shared, group, quad, thread, out, stride)`` that stores 128 rows' codes by channel.
+
+    ``packed``: a thread's four channels of 16 rows, one register per row. ``shared``: 128 bytes per channel. ``group``,
+    ``quad``: which 16 rows and which four channels. ``out``: the address of the block's first row in the first channel;
+    ``stride``: between channels. Each group of 16 rows is stored in :data:`ORDER_A`. ``shared`` has its own swizzle,
+    private to this function.
+    """
+    column_step = threads // 8
+    order = ORDER_A
+
+    @device
+    def store_columns(packed, shared, group, quad, thread, out, stride):
+        ordered = cuda.local.array(GROUP, u32)
+        for place in range(GROUP):
+            ordered[place] = packed[order[place]]
+        transpose_quads(ordered)
+        for step in range(4):  # the 16-byte chunks of a column are swizzled to avoid bank conflicts
+            at = shared + (4 * quad + step) * ROWS + ((group ^ (quad & 7)) << 4)
+            shared_store_16(at, ordered[4 * step], ordered[4 * step + 1], ordered[4 * step + 2], ordered[4 * step + 3])
+        cuda.syncthreads()
+        part = thread & 7
+        for step in range(4):
+            column = i32((thread >> 3) + step * column_step)
+            codes = shared_load_16(shared + column * ROWS + ((part ^ (column >> 2 & 7)) << 4))
+            store_16(out + i64(column) * stride + 16 * part, codes[0], codes[1], codes[2], codes[3])
+
+    return store_columns
+
+
+@cache
+def transpose_heads_kernel(head_dim: int) -> Kernel:
+    """The transposed copy of codes in packed rows (:mod:`cuda_kernels.attention.spec`): ``[H, R, D]`` to ``[H, D, R]``.
+
+    Parameters are the addresses of both, the number of heads and of packed rows. A block has 128 rows of a head.
+    """
+    assert head_dim in HEAD_DIMS
+    quads = head_dim // 4
+    threads = quads * (ROWS // GROUP)
+    store_columns = make_column_store(threads)
+
+    def transpose_heads(codes, out, heads, packed_rows):
+        thread = i32(cuda.threadIdx.x)
+        block = quotient(cuda.blockIdx.x, heads)
+        head = i32(cuda.blockIdx.x - block * heads)
+        group = quotient(thread, quads)
+        quad = i32(thread - group * quads)
+        packed = cuda.local.array(GROUP, u32)
+        address = codes + (i64(head) * packed_rows + block * ROWS + group * GROUP) * head_dim + 4 * quad
+        for step in range(GROUP):
+            packed[step] = load_4_if(address, True)
+            address += head_dim
+        out_address = out + i64(head) * head_dim * packed_rows + block * ROWS
+        store_columns(packed, dynamic_shared(), group, quad, thread, out_address, i64(packed_rows))
+
+    return Kernel(
+        f"transpose_heads(d={head_dim})",
+        transpose_heads,
+        typed(i64, "codes out") | typed(i32, "heads packed_rows"),
+        threads,
+        shared_bytes=ROWS * head_dim,
+        min_blocks_per_sm=max(1, 1024 // threads),
+    )
 
 
 @cache

@@ -11,29 +11,17 @@ from cuda_kernels.attention.backward.delta import quantize_gradients_kernel
 from cuda_kernels.attention.backward.memory import FLUSH, scratch_floats
 from cuda_kernels.attention.backward.statistics import CORRECTED, STATISTICS
 from cuda_kernels.attention.casts.heads import HeadsSpec
-from cuda_kernels.attention.host.forward import AttentionProblem, PackedCodes, Strides, stride_parameters
-from cuda_kernels.attention.host.kernels import (
-    blocks_of_tile,
-    dkv_kernels,
-    dq_kernel,
-    operand_on,
-    uses_scratch,
+from cuda_kernels.attention.host.forward import (
+    AttentionProblem,
+    PackedCodes,
+    Strides,
+    require_aligned_rows,
+    stride_parameters,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, most_seen
+from cuda_kernels.attention.host.kernels import blocks_of_tile, dkv_kernels, dq_kernel, multiplies_in_warps, operand_on
+from cuda_kernels.attention.host.tiles import RowSpace
 from cuda_kernels.attention.spec import ROWS
-from cuda_kernels.host.launch import Argument, Box, address_on, named_launch
-
-
-class BackwardTables(NamedTuple):
-    """The tiles of a batch.
-
-    Attributes:
-        queries: tiles of 128 queries with the tiles of 128 keys they attend to.
-        keys: tiles of 128 keys with the tiles of 64 queries that attend to them.
-    """
-
-    queries: Tensor
-    keys: Tensor
+from cuda_kernels.host.launch import Box, address_on, named_launch
 
 
 class Operands(NamedTuple):
@@ -64,7 +52,7 @@ class GradientLaunch:
     def __init__(
         self, spec: HeadsSpec, heads: int, space: RowSpace, strides: Strides, o_strides: Strides, device: torch.device
     ) -> None:
-        _check_strides(o_strides)
+        require_aligned_rows(o_strides)
         self._shape, self._pointer, self._device = (heads, space.total, spec.head_dim), address_on(device), device
         sizes = {"heads": heads, "packed_rows": space.total, **stride_parameters(strides)}
         of_o = {f"o_{name}": stride for name, stride in stride_parameters(o_strides).items()}
@@ -76,7 +64,7 @@ class GradientLaunch:
     ) -> tuple[PackedCodes, Tensor]:  # fmt: skip
         """Both copies of dO's codes, and statistics of queries, float32 ``[H, 5, R]``; see ``backward/statistics.py``.
 
-        ``blocks``: of :class:`~cuda_kernels.attention.host.forward.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
+        ``blocks``: of :class:`~cuda_kernels.attention.host.tiles.CastTables`. ``o`` is in bfloat16; ``m`` and ``l``
         come from the forward pass, float32 ``[H, R]`` of packed rows of queries.
         """
         assert o.dtype == torch.bfloat16
@@ -120,11 +108,11 @@ class BackwardLaunch:
     ) -> None:
         spec, heads, group = problem.spec, problem.heads, problem.group
         for strides in (query_strides, key_strides):
-            _check_strides(strides)
+            require_aligned_rows(strides)
         seen, seeing = problem.visible, problem.visible.transposed()
         self._problem, self._device = problem, device
-        seen_by_a_key = most_seen(problem.queries, seeing.left, seeing.right, problem.longest_query) * group
-        needs_scratch = uses_scratch(device) and seen_by_a_key > flush
+        seen_by_a_key = seeing.most_seen(problem.queries, problem.longest_query) * group
+        needs_scratch = not multiplies_in_warps(device) and seen_by_a_key > flush
         self._scratch_floats = problem.keys.blocks * heads[1] * scratch_floats(spec) if needs_scratch else 0
         scales = {"c": problem.scale_of_exponent, "softmax_scale": problem.softmax_scale}
         of_queries, of_keys = stride_parameters(query_strides), stride_parameters(key_strides)
@@ -142,65 +130,35 @@ class BackwardLaunch:
         self._of_queries_t, self._of_keys_t = operand_on(device, transposed_box), operand_on(device, transposed_box)
         self._statistics_box = operand_on(device, Box(STATISTICS - CORRECTED, ROWS, swizzle=False))
 
-    def tables(self, queries: PackedRows, keys: PackedRows) -> BackwardTables:
-        """The tiles of a batch."""
-        visible = self._problem.visible
-        return BackwardTables(visible.tiles_of_queries(queries, keys), visible.tiles_of_keys(keys, queries))
+    def run_dq(self, tiles: Tensor, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
+        """Write ``dq``, and ``CORRECTED`` of the ``statistics`` of :class:`GradientLaunch`.
 
-    def run(
-        self,
-        tables: BackwardTables,
-        operands: Operands,
-        statistics: Tensor,
-        gradients: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """Write the gradients dq, dk and dv; ``statistics``: of :class:`GradientLaunch`."""
-        dq, dk, dv = gradients
-        self.run_dq(tables, operands, statistics, dq)
-        self.run_dkv(tables, operands, statistics, dk, dv)
-
-    def run_dq(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dq: Tensor) -> None:
-        """Write ``dq`` and the statistic ``CORRECTED``."""
+        ``tiles``: :meth:`~cuda_kernels.attention.host.tiles.Visible.tiles_of_queries`.
+        """
         do, q, k, v = operands
         if self._dq.blocks:
             maps = (
-                *(self._of_queries(_rows_of(x)) for x in (q, do)), *(self._of_keys(_rows_of(x)) for x in (k, v)),
-                self._of_keys_t(_columns_of(k)),
+                *(self._of_queries(x.rows()) for x in (q, do)), *(self._of_keys(x.rows()) for x in (k, v)),
+                self._of_keys_t(k.columns()),
             )  # fmt: skip
-            inputs = tables.queries, k.scale_inv, v.scale_inv, statistics, dq
+            inputs = tiles, k.scale_inv, v.scale_inv, statistics, dq
             self._dq.run(*maps, *map(self._pointer, inputs))
 
-    def run_dkv(self, tables: BackwardTables, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Write ``dk`` and ``dv``."""
+    def run_dkv(self, tiles: Tensor, operands: Operands, statistics: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write ``dk`` and ``dv``, after :meth:`run_dq`.
+
+        ``tiles``: :meth:`~cuda_kernels.attention.host.tiles.Visible.tiles_of_keys`.
+        """
         do, q, k, v = operands
         if self._problem.keys.blocks:
-            absent: Argument = 0
+            maps = (
+                *(self._of_keys(x.rows()) for x in (k, v)), *(self._of_queries(x.rows()) for x in (q, do)),
+                *(self._of_queries_t(x.columns()) for x in (q, do)),
+                self._statistics_box(statistics.flatten(0, 1)),
+            )  # fmt: skip
             scratch = None
             if self._scratch_floats:
                 scratch = torch.empty(self._scratch_floats, dtype=torch.float32, device=self._device)
-            maps = (
-                *(self._of_keys(_rows_of(x)) for x in (k, v)), *(self._of_queries(_rows_of(x)) for x in (q, do)),
-                *(self._of_queries_t(_columns_of(x)) for x in (q, do)),
-                self._statistics_box(statistics.flatten(0, 1)),
-            )  # fmt: skip
-            inputs = tables.keys, k.scale_inv, v.scale_inv, dk, dv
-            left = absent if scratch is None else self._pointer(scratch)
+            inputs = tiles, k.scale_inv, v.scale_inv, dk, dv
             for launch in self._dkv:
-                launch.run(*maps, *map(self._pointer, inputs), left)
-
-
-def _check_strides(strides: Strides) -> None:
-    if any(stride % 8 for stride in strides):
-        raise ValueError(f"strides={strides}: rows of o and of gradients must start at multiples of 8 elements")
-
-
-def _rows_of(x: PackedCodes) -> Tensor:
-    """The row copy of all heads: ``[H * R, D]``."""
-    assert x.data is not None
-    return x.data.flatten(0, 1)
-
-
-def _columns_of(x: PackedCodes) -> Tensor:
-    """The transposed copy of all heads: ``[H * D, R]``."""
-    assert x.data_t is not None
-    return x.data_t.flatten(0, 1)
+                launch.run(*maps, *map(self._pointer, inputs), 0 if scratch is None else self._pointer(scratch))

@@ -9,24 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.backward.memory import QUERIES
-from cuda_kernels.attention.casts.cast import quantize_heads_kernel
+from cuda_kernels.attention.casts.cast import quantize_heads_kernel, transpose_heads_kernel
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.casts.means import mean_heads_kernel, sum_heads_kernel
-from cuda_kernels.attention.casts.transpose import transpose_heads_kernel
 from cuda_kernels.attention.host.kernels import forward_kernels, operand_on
 from cuda_kernels.attention.host.order import Order, order_of
-from cuda_kernels.attention.host.tiles import (
-    PackedRows,
-    RowSpace,
-    cast_table,
-    limits,
-    mean_tables,
-    tile_table,
-)
+from cuda_kernels.attention.host.tiles import CastTables, RowSpace, Visible
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
-from cuda_kernels.device.sizes import DtypeName
-from cuda_kernels.host.launch import Argument, Box, address_on, named_launch
+from cuda_kernels.device.sizes import ITEM_BYTES
+from cuda_kernels.host.launch import Box, address_on, named_launch
 
 Strides = tuple[int, int, int]
 """In elements: between sequences (0 if they are concatenated), rows and heads."""
@@ -35,6 +26,14 @@ Strides = tuple[int, int, int]
 def stride_parameters(strides: Strides) -> dict[str, int]:
     """``strides`` by the names of kernels' parameters."""
     return dict(zip(("stride_b", "stride_l", "stride_h"), strides, strict=True))
+
+
+def require_aligned_rows(strides: Strides, elements: int = 8) -> None:
+    """Raises:
+    ValueError: If rows do not start at multiples of that many elements, of 16 bytes.
+    """
+    if any(stride % elements for stride in strides):
+        raise ValueError(f"{strides=}: rows of o and of gradients must start at multiples of {elements} elements")
 
 
 class PackedCodes(NamedTuple):
@@ -50,49 +49,15 @@ class PackedCodes(NamedTuple):
     data_t: Tensor | None
     scale_inv: Tensor
 
+    def rows(self) -> Tensor:
+        """The row copy of all heads: ``[H * R, D]``."""
+        assert self.data is not None
+        return self.data.flatten(0, 1)
 
-class CastTables(NamedTuple):
-    """Locations of the sequences of a batch, for casts.
-
-    Attributes:
-        blocks: :func:`~cuda_kernels.attention.host.tiles.cast_table`.
-        summed, counts: :func:`~cuda_kernels.attention.host.tiles.mean_tables`, if a cast is centered.
-    """
-
-    blocks: Tensor
-    summed: Tensor | None = None
-    counts: Tensor | None = None
-
-    @classmethod
-    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
-        """The tables of a cast that is centered by the mean of each sequence's first ``mean_rows`` rows, or of all."""
-        blocks = cast_table(packed)
-        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
-
-
-class Visible(NamedTuple):
-    """The keys that a query attends to: see :func:`cuda_kernels.attention.host.tiles.tile_table`."""
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-
-    def transposed(self) -> Visible:
-        """The queries that attend to a key."""
-        return Visible(self.right, self.left, self.bottom_right)
-
-    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """Tiles of 128 queries with the tiles of 128 keys they attend to."""
-        return tile_table(queries, keys, *self)
-
-    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
-        """Tiles of 128 keys with the tiles of 64 queries that attend to them."""
-        return tile_table(keys, queries, *self.transposed(), QUERIES)
-
-    def limits(self) -> dict[str, int]:
-        """The limits as kernel parameters, by name."""
-        left, right = limits(self.left, self.right)
-        return {"left": left, "right": right}
+    def columns(self) -> Tensor:
+        """The transposed copy of all heads: ``[H * D, R]``."""
+        assert self.data_t is not None
+        return self.data_t.flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -162,36 +127,17 @@ class AttentionProblem:
         """The factor that turns scores into exponents of 2."""
         return self.softmax_scale * math.log2(math.e)
 
-    def require_strides(self, *strides: Strides) -> None:
-        """Check alignment.
-
-        Raises:
-            ValueError: If rows of a tensor in the spec's dtype are not aligned to 16 bytes.
-        """
-        item = 4 if self.spec.out_dtype == "float32" else 2
-        for strides_of_tensor in strides:
-            if any(stride * item % 16 for stride in strides_of_tensor):
-                raise ValueError(
-                    f"strides={strides_of_tensor} of {self.spec.out_dtype}: rows must start at multiples of 16 bytes"
-                )
-
-    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
-        """See :meth:`Visible.tiles_of_queries`."""
-        return self.visible.tiles_of_queries(queries, keys)
-
 
 class CastLaunch:
     """The cast of a tensor of heads, for a batch's layout.
 
     Args:
-        head_dim: channels of a head, which are contiguous.
-        dtype: the tensor's dtype by name.
+        spec: of the tensor.
         heads: number of heads.
         space: the rows of the batch.
         strides: the tensor's strides.
         copies: whether to make a row copy, and a transposed one.
         mean_blocks: number of entries of :attr:`CastTables.summed` if means are subtracted; else 0.
-        aligned: whether the tensor's address is a multiple of four elements.
         device: where to launch.
 
     Raises:
@@ -199,29 +145,19 @@ class CastLaunch:
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        dtype: DtypeName,
-        heads: int,
-        space: RowSpace,
-        strides: Strides,
-        copies: tuple[bool, bool],
-        mean_blocks: int,
-        aligned: bool,
-        device: torch.device,
-    ) -> None:
-        spec = HeadsSpec.of(head_dim, dtype, strides, aligned)
-        self._heads, self._space, self._head_dim, self._copies = heads, space, head_dim, copies
+        self, spec: HeadsSpec, heads: int, space: RowSpace, strides: Strides, copies: tuple[bool, bool],
+        mean_blocks: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._heads, self._space, self._head_dim, self._copies = heads, space, spec.head_dim, copies
         self._pointer, self._device = address_on(device), device
         kernel = quantize_heads_kernel(spec, *copies, mean_blocks > 0)
         of_batch, of_x = {"heads": heads, "packed_rows": space.total}, stride_parameters(strides)
-        sequences = space.sequences
-        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=sequences, **of_x)
+        self._cast = named_launch(kernel, space.blocks * heads, device, **of_batch, sequences=space.sequences, **of_x)
         self._sum = self._mean = None
         if mean_blocks:
             self._sum = named_launch(sum_heads_kernel(spec), mean_blocks * heads, device, **of_batch, **of_x)
-            mean = mean_heads_kernel(head_dim)
-            self._mean = named_launch(mean, sequences * heads, device, **of_batch, sequences=sequences)
+            mean = mean_heads_kernel(spec.head_dim)
+            self._mean = named_launch(mean, space.sequences * heads, device, **of_batch, sequences=space.sequences)
 
     def run(self, x: Tensor, tables: CastTables) -> PackedCodes:
         """The codes of ``x``; copies that were not requested are None."""
@@ -231,16 +167,12 @@ class CastLaunch:
             for size, wanted in zip((shape, (shape[0], shape[2], shape[1])), self._copies)
         )
         scale_inv = torch.empty(self._heads, self._space.blocks, dtype=torch.float32, device=self._device)
-        if not self._cast.blocks:
-            return PackedCodes(data, data_t, scale_inv)
-        pointer = self._pointer
-        means = self._means(x, tables)
-        absent: Argument = 0
-        self._cast.run(
-            pointer(x), pointer(tables.blocks), absent if means is None else pointer(means),
-            absent if data is None else pointer(data), absent if data_t is None else pointer(data_t),
-            pointer(scale_inv),
-        )  # fmt: skip
+        if self._cast.blocks:
+            maybe = self._means(x, tables), data, data_t
+            self._cast.run(
+                self._pointer(x), self._pointer(tables.blocks), *(0 if y is None else self._pointer(y) for y in maybe),
+                self._pointer(scale_inv),
+            )  # fmt: skip
         return PackedCodes(data, data_t, scale_inv)
 
     def _means(self, x: Tensor, tables: CastTables) -> Tensor | None:
@@ -248,13 +180,12 @@ class CastLaunch:
             return None
         assert tables.summed is not None
         assert tables.counts is not None
-        pointer = self._pointer
         sums, means = (
             torch.empty(self._heads, parts, self._head_dim, dtype=torch.float32, device=self._device)
             for parts in (self._space.blocks, self._space.sequences)
         )
-        self._sum.run(pointer(x), pointer(tables.summed), pointer(sums))
-        self._mean.run(pointer(sums), pointer(tables.counts), pointer(means))
+        self._sum.run(*map(self._pointer, (x, tables.summed, sums)))
+        self._mean.run(*map(self._pointer, (sums, tables.counts, means)))
         return means
 
 
@@ -293,8 +224,9 @@ class ForwardLaunch:
     """
 
     def __init__(self, problem: AttentionProblem, strides: Strides, device: torch.device) -> None:
-        problem.require_strides(strides)
-        spec, self._problem = problem.spec, problem
+        spec = problem.spec
+        require_aligned_rows(strides, 16 // ITEM_BYTES[spec.out_dtype])
+        self._is_empty = not problem.queries.blocks
         self._queries_box, self._keys_box = (operand_on(device, Box(ROWS, 128)) for _ in range(2))
         self._values_box = operand_on(device, Box(spec.head_dim, 128))
         self._pointer = address_on(device)
@@ -306,29 +238,17 @@ class ForwardLaunch:
         ]
 
     def run(
-        self,
-        tiles: Tensor,
-        q: PackedCodes,
-        k: PackedCodes,
-        v: PackedCodes,
-        out: Tensor,
-        m: Tensor,
-        l: Tensor,  # noqa: E741
-    ) -> None:
+        self, tiles: Tensor, q: PackedCodes, k: PackedCodes, v: PackedCodes,
+        out: Tensor, m: Tensor, l: Tensor,  # noqa: E741
+    ) -> None:  # fmt: skip
         """Write ``out``, and the statistics ``m`` and ``l``, float32 ``[H, R]`` of packed rows of queries.
 
-        ``tiles``: :meth:`AttentionProblem.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed
-        one.
+        ``tiles``: :meth:`Visible.tiles_of_queries`. ``q`` and ``k`` have row copies, ``v`` has a transposed one.
         """
-        assert q.data is not None
-        assert k.data is not None
-        assert v.data_t is not None
-        if not self._problem.queries.blocks:
+        if self._is_empty:
             return
-        arguments = (
-            self._queries_box(q.data.flatten(0, 1)), self._keys_box(k.data.flatten(0, 1)),
-            self._values_box(v.data_t.flatten(0, 1)),
-            *map(self._pointer, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l)),
-        )  # fmt: skip
+        maps = self._queries_box(q.rows()), self._keys_box(k.rows()), self._values_box(v.columns())
+        addresses = map(self._pointer, (tiles, q.scale_inv, k.scale_inv, v.scale_inv, out, m, l))
+        arguments = *maps, *addresses
         for launch in self._launches:
             launch.run(*arguments)

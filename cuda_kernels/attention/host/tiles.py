@@ -1,5 +1,7 @@
 """Tables of the tiles that attention's blocks process, from lengths and a band, for any layout of a batch.
 
+All tables of a batch, for both passes, are in one tensor that several calls can share.
+
 See :mod:`cuda_kernels.attention.spec` for packed rows and the fields of the tables. The sizes of all tables follow from
 shapes, an entry per 128 packed rows. Values are computed on the device of the lengths, without synchronization.
 """
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.backward.memory import QUERIES
 from cuda_kernels.attention.spec import NO_LIMIT, ROW_FIELDS, ROWS, SEQUENCE_FIELDS, TILE_FIELDS
 from cuda_kernels.device.sizes import ceil_div
 
@@ -31,11 +34,9 @@ class RowSpace(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of 128 packed rows; for ragged sequences enough for any lengths."""
-        return (
-            self.length_or_total // ROWS + self.sequences
-            if self.ragged
-            else self.sequences * ceil_div(self.length_or_total, ROWS)
-        )
+        if self.ragged:
+            return self.length_or_total // ROWS + self.sequences
+        return self.sequences * ceil_div(self.length_or_total, ROWS)
 
     @property
     def total(self) -> int:
@@ -63,6 +64,102 @@ class PackedRows(NamedTuple):
     starts: Tensor
     sequence: Tensor
     row: Tensor
+
+
+class Visible(NamedTuple):
+    """The keys that a query attends to: query i to keys ``i + shift - left`` to ``i + shift + right``.
+
+    Without a limit, to all on that side. ``shift`` is 0, or with ``bottom_right`` the number of keys minus that of
+    queries.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    def transposed(self) -> Visible:
+        """The queries that attend to a key."""
+        return Visible(self.right, self.left, self.bottom_right)
+
+    def tiles_of_queries(self, queries: PackedRows, keys: PackedRows) -> Tensor:
+        """Tiles of 128 queries with the tiles of 128 keys they attend to."""
+        return tile_table(queries, keys, self)
+
+    def tiles_of_keys(self, keys: PackedRows, queries: PackedRows) -> Tensor:
+        """Tiles of 128 keys with the tiles of 64 queries that attend to them."""
+        return tile_table(keys, queries, self.transposed(), QUERIES)
+
+    def limits(self) -> dict[str, int]:
+        """The limits as kernel parameters, by name."""
+        both = {"left": self.left, "right": self.right}
+        return {name: NO_LIMIT if limit is None else min(limit, NO_LIMIT) for name, limit in both.items()}
+
+    def most_seen(self, others: RowSpace, longest: int | None = None) -> int:
+        """Upper bound, from shapes, of the rows in the blocks of 128 others that a tile's rows attend to.
+
+        ``longest``: upper bound of the others' lengths.
+        """
+        blocks = ceil_div(others.length_or_total if longest is None else min(longest, others.length_or_total), ROWS)
+        if self.left is not None and self.right is not None:
+            span = self.left + ROWS + self.right
+            blocks = min(blocks, ceil_div(span - 1, ROWS) + 1)
+        return blocks * ROWS
+
+
+class CastTables(NamedTuple):
+    """Locations of the sequences of a batch, for casts.
+
+    Attributes:
+        blocks: :func:`cast_table`.
+        summed, counts: :func:`mean_tables`, if a cast is centered.
+    """
+
+    blocks: Tensor
+    summed: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: PackedRows, mean_rows: int | None = None) -> CastTables:
+        """The tables of a cast that is centered by the mean of each sequence's first ``mean_rows`` rows, or of all."""
+        blocks = cast_table(packed)
+        return cls(blocks, *mean_tables(packed, blocks, mean_rows))
+
+
+class BatchTables(NamedTuple):
+    """The tables that attention's kernels read about a batch's lengths.
+
+    Attributes:
+        queries, keys: the tables for the casts of queries, and of keys and values.
+        tiles_of_queries: tiles of 128 queries with the tiles of 128 keys they attend to.
+        tiles_of_keys: tiles of 128 keys with the tiles of 64 queries that attend to them; None for a forward pass.
+    """
+
+    queries: CastTables
+    keys: CastTables
+    tiles_of_queries: Tensor
+    tiles_of_keys: Tensor | None
+
+    @classmethod
+    def of(
+        cls, queries: PackedRows, keys: PackedRows, visible: Visible, mean_rows: int | None, backward: bool = True
+    ) -> BatchTables:
+        """The tables of a batch under a mask; ``mean_rows``: of keys, see :meth:`CastTables.of`."""
+        tiles_of_keys = visible.tiles_of_keys(keys, queries) if backward else None
+        casts = CastTables(cast_table(queries)), CastTables.of(keys, mean_rows)
+        return cls(*casts, visible.tiles_of_queries(queries, keys), tiles_of_keys)
+
+    def joined(self) -> Tensor:
+        """The tables concatenated: int32, in the order of :meth:`split`, with :func:`joined_numel` elements."""
+        tables = self.tiles_of_queries, self.tiles_of_keys, self.queries.blocks, *self.keys
+        return torch.cat([table.flatten() for table in tables if table is not None])
+
+    @classmethod
+    def split(cls, joined: Tensor, queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> BatchTables:
+        """The inverse of :meth:`joined`, as views."""
+        shapes = _shapes(queries, keys, mean_rows)
+        parts = joined.split([rows * fields for rows, fields in shapes])
+        of_queries, of_keys, queries_cast, *keys_cast = (part.view(shape) for part, shape in zip(parts, shapes))
+        return cls(CastTables(queries_cast), CastTables(*keys_cast), of_queries, of_keys)
 
 
 def packed_rows(space: RowSpace, cu_seqlens: Tensor | None, device: torch.device) -> PackedRows:
@@ -123,32 +220,23 @@ def mean_tables(packed: PackedRows, blocks: Tensor, mean_rows: int | None) -> tu
     return summed, _table(SEQUENCE_FIELDS, block=starts, rows=counts)
 
 
-def tile_table(
-    packed: PackedRows,
-    others: PackedRows,
-    left: int | None,
-    right: int | None,
-    bottom_right: bool,
-    tile_size: int = ROWS,
-) -> Tensor:
+def tile_table(packed: PackedRows, others: PackedRows, visible: Visible, tile_size: int = ROWS) -> Tensor:
     """Tiles of 128 rows of queries with the tiles of keys they attend to: int32 ``[R / 128, 12]``, see ``TILE_FIELDS``.
 
-    Those with the most work come first. Query i attends to keys ``i + shift - left`` to ``i + shift + right``, without
-    a limit to all on that side. ``shift`` is 0, or with ``bottom_right`` the number of keys minus the number of
-    queries. For keys and the queries that attend to them, exchange ``packed`` and ``others``, and ``left`` and
-    ``right``.
+    Those with the most work come first. For keys and the queries that attend to them, exchange ``packed`` and
+    ``others``, and transpose ``visible``.
 
     Args:
         packed: rows of the queries.
         others: rows of the keys.
-        left, right, bottom_right: the band.
+        visible: the band.
         tile_size: rows of a tile of ``others``.
     """
     sequence, start = packed.sequence, packed.row
     count, length = others.lengths[sequence], packed.lengths[sequence]
     valid = (length - start).clamp(0, ROWS)
-    low, high = limits(left, right)
-    diagonal = start + count - length if bottom_right else start
+    low, high = visible.limits().values()
+    diagonal = start + count - length if visible.bottom_right else start
     first_seen = (diagonal - low).clamp(min=0)
     last_seen = torch.minimum(diagonal + valid - 1 + high, count - 1)
     some = (valid > 0) & (first_seen <= last_seen)
@@ -177,22 +265,20 @@ def tile_table(
     return table[torch.argsort(last_tile - first_tile, descending=True, stable=True)]
 
 
-def most_seen(others: RowSpace, left: int | None, right: int | None, longest: int | None = None) -> int:
-    """Upper bound, from shapes and a band, of the rows in the blocks of 128 others that a tile's rows attend to.
-
-    ``longest``: upper bound of the others' lengths.
-    """
-    blocks = ceil_div(others.length_or_total if longest is None else min(longest, others.length_or_total), ROWS)
-    if left is not None and right is not None:
-        span = left + ROWS + right
-        blocks = min(blocks, ceil_div(span - 1, ROWS) + 1)
-    return blocks * ROWS
+def joined_numel(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> int:
+    """Number of elements of :meth:`BatchTables.joined`."""
+    return sum(rows * fields for rows, fields in _shapes(queries, keys, mean_rows))
 
 
-def limits(left: int | None, right: int | None) -> tuple[int, int]:
-    """A band's limits as kernel parameters."""
-    low, high = (NO_LIMIT if limit is None else min(limit, NO_LIMIT) for limit in (left, right))
-    return low, high
+def _shapes(queries: RowSpace, keys: RowSpace, mean_rows: int | None) -> list[tuple[int, int]]:
+    """Shapes of the tables in order. Entries of 16 bytes and more come first, because kernels load them at once."""
+    fields, of_tile, of_sequence = len(ROW_FIELDS), len(TILE_FIELDS), len(SEQUENCE_FIELDS)
+    summed = keys.blocks if mean_rows is None else keys.sequences
+    return [
+        (queries.blocks, of_tile), (keys.blocks, of_tile),
+        (queries.blocks, fields),
+        (keys.blocks, fields), (summed, fields), (keys.sequences, of_sequence),
+    ]  # fmt: skip
 
 
 def _block_rows(packed: PackedRows) -> Tensor:

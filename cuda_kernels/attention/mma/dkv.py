@@ -13,6 +13,11 @@ A row of Pᵀ times dO's scale, and a row of dSᵀ times Q's scale, have scales 
 range (:mod:`cuda_kernels.attention.backward.running_scale`). Each tile's products are scaled and added in float32. The
 tensor cores of these GPUs are slow enough for the additions to take no extra time. Numerics: the reference's
 ``_dk_dv``.
+
+**With 256 channels** dV and dK have a launch each as well, and each half of a result has its own block, which
+recomputes the probabilities: 16 products of 128 channels per tile instead of eight. Codes of K and, for dK, of V take
+32 KB each of a block's 99 KB. Q of 64 queries, for dK also dO, and 128 channels of a transposed copy share a ring of
+two stages; one is copied while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuda_kernels.attention.backward.running_scale import START, refitted, row_scale
+from cuda_kernels.attention.backward.running_scale import START, make_row_codes, refitted, row_scale
 from cuda_kernels.attention.backward.statistics import (
     CODE_UNIT,
     CORRECTED,
@@ -32,13 +37,21 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_half_copy, make_row_copy
+from cuda_kernels.attention.mma.operands import (
+    CHANNELS,
+    LINE,
+    TILE,
+    attention_by_mma,
+    make_gradient_store,
+    make_half_copy,
+    make_part_of,
+    make_row_copy,
+    own_place,
+)
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
-from cuda_kernels.attention.row_scales import make_row_codes
 from cuda_kernels.attention.softmax import quad_max
 from cuda_kernels.attention.spec import ROWS, TILE_FIRST, TILE_LAST, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_columns,
     rows_amax,
@@ -47,7 +60,7 @@ from cuda_kernels.device.fragments import (
     slice_fragment,
     zeros,
 )
-from cuda_kernels.device.language import cuda, device, f32, i32, i64
+from cuda_kernels.device.language import cuda, device, i32, i64
 from cuda_kernels.device.ptx import (
     cp_async_16,
     cp_async_commit,
@@ -60,20 +73,22 @@ from cuda_kernels.device.ptx import (
     warp_any,
 )
 from cuda_kernels.device.swizzle import along_row, ldmatrix_a, ldmatrix_b
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 QUERIES = 64
 """Queries of a tile."""
 _AT_ONCE = 16
 """Queries whose dP is in registers at a time."""
 _STAGE = QUERIES * LINE
+_WIDE_STAGE = CHANNELS * LINE
+"""With 256 channels, bytes of 128 channels of a tile's transposed queries, half of each line; or of its queries."""
 _OF_EACH = 4 * QUERIES
 """Bytes of one statistic of a stage."""
 STATISTICS_BYTES = (STATISTICS - CORRECTED) * _OF_EACH
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 Result = Literal["dv", "dk", "both"]
-RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk")}
+RESULTS: dict[int, tuple[Result, ...]] = {64: ("both",), 96: ("both",), 128: ("dv", "dk"), 256: ("dv", "dk")}
 """Results of the launches for dK and dV, by channels of a head."""
 
 
@@ -136,7 +151,8 @@ def mma_attention_dkv_kernel(spec: AttentionSpec, result: Result = "both") -> Ke
     Parameters are those of :func:`cuda_kernels.attention.backward.dkv.attention_dkv_kernel`, with addresses instead of
     tensor maps; ``scratch`` is not used. Operands that ``result`` does not depend on are not read.
     """
-    assert spec.panels == 1, "there are no registers for sums of more channels"
+    if spec.panels > 1:
+        return _make_wide_dkv(spec, result)
     with_dv, with_dk = result != "dk", result != "dv"
     head_dim = spec.head_dim
     v_offset, q_offset, do_offset, qt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
@@ -260,12 +276,9 @@ def dkv_pass(spec: AttentionSpec, result: Result, attend: Any, shared_bytes: int
         if with_dk:
             store(dk, softmax_scale, dk_out, tile, head, first_channel, strides)
 
-    parameters = {
-        **typed(i64, "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass(
+        "", "k v q do q_t do_t statistics table scale_inv_k scale_inv_v dk_out dv_out scratch", "c softmax_scale"
+    )
     return attention_by_mma(f"mma_attention_dkv({spec}, {result})", mma_attention_dkv, parameters, shared_bytes)
 
 
@@ -276,14 +289,9 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
     It computes the queries from ``start`` on. The addresses of V, without ``v_offset``, and dO are those for ldmatrix;
     their product times ``factor`` is dP. ``delta``: the address of D of the thread's first column.
     """
-    product, num_registers = (
-        make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0)),
-        _AT_ONCE // 2,
-    )
-    part, gradients_of = (
-        slice_fragment(QUERIES // 2, start // 2, num_registers),
-        score_gradients_columns(num_registers),
-    )
+    num_registers = _AT_ONCE // 2
+    product = make_product(_AT_ONCE, spec.k_steps, start, spec.panels, QUERIES, (v_offset, 0))
+    part, gradients_of = slice_fragment(QUERIES // 2, start // 2, num_registers), score_gradients_columns(num_registers)
 
     @device
     def some(p, v_address, do_address, factor, delta):
@@ -298,3 +306,86 @@ def make_gradients(spec: AttentionSpec, v_offset: int = 0, start: int = 0) -> An
         return some(p, v_address, do_address, factor, delta) + others(p, v_address, do_address, factor, delta)
 
     return gradients
+
+
+def _make_wide_dkv(spec: AttentionSpec, result: Result) -> Kernel:
+    """:func:`mma_attention_dkv_kernel` with 256 channels, of dK or dV; a tile of a head has two consecutive blocks."""
+    assert result != "both", "there are no registers for sums of more channels"
+    is_dk, head_dim, panels = result == "dk", spec.head_dim, spec.panels
+    v_offset = panels * TILE
+    ring = 2 * v_offset if is_dk else v_offset
+    statistics_offset = ring + 2 * _WIDE_STAGE
+    num_registers = QUERIES // 2
+    copy_queries, copy_half = make_row_copy(QUERIES, head_dim), make_half_copy(CHANNELS)
+    product = make_product(QUERIES, spec.k_steps, panels=panels, panel_rows=QUERIES)
+    gradients_of, add_product = make_gradients(spec, v_offset), make_add_product(CHANNELS, QUERIES // STEP)
+    hide, exp2, amax_of = make_band_mask(num_registers), exp2_columns(num_registers), rows_amax(num_registers)
+    rounded, zero_sums = make_rounded(num_registers), zeros(CHANNELS // 2)
+    copy_statistics, statistic, two_of_d = make_query_statistics(statistics_offset)
+
+    @device
+    def copy_q(smem, stage, addresses, rows_q, head, query):
+        """``query``: the tile's first packed row. All threads must be done with the last tile's statistics."""
+        copy_queries(stage, addresses[0] + (i64(head) * rows_q + query) * head_dim, i64(head_dim))
+        copy_statistics(smem, 0, addresses[4], head, rows_q, query)
+
+    @device
+    def attend(smem, tile, addresses, rows_q, first_head, group, key_factor, value_scale_inv, left, right):
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        in_k, in_b = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane)), i32(smem + ring + ldmatrix_b(lane))
+        sums, limits = zero_sums(), (START, START)
+        here, queries, end = i32(0), tile[TILE_OTHERS], i32(first_head + group)
+        if first_tile < last_tile:
+            copy_q(smem, smem + ring, addresses, rows_q, first_head, queries + first_tile * QUERIES)
+        cp_async_commit()
+        for head in range(first_head, end):
+            for i in range(first_tile, last_tile):
+                there, query = i32(here ^ _WIDE_STAGE), i32(queries + i * QUERIES)
+                transposed = here if is_dk else there
+                of_channels = i64(head) * head_dim * rows_q + query
+                cp_async_wait(0)
+                cuda.syncthreads()  # Q has arrived, and all threads are done with the previous tile
+                if is_dk:
+                    row_address = addresses[1] + (i64(head) * rows_q + query) * head_dim
+                    copy_queries(smem + ring + there, row_address, i64(head_dim))
+                else:
+                    copy_half(smem + ring + transposed, 0, addresses[3] + of_channels, i64(rows_q))
+                cp_async_commit()
+                query_scale_inv = from_bits(shared_load_4(statistic(smem, 0, QUERY_SCALE_INV, own_column)))
+                gradient_scale_inv = from_bits(shared_load_4(statistic(smem, 0, GRADIENT_SCALE_INV, own_column)))
+                scores = product(in_k, in_b + here)
+                if i < whole_first or i >= whole_last:
+                    scores = hide(scores, visible, i32(i * QUERIES))
+                factor = float_max(key_factor * query_scale_inv, SMALLEST)
+                p_or_ds = exp2(scores, factor, statistic(smem, 0, TOTAL, own_column))
+                its_factor = gradient_scale_inv
+                if is_dk:
+                    cp_async_wait(0)
+                    cuda.syncthreads()  # dO has arrived, and all threads are done with Q
+                    copy_half(smem + ring + transposed, 0, addresses[2] + of_channels, i64(rows_q))
+                    cp_async_commit()
+                    corrected = statistic(smem, 0, CORRECTED, own_column)
+                    p_or_ds = gradients_of(p_or_ds, in_k, in_b + there, value_scale_inv * gradient_scale_inv, corrected)
+                    its_factor = query_scale_inv
+                amax, amax_below = amax_of(p_or_ds)
+                words, limits = rounded(p_or_ds, its_factor, amax, amax_below, limits)
+                d = _ZERO if is_dk else two_of_d(smem, 0)
+                cp_async_wait(0)
+                cuda.syncthreads()  # the transposed copy has arrived, and all threads are done with the other stage
+                free = smem + ring + (transposed ^ _WIDE_STAGE)
+                if i + 1 < last_tile:
+                    copy_q(smem, free, addresses, rows_q, head, query + QUERIES)
+                elif head + 1 < end:
+                    copy_q(smem, free, addresses, rows_q, head + 1, queries + first_tile * QUERIES)
+                cp_async_commit()
+                # Codes that are all 0, as in fully masked tiles, can be skipped unless they meet NaN.
+                if warp_any(amax != _ZERO or amax_below != _ZERO or d != d):
+                    unit, unit_below = limits[0] * CODE_UNIT, limits[1] * CODE_UNIT
+                    sums = add_product(sums, words, in_b + transposed, unit, unit_below)
+                here = i32(transposed ^ _WIDE_STAGE)
+        return sums, sums
+
+    return dkv_pass(spec, result, attend, statistics_offset + STATISTICS_BYTES)

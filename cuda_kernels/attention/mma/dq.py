@@ -7,6 +7,11 @@ only dS is in registers for all of them. Each row of dS is scaled by 448 over it
 registers, the left operand of the product with K, which is scaled and added in float32.
 
 The rows of dS are also summed; see :mod:`cuda_kernels.attention.backward.dq`. Numerics: the reference's ``_dq``.
+
+**With 256 channels** a thread has registers for sums of 128 besides dS of a tile. Each half of the result has its own
+block, which recomputes dS: ten products of 128 channels per tile instead of six. Codes of Q and dO take 64 KB of a
+block's 99 KB. The keys of a tile pass through a ring of two stages: K and V of 32 keys four times, then 128 channels of
+transposed K for all of them; one stage is copied while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from cuda_kernels.attention.backward.running_scale import make_row_codes, tile_scales
 from cuda_kernels.attention.backward.statistics import (
     CORRECTED,
     DELTA,
@@ -23,13 +29,22 @@ from cuda_kernels.attention.backward.statistics import (
     STATISTICS,
     TOTAL,
 )
-from cuda_kernels.attention.mma.operands import LINE, TILE, attention_by_mma, make_copy, scale_invs_of_block
+from cuda_kernels.attention.mma.operands import (
+    CHANNELS,
+    LINE,
+    TILE,
+    attention_by_mma,
+    make_copy,
+    make_gradient_store,
+    make_part_of,
+    make_row_copy,
+    own_place,
+    scale_invs_of_block,
+)
 from cuda_kernels.attention.mma.products import STEP, make_add_product, make_product
-from cuda_kernels.attention.mma.results import make_gradient_store, make_part_of, own_place
-from cuda_kernels.attention.row_scales import make_row_codes, tile_scales
 from cuda_kernels.attention.softmax import quad_sum
 from cuda_kernels.attention.spec import ROWS, TILE_OTHERS, TILE_ROW, AttentionSpec
-from cuda_kernels.attention.tiles import make_band_mask, visible_columns, visited_tiles
+from cuda_kernels.attention.tiles import make_band_mask, parameters_of_pass, visible_columns, visited_tiles
 from cuda_kernels.device.fragments import (
     exp2_rows,
     rows_amax,
@@ -48,10 +63,12 @@ from cuda_kernels.device.ptx import (
     store_f32,
 )
 from cuda_kernels.device.swizzle import ldmatrix_a, ldmatrix_b
-from cuda_kernels.kernel import Kernel, typed
+from cuda_kernels.kernel import Kernel
 
 KEYS = 32
 """Keys whose scores and dP are in registers at a time."""
+_STAGE = CHANNELS * LINE
+"""With 256 channels, bytes of transposed K of a tile, or of K and V of :data:`KEYS` keys."""
 
 
 @cache
@@ -59,9 +76,10 @@ def mma_attention_dq_kernel(spec: AttentionSpec) -> Kernel:
     """``dq`` of the reference's ``backward``, in ``spec.out_dtype``, and ``CORRECTED``.
 
     Parameters are those of :func:`cuda_kernels.attention.backward.dq.attention_dq_kernel`, with addresses instead of
-    tensor maps.
+    tensor maps; with 256 channels a tile of a head has two consecutive blocks.
     """
-    assert spec.panels == 1, "there are no registers for sums of more channels"
+    if spec.panels > 1:
+        return _make_wide_dq(spec)
     head_dim = spec.head_dim
     do_offset, k_offset, v_offset, kt_offset = TILE, 2 * TILE, 3 * TILE, 4 * TILE
     copy_rows, copy_columns = make_copy(ROWS, head_dim), make_copy(head_dim, ROWS)
@@ -164,12 +182,7 @@ def dq_pass(spec: AttentionSpec, attend: Any, shared_bytes: int) -> Kernel:
             store_f32(mine + CORRECTED * stat_bytes + 32, load_f32(mine + DELTA * stat_bytes + 32) + rest_below)
         store(dq, softmax_scale, out, tile, head, first_channel, (stride_b, stride_l, stride_h))
 
-    parameters = {
-        **typed(i64, "q do k v k_t table scale_inv_k scale_inv_v statistics out"),
-        **typed(i32, "heads_at_once group rows_q rows_k left right"),
-        **typed(f32, "c softmax_scale"),
-        **typed(i64, "stride_b stride_l stride_h"),
-    }
+    parameters = parameters_of_pass("", "q do k v k_t table scale_inv_k scale_inv_v statistics out", "c softmax_scale")
     return attention_by_mma(f"mma_attention_dq({spec})", mma_attention_dq, parameters, shared_bytes)
 
 
@@ -220,11 +233,8 @@ def make_gradients_of(product: Any, start: int) -> Any:
     D. ``masked``: whether ``visible`` is used. ``first_key``: the tile's.
     """
     num_registers = KEYS // 2
-    hide, exp2, gradients_of = (
-        make_band_mask(num_registers),
-        exp2_rows(num_registers),
-        score_gradients_rows(num_registers),
-    )
+    hide, exp2 = make_band_mask(num_registers), exp2_rows(num_registers)
+    gradients_of = score_gradients_rows(num_registers)
 
     @device
     def some(addresses, scale_invs, row_terms, masked, visible, first_key):
@@ -239,3 +249,93 @@ def make_gradients_of(product: Any, start: int) -> Any:
         return gradients_of(product(in_do, in_v), p, gradient_scale_inv * value_scale_inv, delta, delta_below)
 
     return some
+
+
+def _make_wide_dq(spec: AttentionSpec) -> Kernel:
+    """:func:`mma_attention_dq_kernel` with 256 channels."""
+    head_dim, panels = spec.head_dim, spec.panels
+    do_offset, ring, v_offset = panels * TILE, 2 * panels * TILE, panels * KEYS * LINE
+    copy_rows, copy_some = make_row_copy(ROWS, head_dim), make_row_copy(KEYS, head_dim)
+    copy_columns = make_copy(CHANNELS, ROWS)
+    product = make_product(KEYS, spec.k_steps, panels=panels, panel_rows=KEYS)
+    add_product = make_add_product(CHANNELS, ROWS // STEP)
+    rounded, zero_sums = make_rounded(ROWS // 2), zeros(CHANNELS // 2)
+
+    @device
+    def copy_keys(stage, operands, tile_key, key):
+        """Copy keys from key ``key`` of the tile on; ``tile_key``: its first."""
+        _, _, k, v, _, _ = operands
+        offset = (i64(tile_key) + key) * head_dim
+        copy_some(stage, k + offset, i64(head_dim))
+        copy_some(stage + v_offset, v + offset, i64(head_dim))
+
+    def make_gradients(start: int) -> Any:
+        """``make_gradients_of`` for all keys from ``start`` on; meanwhile the next operands are copied."""
+        gradients_of = make_gradients_of(product, start)
+        is_last = start + KEYS == ROWS
+
+        @device
+        def some(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key):
+            ring_smem, in_b = ring_of
+            there = here ^ _STAGE
+            cp_async_wait(0)
+            cuda.syncthreads()  # these keys have arrived, and all threads are done with the previous operands
+            if is_last:
+                copy_columns(ring_smem + there, operands[4] + i64(first_key), operands[5])
+            else:
+                copy_keys(ring_smem + there, operands, first_key, start + KEYS)
+            cp_async_commit()
+            in_stage = in_b + here
+            addresses = in_a, in_a + do_offset, in_stage, in_stage + v_offset
+            return gradients_of(addresses, scale_invs, row_terms, masked, visible, first_key)
+
+        if is_last:
+            return some
+        others = make_gradients(start + KEYS)
+
+        @device
+        def gradients(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key):
+            return some(ring_of, here, operands, in_a, scale_invs, row_terms, masked, visible, first_key) + others(
+                ring_of, here ^ _STAGE, operands, in_a, scale_invs, row_terms, masked, visible, first_key
+            )
+
+        return gradients
+
+    gradients_of = make_gradients(0)
+
+    @device
+    def attend(smem, tile, operands, row_terms, scale_invs, left, right):
+        first_tile, last_tile, whole_first, whole_last = visited_tiles(tile)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        own_row, own_column = own_place()
+        visible = visible_columns(tile, own_row, own_column, left, right)
+        in_a = i32(smem + warp * (16 * LINE) + ldmatrix_a(lane))
+        ring_of = i32(smem + ring), i32(smem + ring + ldmatrix_b(lane))
+        dq, rest, rest_below = zero_sums(), f32(0), f32(0)
+        stage = i32(0)
+        if first_tile < last_tile:
+            copy_rows(smem, operands[0], i64(head_dim))
+            copy_rows(smem + do_offset, operands[1], i64(head_dim))
+            copy_keys(smem + ring, operands, first_tile * ROWS, 0)
+        cp_async_commit()
+        for j in range(first_tile, last_tile):
+            # Loaded here, they arrive during the products.
+            key_scale_inv, value_scale_inv = scale_invs_of_block(scale_invs, j)
+            masked = j < whole_first or j >= whole_last
+            ds = gradients_of(
+                ring_of, stage, operands, in_a,
+                (row_terms[0], key_scale_inv, row_terms[1], value_scale_inv), row_terms[2:],
+                masked, visible, i32(j * ROWS),
+            )  # fmt: skip
+            words, unit, unit_below, rest, rest_below = rounded(ds, rest, rest_below)
+            cp_async_wait(0)
+            cuda.syncthreads()  # transposed K has arrived, and all threads are done with the last keys
+            shared, in_b = ring_of
+            if j + 1 < last_tile:
+                copy_keys(shared + (stage ^ _STAGE), operands, j * ROWS, ROWS)
+            cp_async_commit()
+            dq = add_product(dq, words, in_b + stage, unit * key_scale_inv, unit_below * key_scale_inv)
+            stage = i32(stage ^ _STAGE)
+        return dq, rest, rest_below
+
+    return dq_pass(spec, attend, ring + 2 * _STAGE)

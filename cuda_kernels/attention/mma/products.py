@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cuda_kernels.attention.mma.operands import LINE, TILE
 from cuda_kernels.attention.spec import ROWS
@@ -17,18 +17,9 @@ _COLUMNS = 32
 """Columns of a product that are computed at a time, so that few words of B are in registers."""
 
 
-class _Step(NamedTuple):
-    """One mma of a chain.
-
-    Attributes:
-        words: a device function from A, in registers or its address, to this step's words.
-        k_byte: the first byte of a row that it multiplies.
-        panel: byte offset of this step's panel of B.
-    """
-
-    words: Any
-    k_byte: int
-    panel: int = 0
+_Step = tuple[Any, int, int]
+"""One mma of a chain: a device function from A, in registers or its address, to its words; the first byte of a row that
+it multiplies; and the byte offset of its panel of B."""
 
 
 @cache
@@ -57,7 +48,7 @@ def make_product(
         return device(lambda a_address: load_a(along_row(a_address, k_byte) + panel))
 
     steps = tuple(
-        _Step(words_of(STEP * step, panel * TILE + behind[0]), STEP * step, panel * panel_rows * LINE + behind[1])
+        (words_of(STEP * step, panel * TILE + behind[0]), STEP * step, panel * panel_rows * LINE + behind[1])
         for panel in range(panels)
         for step in range(k_steps)
     )
@@ -81,7 +72,7 @@ def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
     the scales of the thread's first row and of the row eight below. Columns are processed in parts, from ``start`` on,
     so that few of them are in registers twice.
     """
-    steps = tuple(_Step(slice_words(4 * k_steps, 4 * step, 4), STEP * step) for step in range(k_steps))
+    steps = tuple((slice_words(4 * k_steps, 4 * step, 4), STEP * step, 0) for step in range(k_steps))
     multiply = _chained(_COLUMNS, steps, start)
     part, add = slice_fragment(columns // 2, start // 2, _COLUMNS // 2), add_rows(_COLUMNS // 2)
 
@@ -102,11 +93,8 @@ def make_add_product(columns: int, k_steps: int, start: int = 0) -> Any:
 
 def _chained(columns: int, steps: tuple[_Step, ...], start: int) -> Any:
     """A device function ``(a, b_address) -> acc`` of these steps; ``a`` is the argument of their ``words``."""
-    multiply, load_b, zero_acc = (
-        mma(1, columns // 8, "e4m3", "e4m3"),
-        ldmatrix_x4(columns // 16, 16 * LINE),
-        zeros(columns // 2),
-    )
+    multiply, zero_acc = mma(1, columns // 8, "e4m3", "e4m3"), zeros(columns // 2)
+    load_b = ldmatrix_x4(columns // 16, 16 * LINE)
     # The step along the row is applied first, so that adding a constant becomes part of the instruction.
     (words, k_byte, panel), *others = steps
     offset = start * LINE + panel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lightning_fp8.attention.function import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
+from lightning_fp8.notices import say_once
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
@@ -73,20 +73,14 @@ def checked_length(name: str, length: Any) -> int | None:
     return length
 
 
-_told: set[str] = set()
+said: dict[Any, str] = {}
+"""The warnings about attention of the last model; they are issued again for another one."""
 
 
 @torch.compiler.assume_constant_result
 def tell(text: str) -> None:
-    """Warn once for each ``text`` until :func:`forget_what_was_told`; also while torch.compile traces."""
-    if text not in _told:
-        _told.add(text)
-        warnings.warn(text, UserWarning, stacklevel=4)
-
-
-def forget_what_was_told() -> None:
-    """Let warnings be issued again, for another model."""
-    _told.clear()
+    """Warn once for each ``text``; also while torch.compile traces."""
+    say_once(said, text, stacklevel=4)
 
 
 def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, Any, Any]:

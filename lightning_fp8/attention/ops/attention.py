@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_kernels.attention.host.batch import joined_numel
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.tiles import RowSpace, joined_numel
 from lightning_fp8.attention.ops.casts import cast, rows_of_mean
 from lightning_fp8.attention.ops.layouts import FORMATS, Packing, from_heads, row_space, to_heads
 from lightning_fp8.attention.ops.masks import Band, Lengths
@@ -34,9 +33,7 @@ from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.ops.op import op, spec
 
 Shape = Sequence[int]
-
 Gradients = tuple[Tensor, Tensor, Tensor]
-
 
 _OPTIONS = "str qkv_format, int? left, int? right, bool bottom_right, bool centered, int? longest_query"
 
@@ -71,20 +68,13 @@ class Attention(NamedTuple):
         return self.qkv_format, band.left, band.right, band.bottom_right, self.centered, self.longest_query
 
     @classmethod
-    def from_flat(
-        cls,
-        qkv_format: str,
-        left: int | None,
-        right: int | None,
-        bottom_right: bool,
-        centered: bool,
-        longest_query: int | None,
-    ) -> Attention:
+    def from_flat(cls, *flat: Any) -> Attention:
         """The inverse of :attr:`flat`.
 
         Raises:
             ValueError: If a limit of the band is negative.
         """
+        qkv_format, left, right, bottom_right, centered, longest_query = flat
         return cls(qkv_format, Band(left, right, bottom_right), centered, longest_query)
 
 
@@ -155,9 +145,6 @@ class Kept(NamedTuple):
         return cls(*flat)
 
 
-# --- The public functions ---------------------------------------------------------------------------------------------
-
-
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """``softmax(c q kᵀ) v`` of high-precision tensors, which the op casts to FP8.
 
@@ -208,9 +195,6 @@ def attention_tables(
     return _attention_tables(  # type: ignore[no-any-return]
         cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, device
     )
-
-
-# --- The ops ----------------------------------------------------------------------------------------------------------
 
 
 def _check_call(call: AttentionCall) -> None:
@@ -281,9 +265,6 @@ def spaces_of(
     return queries, keys
 
 
-# --- The specification ------------------------------------------------------------------------------------------------
-
-
 def reference_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
     """Cast, compute :func:`~lightning_fp8.attention.ops.reference.forward`, and pack the codes."""
     qkv_format, band, centered, _ = call.attention
@@ -324,9 +305,6 @@ def reference_attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: in
 
 attention_forward_op.implement("cpu", reference_attention_forward)
 attention_backward_op.implement("cpu", reference_attention_backward)
-
-
-# --- Floating-point operations, for torch.utils.flop_counter ----------------------------------------------------------
 
 
 @register_flop_formula(attention_forward_op.overload.overloadpacket)

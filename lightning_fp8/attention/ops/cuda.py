@@ -1,7 +1,6 @@
 """Attention ops on CUDA tensors. Calls are planned once per key; without a kernel, the specification runs.
 
-A *problem* is derived from shapes, dtypes and options; a *plan* runs its kernels. :data:`PLANS` lists the supported
-architectures.
+A *problem* is derived from shapes, dtypes and options; a *plan* runs its kernels.
 
 Nothing here synchronizes with the device: the numbers of blocks follow from shapes, and ``cu_seqlens`` on the GPU are
 not read by the host. ``cu_seqlens`` on the host are copied at each call.
@@ -11,25 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
-from cuda_kernels.attention.host.batch import BatchTables
 from cuda_kernels.attention.host.forward import (
     AttentionProblem,
     CastLaunch,
-    CastTables,
     ForwardLaunch,
     PackedCodes,
     Strides,
     TransposeLaunch,
-    Visible,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, cast_table, packed_rows
+from cuda_kernels.attention.host.tiles import (
+    BatchTables,
+    CastTables,
+    PackedRows,
+    RowSpace,
+    Visible,
+    cast_table,
+    packed_rows,
+)
 from cuda_kernels.attention.mma import operands as mma
 from cuda_kernels.attention.spec import HEAD_DIMS, ROWS, AttentionSpec
 from cuda_kernels.device.sizes import DtypeName
@@ -61,20 +65,8 @@ from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.memory import PlainKey, tensor_key
 from lightning_fp8.ops.plans import EmptyTensor, Fallback, cached, check_not_empty, current_device, planned
 
-Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]]
-"""``(q, k, v, call) -> (o, kept)``"""
-Backward = Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients]
-"""``(do, o, kept, key_rows, call) -> (dq, dk, dv)``; ``key_rows``: the length of keys, or T for ``thd``."""
-
 CallKey = tuple[tuple[Any, ...], float | None, int | None]
 """The options, flattened; the softmax scale; and the number of sequences if a call passes their lengths."""
-
-Rows = tuple[PackedRows, PackedRows]
-"""Those of queries, and those of keys."""
-Tables = TypeVar("Tables")
-
-
-# --- The problem, as the kernels' launches define it ------------------------------------------------------------------
 
 
 class Heads(NamedTuple):
@@ -121,10 +113,22 @@ class Heads(NamedTuple):
         space = self.space._replace(length_or_total=rows)
         return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
 
+    def shape(self, qkv_format: str) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        batch, rows = self.space.sequences, self.space.length_or_total
+        outer = {"thd": (rows,), "bshd": (batch, rows), "sbhd": (rows, batch)}[qkv_format]
+        return *outer, self.heads, self.head_dim
+
+    @property
+    def spec(self) -> HeadsSpec:
+        """The tensor as kernels that cast it are specialized for."""
+        return HeadsSpec.of(self.head_dim, self.dtype, self.strides, self.aligned)
+
     def cast(self, device: torch.device, copies: tuple[bool, bool], mean_blocks: int = 0) -> CastLaunch:
-        return CastLaunch(
-            self.head_dim, self.dtype, self.heads, self.space, self.strides, copies, mean_blocks, self.aligned, device
-        )
+        return CastLaunch(self.spec, self.heads, self.space, self.strides, copies, mean_blocks, device)
+
+    def transpose(self, device: torch.device) -> TransposeLaunch:
+        return TransposeLaunch(self.head_dim, self.heads, self.space, device)
 
 
 class LaunchedProblem(NamedTuple):
@@ -148,11 +152,9 @@ class LaunchedProblem(NamedTuple):
     def of(cls, q: Heads, k: Heads, call: AttentionCall, ragged: bool) -> LaunchedProblem:
         """The problem of queries (or the output's gradient) and keys."""
         qkv_format, band, centered, longest_query = call.attention
-        spec = AttentionSpec(q.head_dim, q.dtype)
-        softmax_scale = call.softmax_scale_of(q.head_dim)
-        kernels = AttentionProblem(
-            spec, (q.heads, k.heads), q.space, k.space, visible(band), softmax_scale, longest_query
-        )
+        spec, softmax_scale = AttentionSpec(q.head_dim, q.dtype), call.softmax_scale_of(q.head_dim)
+        heads, mask = (q.heads, k.heads), visible(band)
+        kernels = AttentionProblem(spec, heads, q.space, k.space, mask, softmax_scale, longest_query)
         return cls(qkv_format, centered, rows_of_mean(band), kernels, ragged)
 
     @property
@@ -161,38 +163,32 @@ class LaunchedProblem(NamedTuple):
         keys = self.kernels.keys
         return (keys.blocks if self.mean_rows is None else keys.sequences) if self.centered else 0
 
-    def tables(
-        self,
-        device: torch.device,
-        make: Callable[[PackedRows, PackedRows], Tables],
-        take: Callable[[BatchTables], Tables],
-    ) -> Callable[[AttentionCall], Tables]:
+    def tables(self, device: torch.device, backward: bool) -> Callable[[AttentionCall], BatchTables]:
         """Returns a function that maps a call to the tables of a pass. Tables that the call contains are used.
 
         If no lengths are passed with calls, the tables are made once, on the host: a copy from pageable memory has
         finished when it returns, so any stream may use them.
-
-        Args:
-            make: makes the pass's tables from the rows of queries and keys.
-            take: takes the pass's tables from those of both passes.
         """
-        spaces = self.kernels.queries, self.kernels.keys
+        spaces, mask = (self.kernels.queries, self.kernels.keys), (self.kernels.visible, self.mean_rows)
         if not self.ragged:
-            host = torch.device("cpu")
-            tables: Tables = _moved(make(*(packed_rows(space, None, host) for space in spaces)), device)
+            queries, keys = (packed_rows(space, None, torch.device("cpu")) for space in spaces)
+            joined = BatchTables.of(queries, keys, *mask).joined().to(device)
+            tables = BatchTables.split(joined, *spaces, self.mean_rows)
             return lambda call: tables
 
-        def made(call: AttentionCall) -> Tables:
+        def of(call: AttentionCall) -> BatchTables:
             if call.tables is not None:
-                return take(BatchTables.split(call.tables, *spaces, self.mean_rows))
+                return BatchTables.split(call.tables, *spaces, self.mean_rows)
             assert call.cu_seqlens_q is not None
             assert call.cu_seqlens_kv is not None
-            return make(*rows_on(device, spaces, call.cu_seqlens_q, call.cu_seqlens_kv))
+            return BatchTables.of(*rows_on(device, spaces, call.cu_seqlens_q, call.cu_seqlens_kv), *mask, backward)
 
-        return made
+        return of
 
 
-def rows_on(device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor) -> Rows:
+def rows_on(
+    device: torch.device, spaces: tuple[RowSpace, RowSpace], queries: Tensor, keys: Tensor
+) -> tuple[PackedRows, PackedRows]:
     """The packed rows of a batch on ``device``; ``queries`` and ``keys`` are ``cu_seqlens``."""
     of_queries = packed_rows(spaces[0], queries.to(device), device)
     same = keys is queries and spaces[0] == spaces[1]
@@ -204,74 +200,58 @@ def visible(band: Band) -> Visible:
     return Visible(band.left, band.right, band.bottom_right)
 
 
-# --- The plans --------------------------------------------------------------------------------------------------------
-
-
-class ForwardPlan:
-    """The forward pass: casts, then one kernel. V is cast to rows and columns; the backward pass uses the rows.
+class _AnyForwardPlan:
+    """What the plans of the forward pass share: a cast of queries, and the kernel that runs after all casts.
 
     Raises:
         KernelError: If a kernel cannot be compiled or loaded.
     """
 
-    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
+    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads) -> None:
         self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
-        self._casts = (
-            q.cast(device, (True, False)),
-            k.cast(device, (True, False), problem.mean_blocks),
-            v.cast(device, (True, True)),
-        )
+        self.cast_q, self.tables = q.cast(device, (True, False)), problem.tables(device, backward=False)
         out = q.contiguous(problem.qkv_format, q.heads, q.space.length_or_total)
         self._forward = ForwardLaunch(problem.kernels, out.strides, device)
-        self._tables = problem.tables(
-            device,
-            lambda queries, keys: (
-                CastTables(cast_table(queries)),
-                CastTables.of(keys, problem.mean_rows),
-                problem.kernels.tiles_of_queries(queries, keys),
-            ),
-            lambda tables: (tables.queries, tables.keys, tables.tiles.queries),
-        )  # fmt: skip
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-        queries, keys, tiles = self._tables(call)
-        of_q, of_k, of_v = self._casts
-        q8, k8, v8 = of_q.run(q, queries), of_k.run(k, keys), of_v.run(v, keys)
+    def run(
+        self, q: Tensor, q8: PackedCodes, k8: PackedCodes, v8: PackedCodes, tables: BatchTables
+    ) -> tuple[Tensor, QueriesKept]:
+        """``q8`` and ``k8`` have row copies, ``v8`` a transposed one."""
         o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
         m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
-        self._forward.run(tiles, q8, k8, v8, o, m, l)
-        return o, Kept(m, l, *_kept(q8), *_kept(k8), *_kept(v8))
+        self._forward.run(tables.tiles_of_queries, q8, k8, v8, o, m, l)
+        return o, QueriesKept(m, l, *_kept(q8))
 
 
-class ForwardOfCodesPlan:
-    """The forward pass for FP8 keys and values: a cast of queries, a transposed copy of V's codes, then one kernel.
+class ForwardPlan(_AnyForwardPlan):
+    """The forward pass of tensors. V is cast to rows and columns; the backward pass uses the rows."""
 
-    Raises:
-        KernelError: If a kernel cannot be compiled or loaded.
-    """
+    def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads, v: Heads) -> None:
+        super().__init__(device, problem, q)
+        self._cast_k, self._cast_v = k.cast(device, (True, False), problem.mean_blocks), v.cast(device, (True, True))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+        tables = self.tables(call)
+        q8 = self.cast_q.run(q, tables.queries)
+        k8, v8 = self._cast_k.run(k, tables.keys), self._cast_v.run(v, tables.keys)
+        o, kept = self.run(q, q8, k8, v8, tables)
+        return o, Kept(*kept, *_kept(k8), *_kept(v8))
+
+
+class ForwardOfCodesPlan(_AnyForwardPlan):
+    """The forward pass for FP8 keys and values, with a transposed copy of V's codes."""
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, q: Heads, k: Heads) -> None:
-        self._device, self._shape = device, (q.heads, problem.kernels.queries.total)
-        self._cast = q.cast(device, (True, False))
-        self._transpose_v = TransposeLaunch(k.head_dim, k.heads, k.space, device)
-        out = q.contiguous(problem.qkv_format, q.heads, q.space.length_or_total)
-        self._forward = ForwardLaunch(problem.kernels, out.strides, device)
-        self._tables = problem.tables(
-            device,
-            lambda queries, keys: (CastTables(cast_table(queries)), problem.kernels.tiles_of_queries(queries, keys)),
-            lambda tables: (tables.queries, tables.tiles.queries),
-        )
+        super().__init__(device, problem, q)
+        self._transpose_v = k.transpose(device)
 
     def __call__(
         self, q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, _: int, call: AttentionCall
     ) -> tuple[Tensor, QueriesKept]:
-        queries, tiles = self._tables(call)
-        q8 = self._cast.run(q, queries)
+        tables = self.tables(call)
+        q8 = self.cast_q.run(q, tables.queries)
         v = self._transpose_v.run(_packed(v8, v_scale_inv))
-        o = torch.empty(q.shape, dtype=q.dtype, device=self._device)
-        m, l = (torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(2))  # noqa: E741
-        self._forward.run(tiles, q8, _packed(k8, k_scale_inv), v, o, m, l)
-        return o, QueriesKept(m, l, *_kept(q8))
+        return self.run(q, q8, _packed(k8, k_scale_inv), v, tables)
 
 
 class BackwardPlan:
@@ -282,68 +262,56 @@ class BackwardPlan:
     """
 
     def __init__(self, device: torch.device, problem: LaunchedProblem, do: Heads, k: Heads) -> None:
-        self._device, self._key_shape = device, _shape(k, problem.qkv_format)
-        self._transpose_q = TransposeLaunch(do.head_dim, do.heads, do.space, device)
-        self._transpose_k = TransposeLaunch(k.head_dim, k.heads, k.space, device)
+        self._device, self._key_shape = device, k.shape(problem.qkv_format)
+        self._transpose_q, self._transpose_k = do.transpose(device), k.transpose(device)
         dq = do.contiguous(problem.qkv_format, do.heads, do.space.length_or_total)
-        of_do = HeadsSpec.of(do.head_dim, do.dtype, do.strides, do.aligned)
-        self._gradient = GradientLaunch(of_do, do.heads, do.space, do.strides, dq.strides, device)
+        self._gradient = GradientLaunch(do.spec, do.heads, do.space, do.strides, dq.strides, device)
         self._backward = BackwardLaunch(problem.kernels, dq.strides, k.strides, device)
-        self._tables = problem.tables(
-            device,
-            lambda queries, keys: (CastTables(cast_table(queries)), self._backward.tables(queries, keys)),
-            lambda tables: (tables.queries, tables.tiles),
-        )
+        self._tables = problem.tables(device, backward=True)
 
     def __call__(self, do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
-        queries, tables = self._tables(call)
+        tables = self._tables(call)
+        assert tables.tiles_of_keys is not None
         q8 = self._transpose_q.run(_packed(kept.q8, kept.q_scale_inv))
         k8 = self._transpose_k.run(_packed(kept.k8, kept.k_scale_inv))
         o = o.to(torch.bfloat16).contiguous()
-        do8, statistics = self._gradient.run(do, queries.blocks, o, kept.m, kept.l, q8)
+        do8, statistics = self._gradient.run(do, tables.queries.blocks, o, kept.m, kept.l, q8)
         operands = Operands(do8, q8, k8, _packed(kept.v8, kept.v_scale_inv))
         dq = torch.empty(do.shape, dtype=do.dtype, device=self._device)
         dk, dv = (torch.empty(self._key_shape, dtype=do.dtype, device=self._device) for _ in range(2))
-        self._backward.run(tables, operands, statistics, (dq, dk, dv))
+        self._backward.run_dq(tables.tiles_of_queries, operands, statistics, dq)
+        self._backward.run_dkv(tables.tiles_of_keys, operands, statistics, dk, dv)
         return dq, dk, dv
 
 
-PLANS: dict[str, dict[str, tuple[Any, tuple[int, ...]]]] = {
-    which: dict.fromkeys(("90a", *mma.ARCHITECTURES), (plan, HEAD_DIMS))
-    for which, plan in (("forward", ForwardPlan), ("backward", BackwardPlan))
-}
-"""By pass and architecture: the class of the plan, and the supported ``head_dim``."""
-
-
-def chosen(which: str, device: torch.device, head_dim: int) -> Any:
-    """The class that plans the ``"forward"`` or ``"backward"`` pass for ``head_dim`` on ``device``.
-
-    Raises:
-        KernelError: If the architecture or ``head_dim`` is not supported.
-    """
-    plan, head_dims = PLANS[which].get(architecture_of(device), (None, ()))
-    if head_dim in head_dims:
-        return plan
-    raise KernelError(
-        f"{_no_kernel(which, device, head_dim)}; fp8_dpa=False in the recipe runs attention in the tensors' own "
-        "precision, by torch's kernels"
-    )
+ARCHITECTURES = ("90a", *mma.ARCHITECTURES)
+"""Those with kernels of both passes, for heads of :data:`~cuda_kernels.attention.spec.HEAD_DIMS`."""
 
 
 @torch.compiler.assume_constant_result
 def missing_kernel(device: torch.device, head_dim: int) -> str:
-    """Why FP8 attention with ``head_dim`` is not supported on ``device``; empty if it is.
-
-    Both passes are checked, since training needs both in FP8.
-    """
+    """Why FP8 attention with ``head_dim`` is not supported on ``device``; empty if it is."""
     try:
         architecture = architecture_of(device)
     except NoKernels as error:
         return str(error)
-    for which, plans in PLANS.items():
-        if head_dim not in plans.get(architecture, (None, ()))[1]:
-            return _no_kernel(which, device, head_dim)
-    return ""
+    if architecture in ARCHITECTURES and head_dim in HEAD_DIMS:
+        return ""
+    return (
+        f"FP8 attention has no kernel for heads of {head_dim} channels on {name_of(device)} (sm_{architecture}), only "
+        f"for {', '.join(map(str, HEAD_DIMS))} channels on sm_{', sm_'.join(ARCHITECTURES)}"
+    )
+
+
+def require_kernel(device: torch.device, head_dim: int) -> None:
+    """Raises:
+    KernelError: If the architecture or ``head_dim`` is not supported.
+    """
+    architecture_of(device)
+    if missing := missing_kernel(device, head_dim):
+        raise KernelError(
+            f"{missing}; fp8_dpa=False in the recipe runs attention in the tensors' own precision, by torch's kernels"
+        )
 
 
 @torch.compiler.assume_constant_result
@@ -383,14 +351,6 @@ def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cen
     return ""
 
 
-def _no_kernel(which: str, device: torch.device, head_dim: int) -> str:
-    there_are = "; ".join(f"sm_{arch}: {', '.join(map(str, dims))}" for arch, (_, dims) in PLANS[which].items())
-    return (
-        f"FP8 attention's {which} pass has no kernel for heads of {head_dim} channels on {name_of(device)} "
-        f"(sm_{architecture_of(device)}), only for {there_are}"
-    )
-
-
 def require_operands(q: Heads, k: Heads, v: Heads) -> None:
     """Raises:
     ValueError: If shapes or dtypes do not match.
@@ -401,12 +361,6 @@ def require_operands(q: Heads, k: Heads, v: Heads) -> None:
         raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
 
 
-def _shape(x: Heads, qkv_format: str) -> tuple[int, ...]:
-    batch, rows = x.space.sequences, x.space.length_or_total
-    padded = (batch, rows) if qkv_format == "bshd" else (rows, batch)
-    return (*((rows,) if qkv_format == "thd" else padded), x.heads, x.head_dim)
-
-
 def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
     assert codes.data is not None
     return codes.data.view(E4M3.dtype), codes.scale_inv
@@ -414,17 +368,6 @@ def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
 
 def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
     return PackedCodes(data.view(torch.uint8), None, scale_inv)
-
-
-def _moved(tables: Any, device: torch.device) -> Any:
-    """Moves tensors to ``device``; ``tables`` may be None, a tensor, or nested tuples of these."""
-    if tables is None or isinstance(tables, Tensor):
-        return tables if tables is None else tables.to(device)
-    moved = (_moved(table, device) for table in tables)
-    return type(tables)(*moved) if hasattr(tables, "_fields") else tuple(moved)
-
-
-# --- The ops ----------------------------------------------------------------------------------------------------------
 
 
 def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
@@ -447,29 +390,25 @@ def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int,
 @planned(reference_attention_forward, name="attention_forward")
 def _forward_plan(
     device: torch.device, q_key: PlainKey, k_key: PlainKey, v_key: PlainKey, call_key: CallKey
-) -> Forward:
-    flat, softmax_scale, sequences_given = call_key
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
-    qkv_format, sequences = _sequences(call.attention, sequences_given)
+) -> Callable[..., tuple[Tensor, Kept]]:
+    call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(key, qkv_format, sequences) for key in (q_key, k_key, v_key))
     require_operands(q, k, v)
-    plan = chosen("forward", device, q.head_dim)
-    problem = LaunchedProblem.of(q, k, call, sequences_given is not None)
-    return plan(device, problem, q, k, v)
+    require_kernel(device, q.head_dim)
+    return ForwardPlan(device, LaunchedProblem.of(q, k, call, call_key[2] is not None), q, k, v)
 
 
 @planned(reference_attention_backward, name="attention_backward")
-def _backward_plan(device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey) -> Backward:
-    flat, softmax_scale, sequences_given = call_key
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
-    qkv_format, sequences = _sequences(call.attention, sequences_given)
+def _backward_plan(
+    device: torch.device, do_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
+) -> Callable[..., Gradients]:
+    call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*do_key[1], heads, key_rows, sequences))
     do = Heads.of(do_key, qkv_format, sequences)
     keys = do.contiguous(qkv_format, heads, key_rows)
-    plan = chosen("backward", device, do.head_dim)
-    problem = LaunchedProblem.of(do, keys, call, sequences_given is not None)
-    return plan(device, problem, do, keys)
+    require_kernel(device, do.head_dim)
+    return BackwardPlan(device, LaunchedProblem.of(do, keys, call, call_key[2] is not None), do, keys)
 
 
 def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,7 +432,7 @@ def attention_forward_of_codes_on_cuda(
 def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     check_not_empty(key[1])
     x = Heads.of(key, "bshd", 1)
-    chosen("forward", device, x.head_dim)
+    require_kernel(device, x.head_dim)
     launch = x.cast(device, (True, False))
     tables = CastTables(cast_table(packed_rows(x.space, None, torch.device("cpu"))).to(device))
     return lambda x: _kept(launch.run(x, tables))
@@ -503,12 +442,11 @@ def _cast_plan(device: torch.device, key: PlainKey) -> Callable[[Tensor], tuple[
 def _forward_of_codes_plan(
     device: torch.device, q_key: PlainKey, heads: int, key_rows: int, call_key: CallKey
 ) -> Callable[..., tuple[Tensor, QueriesKept]]:
-    flat, softmax_scale, _ = call_key
+    call, *_ = _call_of(call_key)
     check_not_empty((*q_key[1], heads, key_rows))
     q = Heads.of(q_key, "bshd", 1)
     keys = q.contiguous("bshd", heads, key_rows)
-    chosen("forward", device, q.head_dim)
-    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    require_kernel(device, q.head_dim)
     return ForwardOfCodesPlan(device, LaunchedProblem.of(q, keys, call, False), q, keys)
 
 
@@ -521,20 +459,25 @@ def _call_key(call: AttentionCall) -> CallKey:
     return call.attention.flat, call.softmax_scale, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _sequences(attention: Attention, sequences: int | None) -> tuple[str, int]:
-    """The format, and the number of sequences for ``thd``; 1 for formats whose shape contains it."""
-    qkv_format = attention.qkv_format
-    if qkv_format != "thd":
-        return qkv_format, 1
+def _call_of(call_key: CallKey) -> tuple[AttentionCall, str, int]:
+    """The call, its format, and the number of sequences for ``thd``; 1 for formats whose shape contains it."""
+    flat, softmax_scale, sequences = call_key
+    call = AttentionCall(Attention.from_flat(*flat), softmax_scale)
+    if call.attention.qkv_format != "thd":
+        return call, call.attention.qkv_format, 1
     if sequences is None:
         raise EmptyTensor  # the specification raises the error for missing lengths
-    return qkv_format, sequences
+    return call, "thd", sequences
 
 
 def tables_of_lengths(
-    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, attention: Attention, query_rows: int, key_rows: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    attention: Attention,
+    query_rows: int,
+    key_rows: int,
     device: torch.device,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Implements the op ``attention_tables``."""
     queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
     _, band, _, longest_query = attention

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_fp8 import fp8_region
-from lightning_fp8.attention.modules.arguments import forget_what_was_told
+from lightning_fp8.attention.modules.arguments import said
 from lightning_fp8.convert.attention_calls import owners, sdpa
 from lightning_fp8.convert.attention_calls.owners import Owner
 from lightning_fp8.faster import AWAITED
@@ -65,8 +65,7 @@ def attach(model: nn.Module) -> None:
     with _lock:
         if is_attached(model):
             return
-        owners.forget_what_was_said()
-        forget_what_was_told()
+        said.clear()
         undo: list[Callable[[], object]] = []
         for place in _prepared[model]:
             module = model.get_submodule(place.name)

@@ -6,8 +6,6 @@ recomputation of activation checkpointing.
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -16,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fp8.attention.modules.arguments import said, tell
 from lightning_fp8.convert.attention_calls import torch_mha
 from lightning_fp8.faster import AWAITED, NOT_TIMED, compared, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import swap_class, unsharded_class
+from lightning_fp8.threads import thread
+from lightning_fp8.traced import note_traced
 
 _ATTRIBUTE = "_fp8_attention"
 SLOWER = "_fp8_attention_is_slower"
@@ -59,24 +60,14 @@ class Owner:
         return Owner, (self.name, self.cls, self.fp8, self.comparison, self.slower)
 
 
-class _Thread(threading.local):
-    """Initialized in ``__init__``, as in :mod:`lightning_fp8.fp8_region`, for Dynamo."""
-
-    def __init__(self) -> None:
-        self.owners: list[Owner] = []
-
-
-_thread = _Thread()
 copied: list[Callable[[nn.Module], None]] = []
 """Called with each copy, also an unpickled one, of a module that was attached."""
 _nobody = Owner("", "", True)
 """Owner of calls outside all modules that are known to compute attention."""
 _kept = Owner("", "", False)
-_traced: set[str] = set()
-"""The classes of modules whose attention was compiled."""
-_said: set[str] = set()
 _compiled_whole = False
 
+IN_HIGH_PRECISION = "attention runs in high precision"
 COMPILED_WHOLE = (
     "torch.compile does not trace into torch.nn.functional.multi_head_attention_forward, so its attention cannot be "
     "replaced; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
@@ -90,17 +81,17 @@ def owner_of(module: nn.Module | None) -> Owner | None:
 
 def current_owner() -> Owner:
     """The innermost owner of this thread; a placeholder outside all owners."""
-    return _thread.owners[-1] if _thread.owners else _nobody
+    return thread.owners[-1] if thread.owners else _nobody
 
 
 @contextmanager
 def in_high_precision() -> Iterator[None]:
     """Context in which attention runs in high precision."""
-    _thread.owners.append(_kept)
+    thread.owners.append(_kept)
     try:
         yield
     finally:
-        _thread.owners.pop()
+        thread.owners.pop()
 
 
 def own(module: nn.Module, owner: Owner, entered: bool) -> None:
@@ -138,13 +129,13 @@ def entering(former: Any) -> Any:
             if not torch.compiler.is_compiling():
                 owner.calls += not in_backward()
                 owner.training = self.training
-            _thread.owners.append(owner)
+            thread.owners.append(owner)
             try:
                 if as_torch and torch.compiler.is_compiling():
                     return torch_mha.forward(self, *args, **kwargs)
                 return super().forward(*args, **kwargs)
             finally:
-                _thread.owners.pop()
+                thread.owners.pop()
 
         def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles; this class cannot be found by its name
             made, made_of, *rest = super().__reduce_ex__(protocol)
@@ -190,7 +181,7 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
     timed.
     """
     if torch.compiler.is_compiling():
-        _note_traced(owner.cls)
+        note_traced(owner.cls)
     elif owner.comparison == AWAITED and owner.training:
         limit: tuple[float, str] = 0, NOT_TIMED
         if plain:
@@ -205,7 +196,7 @@ def note(owner: Owner, wanted: bool, reason: str) -> None:
         _note_compiled_whole()
     if torch.compiler.is_compiling():
         if wanted and reason:
-            _say(reason)
+            tell(f"{IN_HIGH_PRECISION}: {reason}")
         return
     if in_backward():
         return
@@ -213,28 +204,7 @@ def note(owner: Owner, wanted: bool, reason: str) -> None:
     if wanted and reason:
         owner.why = reason
         if not owner.watched:
-            _say(reason)
-
-
-@torch.compiler.assume_constant_result
-def _say(reason: str) -> bool:
-    """Warn once per reason until another model is attached; also while torch.compile traces."""
-    if reason not in _said:
-        _said.add(reason)
-        warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
-    return True
-
-
-@torch.compiler.assume_constant_result
-def _note_traced(cls: str) -> bool:
-    """Record the class, not the module: equal blocks share compiled code, and only the first is traced."""
-    _traced.add(cls)
-    return True
-
-
-def was_traced(owner: Owner) -> bool:
-    """Whether attention of this class of modules was compiled; compiled calls are not counted."""
-    return owner.cls in _traced
+            tell(f"{IN_HIGH_PRECISION}: {reason}")
 
 
 def _note_compiled_whole() -> None:
@@ -248,18 +218,8 @@ def was_compiled_whole(module: nn.Module | None) -> bool:
     return _compiled_whole and isinstance(module, nn.MultiheadAttention)
 
 
-def any_traced() -> bool:
-    """Whether FP8 attention was compiled in this process."""
-    return bool(_traced)
-
-
 def watch(owner: Owner, watched: bool) -> None:
     """Set whether ``owner.why`` will be reported elsewhere; once it has been, it is not warned about again."""
     owner.watched = watched
     if not watched and owner.why:
-        _said.add(owner.why)
-
-
-def forget_what_was_said() -> None:
-    """Let reasons be warned about again, for another model."""
-    _said.clear()
+        said.setdefault(text := f"{IN_HIGH_PRECISION}: {owner.why}", text)

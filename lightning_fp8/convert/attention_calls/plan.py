@@ -14,10 +14,11 @@ from torch import nn
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.convert.attention_calls import sdpa
 from lightning_fp8.convert.attention_calls.attach import AttentionPlace
-from lightning_fp8.convert.attention_calls.owners import COMPILED_WHOLE, Owner, was_compiled_whole, was_traced
+from lightning_fp8.convert.attention_calls.owners import COMPILED_WHOLE, Owner, was_compiled_whole
 from lightning_fp8.convert.blocks import BlockPosition
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
 from lightning_fp8.names import clean_name
+from lightning_fp8.traced import was_traced
 
 _SDPA = "scaled_dot_product_attention"
 _HF = "ALL_ATTENTION_FUNCTIONS"
@@ -218,7 +219,7 @@ def judged(
             layer = replace(layer, reason=owner.comparison)
         also = f"{high_precision} of {fp8 + high_precision} calls ran in high precision: {why}"
         return replace(layer, ran=True, reason=also if high_precision and why else layer.reason)
-    if owner is not None and not high_precision and not calls and was_traced(owner):
+    if owner is not None and not high_precision and not calls and was_traced(owner.cls):
         return layer
     if high_precision and why:
         return replace(layer, ran=False, reason=why)

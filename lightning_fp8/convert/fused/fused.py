@@ -31,7 +31,7 @@ class FusedModule(nn.Module):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The sizes that identify it in compiled code; see :func:`.record.note_traced`."""
+        """The sizes that identify it in compiled code; see :mod:`lightning_fp8.traced`."""
         raise NotImplementedError
 
     def _fuses(self, why_not: Callable[[FP8Context], str]) -> bool:

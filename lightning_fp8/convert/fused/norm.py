@@ -13,7 +13,7 @@ from lightning_fp8.convert.fused import liger
 from lightning_fp8.convert.fused.fused import FusedModule, computes, fuse, original_class, why_not_input
 from lightning_fp8.functions.rms_norm import RMSNormFunction
 from lightning_fp8.modules.linear_layer import autocast_dtype
-from lightning_fp8.modules.record import note_traced
+from lightning_fp8.traced import note_traced
 
 _GEMMA_4 = "LigerRMSNormForGemma4.forward"
 

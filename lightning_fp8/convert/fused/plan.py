@@ -14,9 +14,9 @@ from lightning_fp8.convert.fused.mlp import FusedMLP, act_fn_of, activation_of, 
 from lightning_fp8.convert.fused.norm import formula_of, fuse_norm
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.modules.base import FP8Module
-from lightning_fp8.modules.record import was_traced
 from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
+from lightning_fp8.traced import was_traced
 
 
 def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:

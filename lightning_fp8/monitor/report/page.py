@@ -9,16 +9,10 @@ from importlib.resources import files
 
 import numpy as np
 
-from lightning_fp8.monitor.advice import (
-    FLUSHED_BUDGET,
-    LEAST_DECIBELS,
-    RecipeLoss,
-    cheapest,
-    measured_loss,
-    what_if_losses,
-)
+from lightning_fp8.monitor.advice import FLUSHED_BUDGET, LEAST_DECIBELS, cheapest, measured_loss, what_if_losses
 from lightning_fp8.monitor.record import Record
 from lightning_fp8.monitor.report.data import drawn, label
+from lightning_fp8.monitor.table import verdict
 from lightning_fp8.version import __version__
 
 MOST_ROWS = 60
@@ -32,7 +26,7 @@ def page(record: Record, other: Record | None = None) -> str:
     parts = {
         "title": escape(f"{label(record)}: {record.num_steps} steps"),
         "style": (here / "page.css").read_text(encoding="utf-8"),
-        "headline": escape(headline(record)),
+        "headline": escape(verdict(record, len(record.alarms))),
         "recipe": escape(record.recipe_fields or record.recipe),
         "alarms": alarms(record),
         "losses": loss_table(record, other),
@@ -61,15 +55,6 @@ def _finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-def headline(record: Record) -> str:
-    """The run in one sentence."""
-    if not record.names:
-        return f"{record.num_steps} steps without FP8."
-    number = len(record.alarms)
-    found = "no alarm" if not number else f"{number} alarm{'s' * (number > 1)}"
-    return f"{record.num_steps} steps, {len(record.names)} casts of linear layers: {found}."
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
@@ -121,31 +106,33 @@ def advice(record: Record) -> str:
     """What each recipe loses, and the cheapest within the budget."""
     if not record.names:
         return "<p>The run had no FP8 casts.</p>"
-    what_if = what_if_losses(record)
-    losses = [measured_loss(record), *what_if]
-    found = cheapest(what_if)
+    losses = {each.recipe: each for each in what_if_losses(record)}
+    found = cheapest(list(losses.values()))
     budget = f"at most {FLUSHED_BUDGET:.0%} of a tensor's values become 0, and at least {LEAST_DECIBELS:g} dB"
-    if found.recipe is None:
+    if found is None:
         text = "No step was sampled."
-    elif found.fits:
+    elif not found.over_budget():
         text = f"The cheapest recipe without state within the budget is {found.recipe}: {budget}."
     else:
-        layers = list(dict.fromkeys(record.layer(cast) for cast in found.over))
+        layers = list(dict.fromkeys(record.layer(cast) for cast in found.over_budget()))
         text = (
             f"No recipe is within the budget for all casts: {budget}. {found.recipe} has the fewest beyond it; keep "
             f"these layers in BF16: {', '.join(layers[:8])}{' and more' if len(layers) > 8 else ''}."
         )
-    rows = [_row_of_recipe(each, record) for each in losses if each.is_known]
+    losses = {f"{record.recipe} (this run)": measured_loss(record), **losses}
+    rows = [
+        (
+            name,
+            f"{np.nanmax(loss.flushed):.3%}",
+            record.names[int(np.nanargmax(loss.flushed))],
+            str(len(loss.over_budget())),
+            f"{np.fmin.reduce(loss.decibels):.1f} dB",
+        )
+        for name, loss in losses.items()
+        if loss.is_known
+    ]
     heading = ("recipe", "largest share flushed", "of", "casts over the budget", "least signal to noise")
     return f"<p>{escape(text)}</p>" + table(heading, rows, "What the run lost, and what other recipes would have lost")
-
-
-def _row_of_recipe(loss: RecipeLoss, record: Record) -> tuple[str, ...]:
-    worst = loss.worst
-    assert worst is not None
-    name = f"{loss.recipe} (this run)" if loss.measured else loss.recipe
-    least = float(np.fmin.reduce(loss.decibels))
-    return name, f"{loss.flushed[worst]:.3%}", record.names[worst], str(len(loss.over())), f"{least:.1f} dB"
 
 
 def casts(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -67,22 +67,14 @@ class Float8GemmConfig:
     use_fast_accum: bool = False
 
 
-class _AtDefault(NamedTuple):
-    default: Any
-    instead: str
-
-
-_ACCUMULATION = "the product of the forward accumulates fast, those of the gradients in float32; leave it out"
 _AT_DEFAULT = {
-    "gemm_config_output": _AtDefault(Float8GemmConfig(use_fast_accum=True), _ACCUMULATION),
-    "gemm_config_grad_input": _AtDefault(Float8GemmConfig(), _ACCUMULATION),
-    "gemm_config_grad_weight": _AtDefault(Float8GemmConfig(), _ACCUMULATION),
-    "emulate": _AtDefault(False, "FP8 layers run without FP8 tensor cores as they are; leave it out"),
+    **dict.fromkeys(
+        ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight"),
+        "the product of the forward accumulates fast, those of the gradients in float32; leave it out",
+    ),
+    "emulate": "FP8 layers run without FP8 tensor cores as they are; leave it out",
 }
-_FLAGS = (
-    *("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"),
-    *("force_recompute_fp8_weight_in_bwd", "round_scales_to_power_of_2"),
-)
+"""What to do instead of a value that is not the default."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ class Float8LinearConfig:
     cast_config_weight_for_grad_input: CastConfig | None = None
     cast_config_grad_output: CastConfig = CastConfig()
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    gemm_config_output: Float8GemmConfig = _AT_DEFAULT["gemm_config_output"].default
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool = False
@@ -122,14 +114,14 @@ class Float8LinearConfig:
     round_scales_to_power_of_2: bool = False
 
     def __post_init__(self) -> None:
-        for flag in _FLAGS:
-            require_bool(flag, getattr(self, flag))
-        for name, (default, instead) in _AT_DEFAULT.items():
-            if getattr(self, name) != default:
-                raise NotImplementedError(f"{name}={getattr(self, name)!r} is not supported: {instead}")
         for field in fields(self):
-            if field.name.startswith("cast_config"):
-                self._require_cast(field.name, getattr(self, field.name))
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(field.default, bool):
+                require_bool(name, value)
+            if name in _AT_DEFAULT and value != field.default:
+                raise NotImplementedError(f"{name}={value!r} is not supported: {_AT_DEFAULT[name]}")
+            if name.startswith("cast_config"):
+                self._require_cast(name, value)
         self.recipe()
 
     def _require_cast(self, name: str, value: Any) -> None:

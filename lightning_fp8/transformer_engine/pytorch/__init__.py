@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_fp8.foreign_names import add_absent_modules, answer_all, answering
+from lightning_fp8.foreign_names import add_absent_modules, add_module, answer_all, answering
 from lightning_fp8.transformer_engine.answers import ABSENT_MODULES, NAMES, PYTORCH
 from lightning_fp8.transformer_engine.pytorch import (
     attention,
@@ -71,6 +71,22 @@ __all__ = [
 ]
 
 __getattr__ = answering(__name__, PYTORCH.get)
+
+_FILES = {
+    "attention.dot_product_attention": DotProductAttention,
+    "attention.dot_product_attention.dot_product_attention": DotProductAttention,
+    "attention.inference": InferenceParams,
+    "attention.multi_head_attention": MultiheadAttention,
+    "module.layernorm": LayerNorm,
+    "module.layernorm_linear": LayerNormLinear,
+    "module.layernorm_mlp": LayerNormMLP,
+    "module.linear": Linear,
+    "module.rmsnorm": RMSNorm,
+}
+"""Transformer Engine's files of one class; a package is before its files."""
+
+for _path, _class in _FILES.items():
+    add_module(f"{__name__}.{_path}", f"``transformer_engine.pytorch.{_path}``.", **{_class.__name__: _class})
 
 for _path, _module in [*sys.modules.items()]:
     if _path.startswith(f"{__name__}."):

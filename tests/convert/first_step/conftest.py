@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a shape that another test compiled are left out of the count."""
-    monkeypatch.setattr("lightning_fp8.modules.record._traced", set())
+    monkeypatch.setattr("lightning_fp8.traced._traced", set())

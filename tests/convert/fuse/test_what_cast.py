@@ -18,7 +18,6 @@ from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
-from lightning_fp8.modules import record
 from tests.convert.fuse.runs import TOKENS, converted, llama, step
 from tests.tiers import thorough
 
@@ -133,7 +132,7 @@ def test_what_was_replaced_ran_as_its_own(change: Any, reason: str, before: bool
 
 def test_what_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later step may call it."""
-    monkeypatch.setattr(record, "_traced", set())  # by other tests
+    monkeypatch.setattr("lightning_fp8.traced._traced", set())  # by other tests
     model = converted(True)
     model.config.num_hidden_layers = 0
     watch = FirstStep(model, plan())

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels.attention.backward.dkv import attention_dkv_kernel
-from cuda_kernels.attention.backward.dkv_256 import attention_dkv_256_kernel
+from cuda_kernels.attention.backward.dkv import attention_dkv_256_kernel, attention_dkv_kernel
 from cuda_kernels.attention.backward.dq import attention_dq_kernel
 from cuda_kernels.attention.host.backward import BackwardLaunch
-from cuda_kernels.attention.host.forward import AttentionProblem, Visible
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.forward import AttentionProblem
+from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.attention.ops import Codes

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cuda_kernels.attention.casts.heads import HeadsSpec
-from cuda_kernels.attention.host.forward import CastLaunch, CastTables
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.forward import CastLaunch
+from cuda_kernels.attention.host.tiles import CastTables, RowSpace
 from cuda_kernels.attention.spec import ORDER_A
 from lightning_fp8.attention.ops import cast
 from lightning_fp8.proofs.cases import Case
@@ -40,9 +40,8 @@ def test_differences_that_are_infinite_are_the_largest_value(emulator: Emulator)
     x = torch.full((1, 1, 128, 128), -3e38)
     x[:, :, 0] = 3e38
     x[0, 0, 3, 0] = torch.nan
-    launch = CastLaunch(
-        128, "float32", 1, RowSpace(1, 128, False), (0, 128, 128), (True, False), 1, True, torch.device("cpu")
-    )
+    spec, cpu = HeadsSpec(128, "float32", 4), torch.device("cpu")
+    launch = CastLaunch(spec, 1, RowSpace(1, 128, False), (0, 128, 128), (True, False), 1, cpu)
     expected = cast(x, centered=True)
     actual = launch.run(x, CastTables.of(rows_of(torch.tensor([128]), 128)))
     assert actual.data is not None
@@ -53,7 +52,7 @@ def test_differences_that_are_infinite_are_the_largest_value(emulator: Emulator)
 
 def test_nothing_to_cast(emulator: Emulator) -> None:
     rows = RowSpace(2, 0, False)
-    launch = CastLaunch(64, "bfloat16", 3, rows, (0, 0, 64), (True, True), 1, True, torch.device("cpu"))
+    launch = CastLaunch(HeadsSpec(64, "bfloat16", 4), 3, rows, (0, 0, 64), (True, True), 1, torch.device("cpu"))
     codes = launch.run(torch.empty(2, 3, 0, 64, dtype=BF16), CastTables.of(rows_of(torch.tensor([0, 0]), 0)))
     assert codes.data is not None
     assert codes.data.shape == (3, 0, 64)

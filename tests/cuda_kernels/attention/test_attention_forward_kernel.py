@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cuda_kernels.attention.forward import attention_forward_kernel
-from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, Visible
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch
+from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.proofs.cases import Case

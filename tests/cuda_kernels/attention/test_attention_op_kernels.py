@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.host.backward import BackwardLaunch, BackwardTables, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes, Visible
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.backward import BackwardLaunch, Operands
+from cuda_kernels.attention.host.forward import AttentionProblem, ForwardLaunch, PackedCodes
+from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host import launch, tensor_maps
 from cuda_kernels.host.launch import executing
@@ -74,8 +74,8 @@ def test_operands_of_other_shapes_have_tensor_maps_of_their_own(monkeypatch: pyt
     some = torch.zeros(4, 5, 128)
     forward.run(some, of_queries, of_keys, of_keys, some, some, some)
     operands = Operands(of_queries, of_queries, of_keys, of_keys)
-    backward.run_dq(BackwardTables(some, some), operands, some, some)
-    backward.run_dkv(BackwardTables(some, some), operands, some, some, some)
+    backward.run_dq(some, operands, some, some)
+    backward.run_dkv(some, operands, some, some, some)
     q, k, q_t, k_t = (512, 64), (512, 64), (256, 128), (128, 256)
     assert [call[:count] for call, count in zip(shapes, (3, 5, 6))] == [
         (q, k, k_t),
@@ -125,11 +125,11 @@ def test_lengths_of_queries_alone_are_refused() -> None:
     [
         ("90a", 128, None),
         ("90a", 256, None),
-        ("90a", 80, "forward pass has no kernel for heads of 80 channels"),
+        ("90a", 80, "has no kernel for heads of 80 channels"),
         ("89", 64, None),
         ("120", 128, None),
         ("120", 256, None),
-        ("100", 128, "forward pass has no kernel"),
+        ("100", 128, "has no kernel for heads of 128 channels"),
     ],
 )
 def test_a_card_without_kernels_of_both_passes_is_named(
@@ -266,7 +266,7 @@ def test_nothing_to_attend(rows: tuple[int, int], batch: int, emulator: Emulator
 def test_heads_that_no_kernel_is_for_say_so(emulator: Emulator) -> None:
     q, call = drawn((1, 20), 1, 80, 0), AttentionCall(Attention("bshd"))
     clear_plan_cache()
-    with pytest.warns(RuntimeWarning, match=r"forward pass has no kernel for heads of 80 channels.*fp8_dpa=False"):
+    with pytest.warns(RuntimeWarning, match=r"has no kernel for heads of 80 channels.*fp8_dpa=False"):
         o, _ = attention_forward_on_cuda(q, q, q, call)
     clear_plan_cache()
     assert torch.equal(o, reference_attention_forward(q, q, q, call)[0])

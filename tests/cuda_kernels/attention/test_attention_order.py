@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cuda_kernels.attention.backward.memory import scratch_floats
 from cuda_kernels.attention.host import backward, order
 from cuda_kernels.attention.host.backward import BackwardLaunch
-from cuda_kernels.attention.host.forward import AttentionProblem, Visible
+from cuda_kernels.attention.host.forward import AttentionProblem
 from cuda_kernels.attention.host.order import Order, assuming_l2_bytes, order_of
-from cuda_kernels.attention.host.tiles import RowSpace
+from cuda_kernels.attention.host.tiles import RowSpace, Visible
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import Argument, Grid, address_on, executing
 from cuda_kernels.kernel import Kernel

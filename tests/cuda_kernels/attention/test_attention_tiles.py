@@ -11,9 +11,9 @@ from torch import Tensor
 from cuda_kernels.attention.host.tiles import (
     PackedRows,
     RowSpace,
+    Visible,
     cast_table,
     mean_tables,
-    most_seen,
     packed_rows,
     tile_table,
 )
@@ -59,7 +59,7 @@ def test_tiles_are_those_that_somebody_sees(
     band: Band, lengths: tuple[list[int], list[int]], form: str, tile: int
 ) -> None:
     queries, keys = (laid_out(each, form) for each in lengths)
-    table = tile_table(queries, keys, band.left, band.right, band.bottom_right, tile)
+    table = tile_table(queries, keys, Visible(band.left, band.right, band.bottom_right), tile)
     assert table.dtype == torch.int32
     entries = {entry[0]: dict(zip(TILE_FIELDS, entry)) for entry in table.tolist()}
     assert sorted(entries) == list(range(0, queries.space.total, ROWS)), "each block once"
@@ -79,7 +79,7 @@ def test_tiles_are_those_that_somebody_sees(
         seen = [j // tile for j in see.any(0).nonzero().flatten().tolist()]
         visited = range(each["first"], each["last"])
         assert list(visited) == (list(range(min(seen), max(seen) + 1)) if seen else [])
-        assert (each["last"] - each["first"]) * tile <= most_seen(keys.space, band.left, band.right)
+        assert (each["last"] - each["first"]) * tile <= Visible(band.left, band.right).most_seen(keys.space)
         for index in visited:
             columns = see[:, index * tile : (index + 1) * tile]
             whole = columns.shape[1] == tile and bool(columns.all())
@@ -129,7 +129,11 @@ def test_tables_are_made_of_shapes_alone(ragged: bool) -> None:
     """On a device whose values nobody can ask for: nothing waits for a card."""
     cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
     rows = packed_rows(RowSpace(4, 300, ragged), cu_seqlens, cu_seqlens.device)
-    tables = tile_table(rows, rows, None, 0, True), cast_table(rows), *mean_tables(rows, cast_table(rows), ROWS)
+    tables = (
+        tile_table(rows, rows, Visible(None, 0, True)),
+        cast_table(rows),
+        *mean_tables(rows, cast_table(rows), ROWS),
+    )
     blocks = 300 // 128 + 4 if ragged else 4 * 3
     assert [tuple(table.shape) for table in tables] == [(blocks, 12), (blocks, 4), (4, 4), (4, 2)]
 
@@ -145,14 +149,14 @@ def test_starts_that_nobody_checked_touch_nothing_outside(bounds: list[int], rag
 
     cast = cast_table(rows)
     assert inside(cast[:, 1], cast[:, 2], 600)
-    tiles = tile_table(rows, rows, None, None, True)
+    tiles = tile_table(rows, rows, Visible(bottom_right=True))
     assert inside(tiles[:, 10], tiles[:, 11], 600)
     assert inside(tiles[:, 1], tiles[:, 3] * ROWS, rows.space.total)
 
 
 def test_causal_tiles_with_most_keys_come_first() -> None:
     rows = rows_of(torch.tensor([1024, 1024]), 1024)
-    table = tile_table(rows, rows, None, 0, False)
+    table = tile_table(rows, rows, Visible(right=0))
     work = table[:, 3] - table[:, 2]
     assert work[:2].tolist() == [8, 8]
     assert work[-2:].tolist() == [1, 1]

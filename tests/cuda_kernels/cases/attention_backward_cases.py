@@ -18,8 +18,8 @@ from cuda_kernels.attention.backward import statistics as fields
 from cuda_kernels.attention.backward.memory import FLUSH
 from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.backward import BackwardLaunch, GradientLaunch, Operands
-from cuda_kernels.attention.host.forward import AttentionProblem, Visible
-from cuda_kernels.attention.host.tiles import PackedRows, cast_table
+from cuda_kernels.attention.host.forward import AttentionProblem
+from cuda_kernels.attention.host.tiles import PackedRows, Visible, cast_table
 from cuda_kernels.attention.spec import ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, backward, cast, forward, pack
 from lightning_fp8.proofs.cases import Case
@@ -186,15 +186,14 @@ class OnDevice:
         self.operands = Operands(*(
             moved(in_packed_rows(x, rows), device) for x, rows in zip(given.operands, (queries, queries, keys, keys))
         ))  # fmt: skip
+        self.visible = Visible(problem.band.left, problem.band.right, problem.band.bottom_right)
         self.launch = BackwardLaunch(
             AttentionProblem(
                 AttentionSpec(problem.head_dim, problem.out), (problem.heads, problem.heads // problem.sharing),
-                queries.space, keys.space,
-                Visible(problem.band.left, problem.band.right, problem.band.bottom_right), problem.scale,
+                queries.space, keys.space, self.visible, problem.scale,
             ),
             self.strides(self.dq), self.strides(self.dk), self.dq.device, problem.flush,
         )  # fmt: skip
-        self.tables = self.launch.tables(*problem.rows(device))
 
     def packed(self, x: Tensor) -> Tensor:
         """``[B, H, L, D]`` as a model has it: ``[B, L, H, D]``, or ``[T, H, D]``."""
@@ -230,10 +229,12 @@ class OnDevice:
         return statistics
 
     def run_dq(self, statistics: Tensor) -> None:
-        self.launch.run_dq(self.tables, self.operands, statistics, self.dq)
+        tiles = self.visible.tiles_of_queries(*self.problem.rows(self.device))
+        self.launch.run_dq(tiles, self.operands, statistics, self.dq)
 
     def run_dkv(self, statistics: Tensor) -> None:
-        self.launch.run_dkv(self.tables, self.operands, statistics, self.dk, self.dv)
+        queries, keys = self.problem.rows(self.device)
+        self.launch.run_dkv(self.visible.tiles_of_keys(keys, queries), self.operands, statistics, self.dk, self.dv)
 
     def assert_near(self, *names: str) -> None:
         for name, right in zip(("dq", "dk", "dv"), self.given.right):

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_kernels.attention.casts.heads import HeadsSpec
 from cuda_kernels.attention.host.forward import (
     AttentionProblem,
     CastLaunch,
-    CastTables,
     ForwardLaunch,
     PackedCodes,
     TransposeLaunch,
-    Visible,
 )
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.attention.host.tiles import CastTables, PackedRows, RowSpace, Visible, packed_rows
 from cuda_kernels.attention.spec import ORDER_A, ROWS, AttentionSpec
 from lightning_fp8.attention.ops import Band, Codes, Lengths, cast, forward, unpack
 from lightning_fp8.proofs.cases import Case
@@ -106,10 +105,9 @@ def check_cast(
     on = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x) if device != "cpu" else x
     aligned = on.data_ptr() % (4 * x.element_size()) == 0
     tables = CastTables.of(table_rows, mean_rows)
-    launch = CastLaunch(
-        channels, str(dtype).removeprefix("torch."), heads, table_rows.space, strides, copies,
-        len(tables.summed) if centered else 0, aligned, on.device,
-    )  # fmt: skip
+    spec = HeadsSpec.of(channels, str(dtype).removeprefix("torch."), strides, aligned)
+    mean_blocks = len(tables.summed) if centered else 0
+    launch = CastLaunch(spec, heads, table_rows.space, strides, copies, mean_blocks, on.device)
     actual = launch.run(on, tables)
     expected = in_packed_rows(cast(as_heads, centered, own, mean_rows), table_rows)
     for name, a, b, wanted in zip(PackedCodes._fields, actual, expected, (*copies, True)):
@@ -190,7 +188,7 @@ def check_forward(
         moved(in_packed_rows(each, table), device)
         for each, table in zip(codes, (of_queries, of_keys, of_keys), strict=True)
     )
-    launch.run(problem.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
+    launch.run(problem.visible.tiles_of_queries(of_queries, of_keys), *packed, out, largest, total_of_row)
 
     for sequence, length in enumerate(of_queries.lengths.tolist()):
         held, first = int(of_queries.held[sequence]), int(of_queries.first_row[sequence])

@@ -58,15 +58,15 @@ def scales(folder: Path, accumulate: str) -> dict[str, Any]:
     record = Record()
     trainer = fp8_trainer("delayed", strategy="ddp", devices=2, max_epochs=2, accumulate_grad_batches=int(accumulate))
     trainer.callbacks.insert(0, record)  # before FP8Callback, so that it sees amaxes that are not reduced yet
-    update_slots, updates = update.update_slots, []
+    update_histories, updates = update.update, []
 
     def counted_update(*args: Any) -> None:
         before = len(calls)
-        update_slots(*args)
+        update_histories(*args)
         updates.append(calls[before:])
 
     calls = count_collectives()
-    with patch.object(update, "update_slots", counted_update):
+    with patch.object(update, "update", counted_update):
         trainer.fit(Regression(), regression_data())
     in_fp8 = Counter(calls)
     calls.clear()

@@ -62,9 +62,7 @@ def reports(recipe: str) -> dict[str, Any]:
         for block in model:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-        with patch.object(
-            conversion, "gather_in_fp8", conversion.gather_in_fp8 if gather == "FP8" else lambda _: None
-        ):
+        with patch.object(conversion, "gather_in_fp8", conversion.gather_in_fp8 if gather == "FP8" else lambda _: None):
             convert_module(model, first_last_layers_bf16=False)
         found[gather] = train(model, recipe, mesh["data"].get_local_rank())
     return found

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fp8 import DelayedScaling, Float8CurrentScaling, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.delayed.owners import all_slots
-from lightning_fp8.delayed.update import update_slots
+from lightning_fp8.delayed.update import update
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.state import fp8_modules
 from tests.distributed.launch import leave
@@ -60,7 +59,7 @@ def in_a_plugin_without_state(rank: int) -> dict[str, Any]:
                         model(inputs(rank))
                 else:
                     model(inputs(rank))
-            update_slots(all_slots(histories))
+            update(histories)
     told = sum("each rank has its own scales" in str(warning.message) for warning in caught)
     return {"scale": scale_of_input(model), "told": told}
 

@@ -174,7 +174,7 @@ def test_what_happens_without_gradients_can_be_trained_with_them(mode: Callable[
     source, x = fp8.convert_module(copy.deepcopy(model), first_last_layers_bf16=False), x.float()
     for history in {id(m.history): m.history for m in source.modules() if isinstance(m, fp8.Linear)}.values():
         history.amax.uniform_(1.0, 2.0)  # type: ignore[union-attr]
-        reduce_and_update([history], recipe)  # type: ignore[union-attr]
+        reduce_and_update({history: recipe})  # type: ignore[union-attr]
     state, written = fp8.fp8_state_dict(source), fp8.export_te_state_dict(source, "1.8", recipe)
     twin = copy.deepcopy(model)
 
@@ -187,7 +187,7 @@ def test_what_happens_without_gradients_can_be_trained_with_them(mode: Callable[
             fp8.load_te_state_dict(model, written)
         elif what == "an update":
             model[0].history.amax.fill_(3.0)  # type: ignore[index, union-attr]
-            reduce_and_update([model[0].history], recipe)  # type: ignore[index, union-attr]
+            reduce_and_update({model[0].history: recipe})  # type: ignore[index, union-attr]
         else:
             for module in (module for module in model.modules() if isinstance(module, fp8.Linear)):
                 module._slots = None  # as an nn.Linear has none that was retyped by hand

@@ -1,8 +1,7 @@
 """``transformer_engine.pytorch.attention``."""
 
-from lightning_fp8.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
-from lightning_fp8.transformer_engine.pytorch.attention.inference import InferenceParams
-from lightning_fp8.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from lightning_fp8.attention.modules import DotProductAttention
+from lightning_fp8.transformer import InferenceParams, MultiheadAttention
 from lightning_fp8.transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fp8 import convert_module, fp8_autocast
 from lightning_fp8.ops.cast import quantize_op
-from lightning_fp8.proofs.first_steps import STEPS, FirstSteps
+from lightning_fp8.proofs.model_shapes import STEPS, CheckedCalls
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -18,14 +18,13 @@ def test_a_model_passes(recipe: str, width: int) -> None:
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)).cuda()
     convert_module(model, first_last_layers_bf16=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    first = FirstSteps()
+    calls = CheckedCalls()
     for _ in range(STEPS):
         with fp8_autocast(fp8_recipe=recipe):
             loss = model(torch.randn(384, width, device="cuda")).square().mean()
         loss.backward()
-        assert first._looks
-        first.read([model])
+        assert calls._seen
         optimizer.step()
-        first.stepped()
-        first._seen.clear()
+        calls._seen.clear()
+    calls.end()
     assert (quantize_op.implementations, quantize_op.plans) == before

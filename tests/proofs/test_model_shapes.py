@@ -21,9 +21,9 @@ from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_accumulate_op, scaled_mm_op
-from lightning_fp8.proofs import first_steps
-from lightning_fp8.proofs.comparing import reference_of
-from lightning_fp8.proofs.first_steps import CHECKS, FirstSteps, WrongNumbers
+from lightning_fp8.proofs import casts, model_shapes
+from lightning_fp8.proofs.comparing import WrongResult, reference_of
+from lightning_fp8.proofs.model_shapes import CHECKS, CheckedCalls, WrongNumbers
 from lightning_fp8.proofs.products import operand
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.emulated import needs_compilers
@@ -50,7 +50,11 @@ def looked_at(op: Any, args: tuple[Any, ...], change: Callable[[Any], object] = 
     check = CHECKS[op](*args)
     results = reference_of(op)(*args)
     change(results)
-    return bool(check(results))
+    try:
+        check(results)
+    except WrongResult:
+        return False
+    return True
 
 
 def flipped(codes: Tensor, *place: int) -> None:
@@ -130,7 +134,8 @@ def test_a_product_that_is_added() -> None:
     args = torch.randn(150, 30), a.data, a.scale_inv, b.data, b.scale_inv, Gemm(Layout.TENSOR, Layout.TENSOR, FP32)
     assert looked_at(scaled_mm_accumulate_op, args)
     check = CHECKS[scaled_mm_accumulate_op](*args)
-    assert not check(None)  # nothing was added
+    with pytest.raises(WrongResult):  # nothing was added
+        check(None)
 
 
 def test_numbers_that_the_results_dtype_has_not() -> None:
@@ -172,15 +177,15 @@ class Model(L.LightningModule):
 
 
 @pytest.fixture
-def looking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FirstSteps]]:
+def looking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], CheckedCalls]]:
     """Begins to look at what runs on the CPU, as a process does with the first training step on a card."""
-    begun: list[FirstSteps] = []
+    begun: list[CheckedCalls] = []
 
-    def begin() -> FirstSteps:
+    def begin() -> CheckedCalls:
         for each in begun:
             each.end()
-        begun.append(FirstSteps("cpu"))
-        monkeypatch.setattr(first_steps, "_first_steps", begun[-1])
+        begun.append(CheckedCalls("cpu"))
+        monkeypatch.setattr(model_shapes, "_calls", begun[-1])
         return begun[-1]
 
     yield begin
@@ -201,18 +206,15 @@ def wrong_gradients(*args: Any) -> Outputs:
     return results
 
 
-def test_right_numbers_train_as_without_a_look(looking: Callable[[], FirstSteps]) -> None:
+def test_right_numbers_train_as_without_a_look(looking: Callable[[], CheckedCalls]) -> None:
     expected, model = Model(), Model()
     torch.manual_seed(1)
     fit(expected)
     before = dict(quantize_op.implementations), dict(scaled_mm_op.implementations), dict(quantize_op.plans)
-    first = looking()
-    read: list[int] = []
-    right = first.read
-    first.read = lambda models: (read.append(len(first._looks)), right(models))[1]  # type: ignore[method-assign]
+    calls = looking()
     torch.manual_seed(1)
     fit(model)
-    assert sum(read) >= 5  # casts forward and backward, products of three kinds
+    assert len(calls._seen) >= 5  # casts forward and backward, products of three kinds
     after = dict(quantize_op.implementations), dict(scaled_mm_op.implementations), dict(quantize_op.plans)
     assert after == before
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters()))
@@ -220,7 +222,7 @@ def test_right_numbers_train_as_without_a_look(looking: Callable[[], FirstSteps]
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_wrong_numbers_stop_a_trainer_before_a_parameter_changes(
-    accumulate: int, looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+    accumulate: int, looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(quantize_op.implementations, "cpu", wrong_gradients)
     looking()
@@ -236,7 +238,9 @@ def test_wrong_numbers_stop_a_trainer_before_a_parameter_changes(
     assert quantize_op.implementations["cpu"] is wrong_gradients
 
 
-def test_a_product_is_named_with_its_layers(looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_named_with_its_layers(
+    looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(scaled_mm_op.implementations, "cpu", lambda *args: reference_gemm(*args).neg_())
     looking()
     layers = r"parameters of these shapes: blocks\.0\.0\.weight, blocks\.0\.2\.weight, blocks\.1\.0\.weight and 3 more"
@@ -244,24 +248,17 @@ def test_a_product_is_named_with_its_layers(looking: Callable[[], FirstSteps], m
         fit(Model(), "rowwise")
 
 
-def test_wrong_numbers_stop_fabric_and_a_bare_optimizer(
-    looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_numbers_stop_fabric(looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(quantize_op.implementations, "cpu", wrong_gradients)
-    for bare in (False, True):
-        looking()
-        fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[FP8FabricPrecision(first_last_layers_bf16=False)])
-        model, optimizer = fabric.setup(plain := Model(), torch.optim.SGD(plain.parameters(), 0.1))
+    looking()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[FP8FabricPrecision(first_last_layers_bf16=False)])
+    model = fabric.setup(Model())
+    with pytest.raises(WrongNumbers, match="quantize of"):
         model(torch.randn(8, 32)).float().square().mean().backward()
-        stepping = torch.optim.SGD(model.parameters(), 0.1) if bare else optimizer
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(WrongNumbers, match="quantize of"):
-            stepping.step()
-        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before))
 
 
-def test_steps_of_a_backward_pass_are_read_by_the_next_forward(
-    looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+def test_steps_of_a_backward_pass_end_before_a_wrong_one(
+    looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(quantize_op.implementations, "cpu", wrong_gradients)
     looking()
@@ -270,43 +267,59 @@ def test_steps_of_a_backward_pass_are_read_by_the_next_forward(
     for parameter in plain.parameters():
         each = torch.optim.SGD([parameter], 0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, each=each: each.step())
-    model(torch.randn(8, 32)).float().square().mean().backward()
+    before = plain.blocks[0][0].weight.detach().clone()
     with pytest.raises(WrongNumbers, match=r"quantize of \[8, 32\]"):
-        model(torch.randn(8, 32))
+        model(torch.randn(8, 32)).float().square().mean().backward()
+    assert torch.equal(plain.blocks[0][0].weight, before)
+
+
+@pytest.mark.parametrize("steps_of_a_batch", [1, 3])
+def test_the_checks_end_with_the_third_step(steps_of_a_batch: int, looking: Callable[[], CheckedCalls]) -> None:
+    """Steps of several optimizers between two forwards are one."""
+    before, calls = dict(quantize_op.implementations), looking()
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[FP8FabricPrecision(first_last_layers_bf16=False)])
+    model = fabric.setup(plain := Model())
+    optimizers = [torch.optim.SGD(plain.parameters(), 0.1) for _ in range(steps_of_a_batch)]
+    for batch in range(3):
+        for _ in range(2):  # micro-batches
+            model(torch.randn(8, 32)).float().square().mean().backward()
+            assert (quantize_op.implementations != before) == (batch < 2)
+            calls._seen.clear()
+        for each in optimizers:
+            each.step()
 
 
 def test_what_cannot_be_looked_at_stops_nothing(
-    looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+    looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> Outputs:
         raise torch.OutOfMemoryError("no memory")
 
-    first = looking()
-    monkeypatch.setattr(first_steps, "reference_quantize", full)
+    looking()
+    monkeypatch.setattr(casts, "reference_quantize", full)
     x, cast = torch.randn(40, 32), Cast(E4M3, Layout.ROW)
     with pytest.warns(RuntimeWarning, match="the first quantize of its kind was not checked: no memory"):
         results = quantize_op(x, cast, None, None)
     assert results[0].shape == x.shape
-    first.read(())
 
 
-def test_evaluations_and_inference_are_not_looked_at(looking: Callable[[], FirstSteps]) -> None:
-    first, model = looking(), Model()
+def test_evaluations_and_inference_are_not_looked_at(looking: Callable[[], CheckedCalls]) -> None:
+    calls, model = looking(), Model()
     plugin = FP8Precision("tensorwise", first_last_layers_bf16=False)
     plugin.convert_module(model)
     with plugin.val_step_context(), torch.no_grad():
         model(torch.randn(8, 32))
     with plugin.forward_context(), torch.inference_mode():
         model(torch.randn(8, 32))
-    assert not first._looks
+    assert not calls._seen
     with plugin.forward_context():
         model(torch.randn(8, 32))
-    assert first._looks
+    assert calls._seen
 
 
 @needs_compilers
 def test_a_kernel_loses_its_proof(
-    tmp_path: Path, looking: Callable[[], FirstSteps], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, looking: Callable[[], CheckedCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was right when it was proven."""
     monkeypatch.delenv(proofs.VARIABLE, raising=False)
@@ -315,14 +328,12 @@ def test_a_kernel_loses_its_proof(
         patch.dict(quantize_op.implementations, cpu=quantize_op.implementations["cuda"]),
         emulated_card("none", tmp_path),
     ):
-        first = looking()
+        looking()
         quantize_op(x, cast, None, None)
-        first.read(())
-        first = looking()
+        looking()
         launch.EXECUTORS["cpu"] = FaultyEmulator("wrong numbers")
-        quantize_op(x, cast, None, None)
         with pytest.raises(WrongNumbers, match=rf"{BROKEN.pattern} on cpu; LIGHTNING_FP8_KERNELS=off continues"):
-            first.read(())
+            quantize_op(x, cast, None, None)
     verdicts = [json.loads(path.read_text()) for path in (tmp_path / "proofs").glob("*.json")]
     (refused,) = [each for each in verdicts if BROKEN.fullmatch(each["kernel"])]
     assert not refused["proven"]
@@ -330,13 +341,13 @@ def test_a_kernel_loses_its_proof(
 
 
 def test_a_process_without_a_card_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_steps, "_begun", False)
-    first_steps.begin(())
-    assert first_steps._first_steps is None
+    monkeypatch.setattr(model_shapes, "_begun", False)
+    model_shapes.begin((), 0)
+    assert model_shapes._calls is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(proofs.VARIABLE, "0")
-    first_steps.begin(())
-    assert first_steps._first_steps is None
+    model_shapes.begin((), 0)
+    assert model_shapes._calls is None
 
 
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
