@@ -7,22 +7,21 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
-from typing_extensions import Self
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.convert.attention_calls.owners import Owner, owner_of, watch
+from lightning_fp8.convert.attention_calls.owners import Owner, owner_of
 from lightning_fp8.convert.attention_calls.plan import judged
+from lightning_fp8.convert.flops import StepFlops
 from lightning_fp8.convert.fused.liger import computed_by_liger
 from lightning_fp8.convert.fused.plan import WAY_OUT, forget_what_ran, judged_fused
+from lightning_fp8.convert.plan import Plan, plan_conversion
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.delayed.owners import parameter_ids
 from lightning_fp8.faster import is_slower
@@ -50,106 +49,12 @@ APPEARED = "it was added after the conversion"
 LATE = "first ran after the first training step"
 
 
-class StepFlops(FlopCounterMode):
-    """A ``FlopCounterMode`` that does not change the step it counts, and that accumulates if it is entered again.
-
-    It does not register global module hooks, since it only counts the total. It does not disable ``torch.compile``:
-    under torch's own mode Dynamo skips every function that it traces, and does not compile it later. In compiled code
-    it counts the ops that the code calls, but not products inside generated kernels.
-
-    Attributes:
-        failed: whether a formula has raised. The total is then too low.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=_ATTENTION)
-        self._depth = 0
-        self.failed = False
-
-    def __enter__(self) -> Self:
-        if not self._depth:
-            self.mode = _Counting(self)
-            self.mode.__enter__()
-        self._depth += 1
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._depth -= 1
-        if not self._depth and self.mode is not None:
-            mode, self.mode = self.mode, None
-            mode.__exit__(*exception)
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return super()._count_flops(func_packet, out, args, kwargs)
-        except Exception:  # the formula does not support these shapes; do not stop training
-            self.failed = True
-            return out
-
-    @property
-    def in_fp8(self) -> int:
-        """The FLOPs of the ops of this package, which all multiply in FP8."""
-        return sum(flops for op, flops in self.flop_counts["Global"].items() if str(op).startswith("lightning_fp8."))
-
-
-class _Counting(_FlopCounterMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (isinstance(func, torch._ops.OpOverload) and _has_kernel(func)):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        # Unlike torch's mode, do not decompose: the decomposition of silu_backward gives other bits than its kernel.
-        kwargs = kwargs or {}
-        return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # before torch 2.10
-
-        @classmethod
-        def is_infra_mode(cls) -> bool:
-            return True
-
-
-@cache
-def _has_kernel(func: torch._ops.OpOverload) -> bool:
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
-
-
-Shape = Sequence[int]
-
-
-def _attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """The FLOPs of two products for each pair of a query and a key. As in torch, masks are ignored."""
-    return 2 * _pairs(q, k) * (q[-1] + v[-1])
-
-
-def _attention_backward_flops(do: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """The FLOPs of five products: the scores again, and the gradients of the scores, q, k and v."""
-    return 2 * _pairs(q, k) * (3 * q[-1] + 2 * v[-1])
-
-
-def _pairs(q: Shape, k: Shape) -> int:
-    batch, heads, queries, _ = q
-    return batch * heads * queries * k[2]
-
-
-_ATTENTION = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{direction}"): formula
-    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    for direction, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
-}
-"""torch only counts attention on GPUs, and before 2.12 its formulas raise if queries have more heads than keys."""
-
-
 class FirstStep:
     """Compares the layers that run in the first training steps with those that a conversion planned.
 
     Args:
         model: the converted model. It is not kept alive.
-        summary: the summary of its conversion.
-        again: plans the conversion of the model as it is now, which gives the rows of layers that have appeared since.
-            None adds no such rows.
+        plan: the plan of its conversion.
         report: called with each table that has news.
         begins: count forwards from now on; otherwise from :meth:`begin` on.
     """
@@ -157,17 +62,16 @@ class FirstStep:
     def __init__(
         self,
         model: nn.Module,
-        summary: ConversionSummary,
-        again: Callable[[nn.Module], ConversionSummary] | None = None,
+        plan: Plan,
         report: Callable[[ConversionSummary], None] | None = None,
         begins: bool = True,
     ) -> None:
-        self.summary = summary
+        self.summary = plan.summary
         self.steps = self.steps_of_others = 0
         self.settled = False
         self._found: ConversionSummary | None = None
         self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
-        self._again = again
+        self._policy: Policy | None = replace(plan.policy, fuse=False)
         self._report = report
         self._idle_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._never = NOT_YET
@@ -201,7 +105,7 @@ class FirstStep:
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
-            watch(owner, True)
+            owner.watched = True
         self._flops = None if model is None or _is_compiled(model) else StepFlops()
 
     def counted(self) -> AbstractContextManager[Any]:
@@ -256,7 +160,7 @@ class FirstStep:
     def stop(self) -> None:
         """Stop recording calls of attention."""
         for owner in self._attentions.values():
-            watch(owner, False)
+            owner.watched = False
 
     # Optimizer steps, outside a Trainer
 
@@ -321,10 +225,11 @@ class FirstStep:
         return (*in_order, *gone)
 
     def _planned_again(self, model: nn.Module) -> Sequence[LayerDecision]:
+        """The rows of the model as it is now, which has those of layers that have appeared since."""
         try:
-            return () if self._again is None else self._again(model).layers
+            return () if self._policy is None else plan_conversion(model, self._policy).summary.layers
         except Exception as error:  # a function in skip does not know the new layers; do not stop training
-            self._again = None
+            self._policy = None
             warnings.warn(
                 "the table of layers has no rows of those that were added after the conversion, which run in high "
                 f"precision: skip raises {type(error).__name__}: {error}",

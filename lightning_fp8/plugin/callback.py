@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.plugin.precision import FP8Precision, TrainerHooks
 from lightning_fp8.te.torch_file import CheckpointError
 from lightning_fp8.te_checkpoints.load import load_hook, planned_fp8_roles
@@ -47,7 +47,9 @@ class FP8Callback(TrainerHooks):
             self.te_report = report
             rank_zero_info(str(report))
 
-        hook = load_hook(lambda: planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy)), receive)
+        hook = load_hook(
+            lambda: planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy).summary), receive
+        )
 
         def named(*args: Any) -> None:
             try:

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in ("modules.record", "attention.models.owners"):
+    for module in ("modules.record", "convert.attention_calls.owners"):
         monkeypatch.setattr(f"lightning_fp8.{module}._traced", set())
     with planted():
         yield

@@ -57,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, behind: float) -> None:
     monkeypatch.setattr(host_limit, "_is_on_gpu", lambda optimizer: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(
-        "lightning_fp8.convert.conversion.watch_host",
+        "lightning_fp8.convert.apply.watch_host",
         lambda tell: setattr(host_limit, "_watched", host_limit.HostLimit(tell)),
     )
 

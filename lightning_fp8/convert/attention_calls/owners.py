@@ -7,7 +7,7 @@ recomputation of activation checkpointing.
 from __future__ import annotations
 
 import threading
-import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.convert.attention_calls import torch_mha
+from lightning_fp8.attention.modules.arguments import tell
 from lightning_fp8.faster import AWAITED, NOT_TIMED, compared, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -33,18 +33,17 @@ class Owner:
     """State of a module that computes attention.
 
     Attributes:
-        name: the module's name in its model.
         cls: the name of its class, by which compiled code is recorded.
         fp8: False keeps its attention in high precision.
         record: counts of its attention calls.
         calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
         why: why the last call that should have run in FP8 did not.
-        watched: whether ``why`` will be reported; otherwise a warning is issued at once.
+        watched: whether ``why`` will be reported; otherwise a new one is warned about at once.
         comparison, slower: see :class:`~lightning_fp8.modules.base.FP8Module`.
     """
 
-    def __init__(self, name: str, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
-        self.name, self.cls, self.fp8 = name, cls, fp8
+    def __init__(self, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
+        self.cls, self.fp8 = cls, fp8
         self.comparison, self.slower = comparison, slower
         self.record = LayerRecord()
         self.calls = 0
@@ -56,7 +55,7 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
-        return Owner, (self.name, self.cls, self.fp8, self.comparison, self.slower)
+        return Owner, (self.cls, self.fp8, self.comparison, self.slower)
 
 
 class _Thread(threading.local):
@@ -69,18 +68,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 copied: list[Callable[[nn.Module], None]] = []
 """Called with each copy, also an unpickled one, of a module that was attached."""
-_nobody = Owner("", "", True)
+_nobody = Owner("", True)
 """Owner of calls outside all modules that are known to compute attention."""
-_kept = Owner("", "", False)
+_kept = Owner("", False)
 _traced: set[str] = set()
 """The classes of modules whose attention was compiled."""
-_said: set[str] = set()
-_compiled_whole = False
-
-COMPILED_WHOLE = (
-    "torch.compile does not trace into torch.nn.functional.multi_head_attention_forward, so its attention cannot be "
-    "replaced; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
-)
 
 
 def owner_of(module: nn.Module | None) -> Owner | None:
@@ -110,9 +102,9 @@ def own(module: nn.Module, owner: Owner, entered: bool) -> None:
         swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
 
 
-def disown(module: nn.Module, owner: Owner) -> None:
-    """Remove ``owner`` from ``module``, if it still is its owner."""
-    if owner_of(module) is not owner:
+def disown(reference: weakref.ref[nn.Module], owner: Owner) -> None:
+    """Remove ``owner`` from a module, if it still is its owner."""
+    if (module := reference()) is None or owner_of(module) is not owner:
         return
     delattr(module, _ATTRIBUTE)
     if (former := former_class(unsharded_class(module))) is not None:
@@ -129,8 +121,6 @@ def entering(former: Any) -> Any:
     if former_class(former) is not None:
         return former
 
-    as_torch = torch_mha.computes_as_torch(former)
-
     class Entering(former):  # type: ignore[valid-type, misc]
         @wraps(former.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +130,6 @@ def entering(former: Any) -> Any:
                 owner.training = self.training
             _thread.owners.append(owner)
             try:
-                if as_torch and torch.compiler.is_compiling():
-                    return torch_mha.forward(self, *args, **kwargs)
                 return super().forward(*args, **kwargs)
             finally:
                 _thread.owners.pop()
@@ -201,28 +189,16 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
 
 def note(owner: Owner, wanted: bool, reason: str) -> None:
     """Count a call; ``wanted``: the result of :func:`asked`; ``reason``: why it cannot run in FP8, or ""."""
-    if reason == COMPILED_WHOLE:
-        _note_compiled_whole()
-    if torch.compiler.is_compiling():
-        if wanted and reason:
-            _say(reason)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and in_backward():
         return
-    if in_backward():
-        return
-    owner.record.note(wanted and not reason, owner.training)
+    if not compiling:
+        owner.record.note(wanted and not reason, owner.training)
     if wanted and reason:
-        owner.why = reason
-        if not owner.watched:
-            _say(reason)
-
-
-@torch.compiler.assume_constant_result
-def _say(reason: str) -> bool:
-    """Warn once per reason until another model is attached; also while torch.compile traces."""
-    if reason not in _said:
-        _said.add(reason)
-        warnings.warn(f"attention runs in high precision: {reason}", UserWarning, stacklevel=5)
-    return True
+        if compiling or not (owner.watched or owner.why == reason):
+            tell(f"attention runs in high precision: {reason}")
+        if not compiling:
+            owner.why = reason
 
 
 @torch.compiler.assume_constant_result
@@ -237,29 +213,6 @@ def was_traced(owner: Owner) -> bool:
     return owner.cls in _traced
 
 
-def _note_compiled_whole() -> None:
-    """Record a compiled call. The module that calls it is not known."""
-    global _compiled_whole
-    _compiled_whole = True
-
-
-def was_compiled_whole(module: nn.Module | None) -> bool:
-    """Whether ``module``, without counted calls, may have been compiled as one torch function, in high precision."""
-    return _compiled_whole and isinstance(module, nn.MultiheadAttention)
-
-
 def any_traced() -> bool:
     """Whether FP8 attention was compiled in this process."""
     return bool(_traced)
-
-
-def watch(owner: Owner, watched: bool) -> None:
-    """Set whether ``owner.why`` will be reported elsewhere; once it has been, it is not warned about again."""
-    owner.watched = watched
-    if not watched and owner.why:
-        _said.add(owner.why)
-
-
-def forget_what_was_said() -> None:
-    """Let reasons be warned about again, for another model."""
-    _said.clear()

@@ -15,13 +15,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.convert.attention_calls.owners import COMPILED_WHOLE, asked, compare, current_owner, note
+from lightning_fp8.convert.attention_calls.owners import asked, compare, current_owner, note
 from lightning_fp8.modules.linear_layer import autocast_dtype
 
 _CAUSAL = Band(right=0)
 _EVERYTHING = Band()
 _DEVICES = ("cpu", "cuda", "meta")
 _TRACED = (FakeTensor, FunctionalTensor)  # argument types of functions that Dynamo does not trace into
+
+MULTIHEAD = (
+    "nn.MultiheadAttention does not run in FP8; use lightning_fp8.MultiheadAttention, or call "
+    "torch.nn.functional.scaled_dot_product_attention"
+)
 
 _BUILT_IN = F.scaled_dot_product_attention
 _torch: Any = _BUILT_IN
@@ -94,7 +99,7 @@ def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     """Why attention of ``[..., H, L, D]`` tensors does not run in FP8; empty if it does."""
     if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
         if type(q) in _TRACED and TracingContext.try_get() is not None:
-            return COMPILED_WHOLE
+            return MULTIHEAD
         return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain tensors"
     if _sequences_are_split():
         return (
