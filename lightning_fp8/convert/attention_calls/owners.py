@@ -157,18 +157,26 @@ def _copy_of(former: Any) -> Any:
     return made
 
 
-def asked(owner: Owner) -> bool:
-    """Whether a call of ``owner`` runs in FP8: by the current context, in a recomputation by its forward's."""
-    context = current_context()
-    if not torch.compiler.is_compiling():
-        if not in_backward():
-            if owner.last_context is not context:
-                owner.last_context = context
-            owner.ran_slower = bool(owner.slower)
-        elif owner is not _nobody or context is DISABLED:
-            context = owner.last_context or context
-    repeats_fp8 = not torch.compiler.is_compiling() and in_backward() and not owner.ran_slower
-    return owner.fp8 and context.attention and (not owner.slower or repeats_fp8)
+def runs_in_fp8(owner: Owner, why_not: Callable[[], str]) -> bool:
+    """Whether a call of ``owner``, which is counted, runs in FP8: by the current context, or repeated by its forward's.
+
+    ``why_not`` returns the reason why it cannot; empty if it can.
+    """
+    context, compiling, repeats = current_context(), torch.compiler.is_compiling(), in_backward()
+    if repeats and (owner is not _nobody or context is DISABLED):
+        context = owner.last_context or context
+    elif not repeats and not compiling:
+        owner.last_context, owner.ran_slower = context, bool(owner.slower)
+    is_slower = owner.ran_slower if repeats else bool(owner.slower)
+    wanted = owner.fp8 and context.attention and not is_slower
+    reason = why_not() if wanted else ""
+    if not repeats:
+        if reason and (compiling or not (owner.watched or owner.why == reason)):
+            tell(f"attention runs in high precision: {reason}")
+        if not compiling:
+            owner.record.note(wanted and not reason, owner.training)
+            owner.why = reason or owner.why
+    return wanted and not reason
 
 
 def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
@@ -185,20 +193,6 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
             dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
             limit = least_keys(q.device, dtype, q.shape[-1], causal, shared)
         owner.comparison = compared(*limit, k.shape[-2])
-
-
-def note(owner: Owner, wanted: bool, reason: str) -> None:
-    """Count a call; ``wanted``: the result of :func:`asked`; ``reason``: why it cannot run in FP8, or ""."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and in_backward():
-        return
-    if not compiling:
-        owner.record.note(wanted and not reason, owner.training)
-    if wanted and reason:
-        if compiling or not (owner.watched or owner.why == reason):
-            tell(f"attention runs in high precision: {reason}")
-        if not compiling:
-            owner.why = reason
 
 
 @torch.compiler.assume_constant_result
