@@ -81,6 +81,7 @@ class FirstStep:
         self._before: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
         self._attentions: dict[str, Owner] = {}
         self._entered: dict[str, int] = {}
+        self._flops: StepFlops | None = None
         self.begun = False
         if begins:
             self.begin()
@@ -110,7 +111,7 @@ class FirstStep:
 
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
-        return nullcontext() if not self.begun or self._flops is None or self._found is not None else self._flops
+        return nullcontext() if self._flops is None or self._found is not None else self._flops
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -125,36 +126,47 @@ class FirstStep:
     def finish(self) -> ConversionSummary:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
-        found = self._kept(self.summary)
-        self._idle_at_first.update(each for each in self._before if isinstance(each, LinearLayer) and self._idle(each))
-        flops = 0 if self._flops is None else self._flops.get_total_flops()
-        if self._flops is not None and not self._flops.failed and flops and not self._may_be_compiled(found):
-            self._found = found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
-        return found
+        found = self._updated()
+        layers = [each for each in self._before if isinstance(each, LinearLayer)]
+        self._idle_at_first.update(
+            each for each in layers if not self._since(each)[0] and not self._may_be_traced(each)
+        )
+        if self._flops is None or self._flops.failed or not (flops := self._flops.get_total_flops()):
+            return found
+        modules = [self._modules.get(self._owner(layer)) for layer in found.layers if layer.fp8 and layer.ran is None]
+        if not any(  # compiled code does not count forwards
+            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
+            for each in modules
+        ):
+            self._found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
+        return self._found or found
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step has called have that reason. It is returned once."""
         if self.settled or self.steps < 2:  # layers may run in later steps
             return None
-        first = self._found or self.finish()
+        if self._found is None:
+            self.finish()
         self.settled = True
         self._never = f"{NOT_CALLED} in the first {self.steps} training steps"
-        return self._kept(first)
+        return self._updated()
 
     def later(self) -> ConversionSummary:
         """The table with layers that have run or changed since; of a model without a first step, the plan."""
-        return self.summary if self._found is None else self._kept(self._found)
+        return self.summary if self._found is None else self._updated()
 
-    def _kept(self, summary: ConversionSummary) -> ConversionSummary:
-        """``summary`` with the rows of now."""
-        now = self._modules_now()
+    def _updated(self) -> ConversionSummary:
+        """The table with the rows of now, which is kept."""
+        model, found = self._model(), self._found or self.summary
+        named = () if model is None else model.named_modules(remove_duplicate=False)
+        now = {clean_name(name): module for name, module in named}
         norms, mlps = (
             tuple(judged_fused(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        model, rows = self._model(), self._judged_rows(now)
-        elsewhere = summary.elsewhere if model is None else computed_by_liger(model)
-        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
+        rows = self.summary.layers if model is None else self._judged_rows(model, now)
+        elsewhere = found.elsewhere if model is None else computed_by_liger(model)
+        self._found = replace(found, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
         return self._found
 
     def stop(self) -> None:
@@ -183,17 +195,8 @@ class FirstStep:
     def _owner(self, layer: LayerDecision) -> str:
         return layer.name if layer.name in self._names else layer.name.rpartition(".")[0]
 
-    def _modules_now(self) -> dict[str, nn.Module]:
-        """The modules of the model as it is now, by all of their names."""
-        model = self._model()
-        named = () if model is None else model.named_modules(remove_duplicate=False)
-        return {clean_name(name): module for name, module in named}
-
-    def _judged_rows(self, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
-        """The rows of the model as it is now, and of layers that are gone."""
-        model = self._model()
-        if model is None:
-            return self.summary.layers
+    def _judged_rows(self, model: nn.Module, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
+        """The rows of the model as it is ``now``, modules by all of their names, and of layers that are gone."""
         names = {id(module): name for name, module in reversed(now.items())}  # the first of several
         places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
         taken = set(places.values())
@@ -245,8 +248,11 @@ class FirstStep:
         return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
 
     def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
+        fp8, high_precision = since = self._since(module)
         if layer.kind == ATTENTION:
-            return self._judged_attention(layer, module)
+            owner = self._attentions.get(layer.name)
+            calls = 0 if owner is None else owner.calls - self._entered[layer.name]
+            return judged(layer, module, owner, since, calls, OUTSIDE if high_precision else NOT_YET)
         if not isinstance(module, LinearLayer):
             if not layer.fp8:
                 return layer
@@ -255,7 +261,6 @@ class FirstStep:
             )
         if module.slower:
             return replace(layer, ran=False, reason=module.slower)
-        fp8, high_precision = self._since(module)
         if fp8:
             reasons = (
                 layer.reason if layer.fp8 else "",
@@ -267,12 +272,6 @@ class FirstStep:
         if not layer.fp8 or (not high_precision and self._may_be_traced(module)):
             return layer
         return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
-
-    def _judged_attention(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
-        owner = self._attentions.get(layer.name)
-        since = self._since(module)
-        calls = 0 if owner is None else owner.calls - self._entered[layer.name]
-        return judged(layer, module, owner, since, calls, OUTSIDE if since[1] else NOT_YET)
 
     def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
         if not module.fp8:
@@ -309,32 +308,20 @@ class FirstStep:
         return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
 
     def _anything_ran(self) -> bool:
-        counted = self._flops is not None and self._flops.get_total_flops() > 0
-        if counted or any(isinstance(each, LinearLayer) and self._called(each) for each in list(self._before)):
+        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
+        if self._flops is not None and self._flops.get_total_flops() > 0:
+            return True
+        layers = [each for each in self._before if isinstance(each, LinearLayer)]
+        if any(any(self._since(each)) or was_traced(*each.features) for each in layers):
             return True
         model = self._model()
         return model is not None and any(parameter.grad is not None for parameter in model.parameters())
-
-    def _called(self, layer: LinearLayer) -> bool:
-        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
-        return any(self._since(layer)) or was_traced(*layer.features)
-
-    def _idle(self, layer: LinearLayer) -> bool:
-        return not self._since(layer)[0] and not self._may_be_traced(layer)
 
     def _may_be_traced(self, layer: LinearLayer) -> bool:
         """Whether compiled code may have multiplied in FP8 for ``layer``; the ops that it calls are counted."""
         flops = self._flops
         nothing_in_fp8 = flops is not None and not flops.failed and flops.get_total_flops() > 0 and not flops.in_fp8
         return was_traced(*layer.features) and not nothing_in_fp8
-
-    def _may_be_compiled(self, summary: ConversionSummary) -> bool:
-        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
-        modules = [self._modules.get(self._owner(layer)) for layer in summary.layers if layer.fp8 and layer.ran is None]
-        return any(
-            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
-            for each in modules
-        )
 
 
 def _gone(layer: LayerDecision, what: str) -> LayerDecision:
