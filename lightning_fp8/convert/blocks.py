@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import is_conv1d
-from lightning_fp8.names import clean_name
+from lightning_fp8.names import clean_name, prefixes
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -105,12 +105,6 @@ def structure_of(model: nn.Module) -> Structure:
 def place_of(name: str, places: Mapping[str, BlockPosition]) -> BlockPosition | None:
     """The place of the module ``name``, or of the block that holds it; None outside of towers."""
     return next((places[each] for each in (name, *prefixes(name)[::-1]) if each in places), None)
-
-
-def prefixes(name: str) -> list[str]:
-    """The parents of ``a.b.c``: ``a``, ``a.b``."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _find_inside(module: nn.Module, inside: dict[int, set[int]]) -> set[int]:

@@ -207,17 +207,15 @@ class FirstStep:
             owner = self._owner(layer)
             module = now.get(owner)
             if (place := places.get(owner)) is not None:
-                row = self._judged(layer, now[place], now.get(place.rpartition(".")[0]))
-                row = replace(row, name=place + layer.name.removeprefix(owner))
-                rows[row.name] = row
+                name = place + layer.name.removeprefix(owner)
+                rows[name] = replace(self._judged(layer, now[place]), name=name)
             elif layer.fp8 and (module is None or owner in taken):
                 gone.append(_gone(layer, "removed from the model"))
             elif layer.fp8:
                 replaced[layer.name] = layer, module
         for row in self._planned_again(model):
             if (name := row.name) not in rows:
-                module = now.get(name, now.get(name.rpartition(".")[0]))
-                rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
+                rows[name] = self._appeared(row, now.get(name, now.get(name.rpartition(".")[0])))
         for name, (layer, module) in replaced.items():
             owner = self._owner(layer)
             first = names[id(module)]
@@ -240,14 +238,14 @@ class FirstStep:
             )
             return ()
 
-    def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
+    def _appeared(self, row: LayerDecision, module: nn.Module | None) -> LayerDecision:
         """The row of a layer that was not there when the model was converted."""
         row = replace(row, high_precision=next((layer.high_precision for layer in self.summary.layers), "BF16"))
         if isinstance(module, LinearLayer):
-            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module, parent)
+            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module)
         return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
 
-    def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
+    def _judged(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
         fp8, high_precision = since = self._since(module)
         if layer.kind == ATTENTION:
             owner = self._attentions.get(layer.name)
@@ -271,9 +269,9 @@ class FirstStep:
             return replace(layer, fp8=True, ran=True, reason="; ".join(filter(None, reasons)))
         if not layer.fp8 or (not high_precision and self._may_be_traced(module)):
             return layer
-        return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
+        return replace(layer, ran=False, reason=self._why_idle(layer, module, bool(high_precision)))
 
-    def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
+    def _why_idle(self, layer: LayerDecision, module: LinearLayer, called: bool) -> str:
         if not module.fp8:
             return "a later conversion keeps it in high precision"
         if why := foreign_weight(module):
@@ -286,11 +284,11 @@ class FirstStep:
         if "forward" in vars(module) and not calls_own_forward(module):
             return "its forward was replaced on the instance and does not call ours"
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
-            self._readers[layer.name] = (
-                f"{type(parent).__name__} read its weight and did not call it in the first training step"
-            )
+            model = self._model() or module
+            parent = next((each for each in model.modules() if module in each._modules.values()), model)
+            self._readers[layer.name] = type(parent).__name__
         if layer.name in self._readers:  # later its gradient may be gone
-            return self._readers[layer.name]
+            return f"{self._readers[layer.name]} read its weight and did not call it in the first training step"
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return FROZEN  # an average of the weights, or the base layer of an adapter
         return self._never

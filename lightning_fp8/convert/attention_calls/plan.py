@@ -16,6 +16,7 @@ from lightning_fp8.convert.attention_calls import sdpa
 from lightning_fp8.convert.attention_calls.attach import AttentionPlace
 from lightning_fp8.convert.attention_calls.owners import Owner, was_traced
 from lightning_fp8.convert.summary import ATTENTION, LayerDecision
+from lightning_fp8.names import prefixes
 
 _SDPA = "scaled_dot_product_attention"
 _HF = "ALL_ATTENTION_FUNCTIONS"
@@ -132,8 +133,7 @@ def _is_switchable(modules: Mapping[str, nn.Module], name: str) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return False
-    parts = name.split(".")
-    holders = (modules.get(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
+    holders = (modules.get(each) for each in (name, *reversed(prefixes(name)), ""))
     model = next((each for each in holders if isinstance(each, modeling.PreTrainedModel)), None)
     if not (getattr(model, "_supports_flash_attn", False) or getattr(model, "_supports_flash_attn_2", False)):
         return False
