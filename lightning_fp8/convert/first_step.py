@@ -28,7 +28,7 @@ from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
-from lightning_fp8.modules.record import LayerRecord, was_traced
+from lightning_fp8.modules.record import was_traced
 from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
@@ -95,8 +95,8 @@ class FirstStep:
         self._enabled_before = num_enabled_regions()
         model = self._model()
         for module in () if model is None else model.modules():
-            if (record := _record(module)) is not None:
-                self._before[module] = _counts(record)
+            if (counts := _counts(module)) is not None:
+                self._before[module] = counts
         for planned in (*self.summary.norms, *self.summary.mlps):
             forget_what_ran(planned, self._modules.get(planned.name))
         self._attentions = {
@@ -298,11 +298,9 @@ class FirstStep:
 
         Those of a module that was only called in evaluation mode are its evaluations.
         """
-        record = _record(module)
-        if record is None:
-            return 0, 0
-        before = self._before.get(module, (0, 0, 0, 0))
-        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(_counts(record), before))
+        nothing = 0, 0, 0, 0
+        counts, before = _counts(module) or nothing, self._before.get(module, nothing)
+        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(counts, before))
         return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
 
     def _anything_ran(self) -> bool:
@@ -346,14 +344,12 @@ def _of_replaced(
     return replace(row, fp8=True, ran=ran, reason="; ".join(reasons))
 
 
-def _record(module: nn.Module | None) -> LayerRecord | None:
-    if isinstance(module, FP8Module):
-        return module.record
-    owner = owner_of(module)
-    return None if owner is None else owner.record
-
-
-def _counts(record: LayerRecord) -> tuple[int, ...]:
+def _counts(module: nn.Module | None) -> tuple[int, int, int, int] | None:
+    """The forwards of a layer, or calls of attention; None of other modules."""
+    known = module if isinstance(module, FP8Module) else owner_of(module)
+    if known is None:
+        return None
+    record = known.record
     return record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8
 
 

@@ -132,10 +132,9 @@ def refuse_codes(model: nn.Module, policy: Policy) -> None:
     Raises:
         TypeError: If a module that ``policy.skip`` does not match has such a parameter.
     """
-    all_names = names_of(model)
     found = []
-    for module in model.modules():
-        names, codes = all_names[id(module)], codes_of(module)
+    for names, module in zip(names_of(model).values(), model.modules()):
+        codes = codes_of(module)
         full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
         if codes and not skipped_by(module, names, policy, full):
             found.append((full[0], names[0], next(iter(codes.values())).dtype))
@@ -167,15 +166,24 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
+    found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}
-        if not _is_depthwise(module) and not is_lazy(module.weight):
-            yield _in_high_precision(name, module.weight, "convolution", _convolution(module))
+        is_depthwise = module.groups == module.in_channels and module.groups > 1  # which is not a matrix product
+        if not is_depthwise and not is_lazy(module.weight):
+            size = " × ".join(map(str, module.kernel_size))
+            instead = "; the same as an nn.Linear would" * (math.prod(module.kernel_size) == module.groups == 1)
+            reason = f"a convolution of {size} does not run in FP8{instead}"
+            found.append((name, module.weight, ("convolution", reason)))
     own |= _computed_from(module, own)
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter_name not in own and not is_lazy(parameter) and _is_matrix(parameter):
-            full_name = f"{name}.{parameter_name}" if name else parameter_name
-            yield _in_high_precision(full_name, parameter, *_kind_and_reason(module, parameter))
+    for own_name, parameter in module.named_parameters(recurse=False):
+        if own_name in own or is_lazy(parameter) or not parameter.is_floating_point():
+            continue
+        if sum(size > 1 for size in parameter.shape) > 1:
+            found.append((f"{name}.{own_name}".lstrip("."), parameter, _kind_and_reason(module, parameter)))
+    for full_name, parameter, (kind, reason) in found:
+        reason = f"it is {parameter.dtype}" if holds_codes(parameter) else reason
+        yield LayerDecision(full_name, tuple(parameter.shape), False, reason, kind, parameter.numel())
 
 
 def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
@@ -188,15 +196,6 @@ def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
     return {f"{name}_{part}" for name in of_hooks & names for part in ("g", "v", "orig")}
 
 
-def _in_high_precision(name: str, parameter: Tensor, kind: str, reason: str) -> LayerDecision:
-    reason = f"it is {parameter.dtype}" if holds_codes(parameter) else reason
-    return LayerDecision(name, tuple(parameter.shape), False, reason, kind, parameter.numel())
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) > 1
-
-
 def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     cls = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
@@ -206,17 +205,6 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):
         return "experts", f"{parameter.dim()}-D parameter of {cls}: products of experts do not run in FP8"
     return "parameter", f"a parameter of {cls}, in no linear layer"
-
-
-def _is_depthwise(module: nn.modules.conv._ConvNd) -> bool:
-    """Whether the convolution is depthwise, which is not a matrix product."""
-    return module.groups == module.in_channels and module.groups > 1
-
-
-def _convolution(module: nn.modules.conv._ConvNd) -> str:
-    size = " × ".join(map(str, module.kernel_size))
-    instead = "; the same as an nn.Linear would" if math.prod(module.kernel_size) == 1 and module.groups == 1 else ""
-    return f"a convolution of {size} does not run in FP8{instead}"
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
