@@ -217,7 +217,7 @@ def test_no_rooms_import_each_other() -> None:
 
 def test_no_files_import_each_other() -> None:
     """A file that imports a module of a package needs the package's ``__init__``, but none of its names."""
-    modules = {name: {each for each in IMPORTS[name] & set(FILES)} for name in FILES}
+    modules = {name: IMPORTS[name] & set(FILES) for name in FILES}
     needed = {
         name: {each for each in found if not any(other.startswith(f"{each}.") for other in found)}
         for name, found in modules.items()

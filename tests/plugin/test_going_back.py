@@ -22,7 +22,7 @@ from lightning_fp8 import (
     reset_fp8_scales,
 )
 from lightning_fp8.plugin import fabric as fabric_plugin
-from lightning_fp8.plugin import states, trainer_hooks
+from lightning_fp8.plugin import precision, states
 from tests.small import Regression, mlp, quiet_trainer, regression_data
 
 
@@ -89,7 +89,7 @@ def test_a_trained_model_continues_as_a_new_one(
     converted = True
     again = {"trainer": first, "plugin": None, "nothing": trainer(epochs=3)}[same] or trainer(plugin, epochs=3)
     said: list[str] = []
-    monkeypatch.setattr(trainer_hooks, "rank_zero_info", said.append)
+    monkeypatch.setattr(precision, "rank_zero_info", said.append)
     monkeypatch.setattr(states, "rank_zero_info", said.append)
     monkeypatch.setattr(fabric_plugin, "rank_zero_info", said.append)
     with warnings.catch_warnings():
