@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.attention_calls.owners import Owner, owner_of
@@ -111,7 +112,8 @@ class FirstStep:
 
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
-        return nullcontext() if self._flops is None or self._found is not None else self._flops
+        flops = None if self._found is not None else self._flops
+        return nullcontext() if flops is None or flops in _get_current_dispatch_mode_stack() else flops
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -131,7 +133,7 @@ class FirstStep:
         self._idle_at_first.update(
             each for each in layers if not self._since(each)[0] and not self._may_be_traced(each)
         )
-        if self._flops is None or self._flops.failed or not (flops := self._flops.get_total_flops()):
+        if self._flops is None or self._flops.failed or not (flops := self._flops.total):
             return found
         modules = [self._modules.get(self._owner(layer)) for layer in found.layers if layer.fp8 and layer.ran is None]
         if not any(  # compiled code does not count forwards
@@ -176,18 +178,14 @@ class FirstStep:
 
     # Optimizer steps, outside a Trainer
 
-    def stepped(self) -> None:
-        """Report the table after an optimizer step if there is news."""
-        if in_backward():  # of one parameter; others have none of their gradients yet
-            if self._stepped_before not in waiting:
-                waiting.append(self._stepped_before)
-        elif (summary := self.after_step()) is not None and self._report is not None:
-            self._report(summary)
-
-    def _stepped_before(self) -> bool:
-        if in_backward():  # a region of a recomputed forward
+    def stepped(self) -> bool:
+        """Report the table after an optimizer step if there is news, and return True; later in a backward pass."""
+        if in_backward():  # where steps of one parameter, and regions of recomputed forwards, may be
+            if self.stepped not in waiting:
+                waiting.append(self.stepped)
             return False
-        self.stepped()
+        if (summary := self.after_step()) is not None and self._report is not None:
+            self._report(summary)
         return True
 
     # What a layer did
@@ -305,7 +303,7 @@ class FirstStep:
 
     def _anything_ran(self) -> bool:
         """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
-        if self._flops is not None and self._flops.get_total_flops() > 0:
+        if self._flops is not None and self._flops.total > 0:
             return True
         layers = [each for each in self._before if isinstance(each, LinearLayer)]
         if any(any(self._since(each)) or was_traced(*each.features) for each in layers):
@@ -316,7 +314,7 @@ class FirstStep:
     def _may_be_traced(self, layer: LinearLayer) -> bool:
         """Whether compiled code may have multiplied in FP8 for ``layer``; the ops that it calls are counted."""
         flops = self._flops
-        nothing_in_fp8 = flops is not None and not flops.failed and flops.get_total_flops() > 0 and not flops.in_fp8
+        nothing_in_fp8 = flops is not None and not flops.failed and flops.total > 0 and not flops.in_fp8
         return was_traced(*layer.features) and not nothing_in_fp8
 
 

@@ -118,7 +118,7 @@ def test_summary_as_data() -> None:
 
 def test_summary_as_a_table() -> None:
     model = LanguageModel(blocks=3)
-    summary = plan_conversion(model, Policy())
+    summary = plan_conversion(model, Policy()).summary
     lines = summary.table(verbose=True).splitlines()
     assert lines[0].split("  ")[0].strip() == "layer"
     assert " planned " in lines[0]
