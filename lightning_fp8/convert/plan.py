@@ -166,7 +166,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
-    found: list[tuple[str, Tensor, tuple[str, str]]] = []
+    found: list[tuple[str, nn.Parameter, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}
         is_depthwise = module.groups == module.in_channels and module.groups > 1  # which is not a matrix product

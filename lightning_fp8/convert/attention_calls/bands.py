@@ -15,18 +15,19 @@ from torch import Tensor
 from lightning_fp8.attention.ops import Band
 
 
-class _Limits(NamedTuple):
+class _Limits:
     """How many keys before and after its own position a query attends to; None is unlimited."""
 
-    left: int | None = None
-    right: int | None = None
-    device = None  # type: ignore[misc]
+    device = None
+
+    def __init__(self, left: int | None = None, right: int | None = None) -> None:
+        self.left, self.right = left, right
 
     def __and__(self, other: Any) -> _Limits:
         if not isinstance(other, _Limits):
             raise TypeError("no band")
-        smaller = (min((limit for limit in pair if limit is not None), default=None) for pair in zip(self, other))
-        return _Limits(*smaller)
+        lefts, rights = (self.left, other.left), (self.right, other.right)
+        return _Limits(*(min((each for each in pair if each is not None), default=None) for pair in (lefts, rights)))
 
     def __bool__(self) -> bool:
         raise TypeError("no band")  # ``and`` and ``if`` would lose one side
@@ -99,7 +100,7 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
         return None
     if not isinstance(limits, _Limits) or min(limits.left or 0, limits.right or 0) < 0:
         return None
-    return Band(*limits)
+    return Band(limits.left, limits.right)
 
 
 class Padded(NamedTuple):
