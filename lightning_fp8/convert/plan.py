@@ -166,7 +166,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
-    found: list[tuple[str, nn.Parameter, tuple[str, str]]] = []
+    found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}
         is_depthwise = module.groups == module.in_channels and module.groups > 1  # which is not a matrix product
@@ -181,9 +181,9 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
             continue
         if sum(size > 1 for size in parameter.shape) > 1:
             found.append((f"{name}.{own_name}".lstrip("."), parameter, _kind_and_reason(module, parameter)))
-    for full_name, parameter, (kind, reason) in found:
-        reason = f"it is {parameter.dtype}" if holds_codes(parameter) else reason
-        yield LayerDecision(full_name, tuple(parameter.shape), False, reason, kind, parameter.numel())
+    for full_name, matrix, (kind, reason) in found:
+        reason = f"it is {matrix.dtype}" if holds_codes(matrix) else reason
+        yield LayerDecision(full_name, tuple(matrix.shape), False, reason, kind, matrix.numel())
 
 
 def _computed_from(module: nn.Module, names: set[str]) -> set[str]:
