@@ -92,8 +92,8 @@ def saved_choice(history: AmaxHistory | None, part: Any = None) -> dict[str, Any
         part: the module that is saved, if it may be a part of the model.
     """
     choice = None if history is None else history.choice
-    slower = None if choice is None else choice.slower if part is None else choice.of_part(part)
-    return {} if slower is None else {"slower": dict(slower)}
+    slower = None if choice is None else choice.slower(part)
+    return {} if slower is None else {"slower": slower}
 
 
 def span_in(state: dict[str, Any]) -> Span | None:
