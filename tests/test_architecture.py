@@ -186,6 +186,7 @@ ROOMS = {
         "parallel",
         "ops",
         "proofs",
+        "sharding",
         "te",
         "te_checkpoints",
         "weights",
