@@ -18,7 +18,7 @@ from tests.tiers import thorough
 
 pytestmark = needs_compilers
 
-DEFAULT = {"forward-64", "forward-128", "dq-64", "dkv-64", "two warpgroups", "scales of both"}
+DEFAULT = {"forward-64", "dq-64", "dkv-64", "two warpgroups", "scales of both"}
 """Each pipeline once, of kernels that other tests of the default run compile, too; the others are of other channels and
 of other tiles."""
 ROWS = [pytest.param(kernel, id=kernel.name, marks=() if kernel.name in DEFAULT else thorough) for kernel in KERNELS]
