@@ -88,17 +88,25 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
         CheckpointError: If the file is not a checkpoint, is damaged, or holds what is not supported.
         OSError: If the file cannot be opened.
     """
+    storages: list[tuple[int, int]] = []
+
+    def note(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+        if storage.nbytes():
+            storages.append((storage.data_ptr(), storage.nbytes()))
+        return storage
+
     with path.open("rb") as file:
         try:
             if file.read(4) != _ZIP_SIGNATURE:
                 return torch.load(path, map_location="cpu", weights_only=True), []
-            _stored_records(zipfile.ZipFile(file))
+            records = _stored_records(zipfile.ZipFile(file))
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             for name in refused:
                 _refuse_primary_weight(name)
             classes = {name: _INERT.get(name) or _unread(name) for name in refused}
             with torch.serialization.safe_globals([(made, name) for name, made in classes.items()]):
-                value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                value = torch.load(path, map_location=note, weights_only=True, mmap=True)
+            _require_whole_records(storages, records)
         except CheckpointError:
             raise
         except Exception as error:  # damaged files raise many types of errors
@@ -107,6 +115,22 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
                 "torch.save's defaults"
             ) from None
     return value, sorted(classes.keys() - _INERT)
+
+
+def _require_whole_records(storages: list[tuple[int, int]], records: dict[str, zipfile.ZipInfo]) -> None:
+    """Check that the mapped storages ``(address, bytes)`` are the records, one each: torch maps what a file claims.
+
+    Raises:
+        CheckpointError: If a storage is larger or smaller than its record, or a record is not loaded.
+    """
+    of_storages = [(info.header_offset, info.file_size) for name, info in records.items() if "/data/" in name]
+    sizes = [size for _, size in sorted(of_storages) if size]
+    claims = [size for _, size in sorted(storages)]
+    if len(claims) != len(sizes):
+        raise CheckpointError(f"its tensors name {len(claims)} storages, and it has {len(sizes)}; save it again")
+    for claim, size in zip(claims, sizes):
+        if claim != size:
+            raise CheckpointError(f"a tensor claims {claim} bytes and has {size}")
 
 
 def _unread(name: str) -> type[Unread]:
