@@ -325,6 +325,8 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         fields = dict(recipe)
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
             return _from_megatron(fields)
+        if "class_path" in fields:  # a configuration that LightningCLI could not make
+            return _from_class_path(**fields)
         return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
     if isinstance(recipe, type) and recipe in RECIPES.values():
         raise TypeError(f"recipe is the class {recipe.__name__}; make one: {recipe.__name__}()")
@@ -337,6 +339,14 @@ def _class_of(name: Any) -> type[Recipe]:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
     return RECIPES[name]
+
+
+def _from_class_path(class_path: Any, init_args: Any = None, **others: Any) -> Recipe:
+    classes = {cls.__name__: cls for cls in RECIPES.values()}
+    name = str(class_path).rpartition(".")[2]
+    if name not in classes:
+        raise ValueError(f"class_path={class_path!r} is no recipe; use one of {_quoted(classes)} of lightning_fp8")
+    return _from_fields(classes[name], {**(init_args or {}), **others})
 
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:

@@ -30,6 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,7 +70,6 @@ def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> d
     Args:
         gemms: the index of each GEMM in the state, with its name in this package: the name of the module, followed by
             the GEMM's name if the module has several.
-        roles: the roles of the module.
     """
     return {slot_name(name, role): (role, gemm) for gemm, name in gemms for role in roles}
 
@@ -187,11 +187,8 @@ def rows_of_projections(
     """The rows of each projection of attention, by the name of its module.
 
     Args:
-        heads: the number of query heads.
-        groups: the number of key and value heads.
-        channels: the number of channels of a head.
+        heads, groups: the numbers of query heads, and of key and value heads.
         self_attention: whether one module projects one tensor to queries, keys and values.
-        interleaved: see :class:`ProjectionRows`.
         input_layernorm: whether the module that projects to queries has a norm.
     """
     query, key_value = {"query": heads // groups}, {"key": 1, "value": 1}
@@ -245,9 +242,8 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
     mapped to None. For example, if ``model.`` is removed, ``model.head.weight`` becomes ``head.weight``, and a
     ``head.weight`` of the LightningModule itself is mapped to None.
     """
-    strips = ["", *_leading_paths(file_names)]
-    prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
-    named = modules - {""}
+    strips, named = ["", *_leading_paths(file_names)], modules - {""}
+    prepends = ["", *sorted(f"{name}." for name in named if name.count(".") <= 1)]
 
     def renamed(name: str, strip: str, prepend: str) -> str:
         return prepend + name.removeprefix(strip) if name.startswith(strip) else name
@@ -258,9 +254,7 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
 
     if fits("", "") == len(file_names):
         return lambda name: name
-    strip, prepend = max(
-        ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
-    )
+    strip, prepend = max(product(strips, prepends), key=lambda pair: (fits(*pair), not any(pair)))
     taken = {renamed(name, strip, prepend) for name in file_names if name.startswith(strip)}
     return lambda name: None if not name.startswith(strip) and name in taken else renamed(name, strip, prepend)
 

@@ -167,13 +167,7 @@ class Global:
 
 @dataclass
 class Standin:
-    """The content of an object whose class is not imported.
-
-    Attributes:
-        name: ``module.Class``.
-        args: the arguments of the constructor.
-        state: the attributes.
-    """
+    """The content of an object whose class, ``module.Class``, is not imported: arguments and attributes."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -202,7 +196,6 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler, with the opcodes that create objects replaced by methods of this class.
 
     Args:
-        stream: one pickle. It is positioned after its end.
         spend: charges what the functions that the pickle calls copy.
         storage: None refuses storages outside the pickle.
         nested: refuse storages in bytes, because the pickle is inside one.
@@ -274,16 +267,21 @@ class _Unpickler(pickle._Unpickler):
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _set_items(self.stack[-1], [key, value])
+        self.set_items([key, value])
 
     def load_setitems(self) -> None:
-        items = self.pop_mark()
-        _set_items(self.stack[-1], items)
+        self.set_items(self.pop_mark())
 
     def load_dict(self) -> None:
         items = self.pop_mark()
         self.append({})
-        _set_items(self.stack[-1], items)
+        self.set_items(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            raise TypeError(f"{type(target).__name__} is given items")
+        target.update(zip(_checked_keys(items[::2], "a dictionary's key"), items[1::2], strict=True))
 
     def load_additems(self) -> None:
         items, target = self.pop_mark(), self.stack[-1]
@@ -309,20 +307,12 @@ _Unpickler.dispatch = _Methods(
 )
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
-    if not isinstance(target, dict):
-        raise TypeError(f"{type(target).__name__} is given items")
-    target.update(zip(_checked_keys(items[::2], "a dictionary's key"), items[1::2], strict=True))
-
-
 def _checked_keys(keys: list[Any], what: str) -> list[Any]:
     """Check ``keys`` before they are hashed, because integers of more than 64 bits can be chosen to collide."""
     for key in keys:
         if not isinstance(key, _KEYS):
-            raise CheckpointError(
-                f"{what} that is neither text nor number is not supported: a {type(key).__name__}; save the file "
-                "without it"
-            )
+            unlike = f"{what} that is neither text nor number is not supported: a {type(key).__name__}"
+            raise CheckpointError(f"{unlike}; save the file without it")
         if isinstance(key, int) and key.bit_length() > 64:
             raise CheckpointError(f"{what} that has {key.bit_length()} bits is not supported: at most 64 are read")
     return keys
@@ -381,11 +371,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 def read_archive(data: bytes) -> Any:
-    """The value of the bytes of a ``torch.save`` file, with the limits of :func:`read_pickle`.
-
-    Raises:
-        CheckpointError: If a name is refused, an opcode is not supported, or the data is damaged.
-    """
+    """The value of the bytes of a ``torch.save`` file, with the limits and errors of :func:`read_pickle`."""
     read = _read_zip if data.startswith(_ZIP_SIGNATURE) else _read_legacy
     return read(io.BytesIO(data), _budget(len(data)))
 

@@ -17,7 +17,7 @@ from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.scaled import LINEAR_ROLES
 from lightning_fp8.te.keys import is_state, prefix_of
 from lightning_fp8.te.torch_file import CheckpointError
-from lightning_fp8.te_checkpoints.remap import FP8Roles, LoadReport, Remapped, remap
+from lightning_fp8.te_checkpoints.remap import FP8Roles, LoadReport, Remapped, first_few, remap
 from lightning_fp8.te_checkpoints.tensor_parallel import whole_shapes
 
 
@@ -88,9 +88,6 @@ def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
 def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
     """Check a state dict before loading, because ``nn.Module.load_state_dict`` copies matching keys before it raises.
 
-    Returns:
-        The report, with the missing and the unexpected keys.
-
     Raises:
         CheckpointError: If keys are missing or unexpected (``strict``), if shapes differ, or if torch cannot copy a
             value.
@@ -159,8 +156,7 @@ def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
             suspects.append(f"{prefix_of(name)}{leaf}")
     if not suspects:
         return ""
-    more = f" and {len(suspects) - 5} more" if len(suspects) > 5 else ""
     return (
-        f"nearer to 0 than to 1 on average: {', '.join(suspects[:5])}{more}; if they were saved with "
+        f"nearer to 0 than to 1 on average: {first_few(suspects)}; if they were saved with "
         "zero_centered_gamma=True, build the norms with it, too, or add 1"
     )

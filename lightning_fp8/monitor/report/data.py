@@ -37,6 +37,11 @@ class Scale:
     log: bool = False
     dark_is_low: bool = False
 
+    def drawn(self, values: Array) -> dict[str, Any]:
+        """``values [rows, columns]``, and what the script needs to read them."""
+        scale = {"low": self.low, "high": self.high, "unit": self.unit, "log": self.log, "darkIsLow": self.dark_is_low}
+        return {**scale, "cells": self.encoded(values)}
+
     def encoded(self, values: Array) -> str:
         """``values [rows, columns]`` row by row, in base64; NaN and, of a logarithm, 0 are nothing."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -75,13 +80,12 @@ def grids(record: Record, intervals: list[Interval]) -> list[dict[str, Any]]:
         room = stacked(intervals, "head_room")
         kinds.insert(0, ("Clipped", np.where(clipped > 0, clipped, np.nan), CLIPPED, "bits beyond the largest value"))
         kinds.append(("Head room", room, HEAD_ROOM, "binades between the amax and the largest value; below 0: clipped"))
-    found = []
-    for title, values, scale, meaning in kinds:
-        for role, of_role in ROLES.items():
-            casts = [index for index, each in enumerate(record.roles) if each == role]
-            if casts:
-                found.append(_grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record))
-    return found
+    return [
+        _grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record)
+        for title, values, scale, meaning in kinds
+        for role, of_role in ROLES.items()
+        if (casts := [index for index, each in enumerate(record.roles) if each == role])
+    ]
 
 
 def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scale, record: Record) -> dict[str, Any]:
@@ -91,12 +95,7 @@ def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scal
         "title": title,
         "meaning": meaning,
         "rows": [record.layer(cast) for cast in casts],
-        "low": scale.low,
-        "high": scale.high,
-        "unit": scale.unit,
-        "log": scale.log,
-        "darkIsLow": scale.dark_is_low,
-        "cells": scale.encoded(values[casts]),
+        **scale.drawn(values[casts]),
         "worst": [
             [record.layer(casts[row]), float(worst[row])] for row in order[:8].tolist() if np.isfinite(worst[row])
         ],
@@ -114,13 +113,8 @@ def lines_of(record: Record, intervals: list[Interval]) -> dict[str, Any]:
     if not known.size:
         return {}
     binades = Scale(float(known.min()) - 1, float(known.max()) + 1, "log2")
-    return {
-        "names": record.names,
-        "low": binades.low,
-        "high": binades.high,
-        "amax": binades.encoded(amax),
-        "scale": binades.encoded(scale),
-    }
+    ends = {"low": binades.low, "high": binades.high}
+    return {"names": record.names, **ends, "amax": binades.encoded(amax), "scale": binades.encoded(scale)}
 
 
 FIRST_EXPONENT, EXPONENTS = -48, 80
@@ -149,16 +143,8 @@ def exponents_of(record: Record) -> dict[str, Any]:
         [_SMALLEST[name] - float(np.log2(each)), float(np.log2(_LARGEST[name] / each))] if each > 0 else None
         for name, each in zip(record.formats, scale)
     ]
-    return {
-        "names": record.names,
-        "first": FIRST_EXPONENT,
-        "columns": EXPONENTS,
-        "low": SHARES.low,
-        "high": SHARES.high,
-        "log": True,
-        "cells": SHARES.encoded(shares),
-        "range": ranges,
-    }
+    axis = {"names": record.names, "first": FIRST_EXPONENT, "columns": EXPONENTS, "range": ranges}
+    return {**axis, **SHARES.drawn(shares)}
 
 
 def drawn(record: Record, other: Record | None) -> dict[str, Any]:
