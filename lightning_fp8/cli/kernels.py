@@ -139,12 +139,9 @@ def _start_kernels_of_shards(weight: Tensor, recipe: Recipe) -> None:
 
 
 def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path) -> dict[str, str]:
-    """Compile the kernels of ``find(*arguments)`` for ``arch`` into ``folder``, on all processors.
+    """Compile the kernels of ``find(*arguments)`` for ``arch`` into ``folder``; returns errors by names of kernels.
 
     ``find`` must be a function of a module, because each process calls it and compiles a part of the kernels.
-
-    Returns:
-        The errors, by the names of kernels.
     """
     processors = num_processors()
     built: dict[str, str] = {}

@@ -134,11 +134,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _quantize(x: Value, shape: tuple[Any, Any], cast: Cast, scale: Value | None) -> Outputs:
-    """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks.
-
-    Raises:
-        ValueError: If the opset does not support the cast.
-    """
+    """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks."""
     layout = cast.layout
     _check_opset(layout)
     data, scale_inv, data_t, scale_inv_t = _empty(cast), _empty(), _empty(cast), _empty()

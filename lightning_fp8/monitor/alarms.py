@@ -188,17 +188,13 @@ class Alarms:
         ran_unobserved: NDArray[np.bool_] | None = None,
         sampled_step: int | None = None,
     ) -> list[Alarm]:
-        """Check the next interval.
+        """The new alarms of the next interval.
 
         Args:
             bits: :func:`lightning_fp8.monitor.casts.clipped_bits` of its steps.
             warm_up: the last step, counted from 1, in which clipping is not an alarm.
-            ran_unobserved: bool ``[n]``, casts of layers that ran in FP8 without gradients, see
-                :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
+            ran_unobserved: bool ``[n]``, :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
             sampled_step: the step that was sampled, counted from 1. ``None`` is the first one.
-
-        Returns:
-            The alarms that are new.
         """
         self._intervals += 1
         before = len(self.found)

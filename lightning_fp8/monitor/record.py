@@ -174,13 +174,7 @@ class Record:
         return layer_of_slot(self.names[cast])
 
     def total(self) -> Interval:
-        """All intervals merged to one.
-
-        Raises:
-            ValueError: If there are no intervals.
-        """
-        if not self.intervals:
-            raise ValueError("the record has no interval")
+        """All intervals, of which there must be one, merged to one."""
         return merged(self.intervals)
 
     def add(self, interval: Interval) -> None:

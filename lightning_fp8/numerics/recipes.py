@@ -342,11 +342,11 @@ def _class_of(name: Any) -> type[Recipe]:
 
 
 def _from_class_path(class_path: Any, init_args: Any = None, **others: Any) -> Recipe:
-    classes = {cls.__name__: cls for cls in RECIPES.values()}
-    name = str(class_path).rpartition(".")[2]
-    if name not in classes:
-        raise ValueError(f"class_path={class_path!r} is no recipe; use one of {_quoted(classes)} of lightning_fp8")
-    return _from_fields(classes[name], {**(init_args or {}), **others})
+    classes = {f"lightning_fp8.{cls.__name__}": cls for cls in RECIPES.values()}
+    if class_path not in classes:
+        named = f"{_quoted(classes)}, or name instead: {_quoted(RECIPES)}"
+        raise ValueError(f"class_path={class_path!r} is no recipe; use one of {named}")
+    return _from_fields(classes[class_path], {**(init_args or {}), **others})
 
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:

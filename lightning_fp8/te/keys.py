@@ -75,11 +75,7 @@ def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> d
 
 
 def slots_of_state(module_name: str, num_gemms: int) -> dict[str, tuple[Role, int]]:
-    """:func:`slots_of_gemms` for a state without a model.
-
-    A state of one GEMM is considered a linear layer's, of two GEMMs LayerNormMLP's (``fc1`` and ``fc2``), and of
-    three GEMMs attention's. States of more GEMMs have no slots.
-    """
+    """:func:`slots_of_gemms` without a model: of 1 GEMM a linear layer's, of 2 LayerNormMLP's, of 3 attention's."""
     if num_gemms == ATTENTION_GEMMS:
         return slots_of_gemms([(0, module_name)], ATTENTION_ROLES)
     halves = [f"{module_name}.{half}".lstrip(".") for half in ("fc1", "fc2")]
@@ -200,11 +196,7 @@ def rows_of_projections(
 
 
 def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
-    """Whether the projection has one parameter for each of its outputs, named after the output, as ``query_weight``.
-
-    It never does if it is ``query_layer``. Any other projection, including ``layernorm_query``, does unless
-    ``fuse_qkv_params`` is set.
-    """
+    """Whether the projection has one parameter for each of its outputs, as ``query_weight``: never ``query_layer``."""
     return not fuse_qkv_params and projection != "query_layer"
 
 

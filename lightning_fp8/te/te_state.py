@@ -71,11 +71,7 @@ class TEState:
         return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
 
     def tensor_state(self, role: Role, gemm: int = 0) -> TensorState:
-        """The state of one tensor of GEMM ``gemm``.
-
-        Raises:
-            CheckpointError: If the state does not have the column.
-        """
+        """The state of one tensor of GEMM ``gemm``. It raises a CheckpointError if the state has no column for it."""
         direction, index = column_of(role, gemm)
         te_columns = self.forward if direction == "fwd" else self.backward
         if te_columns is None or index >= len(te_columns.scale):
@@ -144,11 +140,7 @@ def read_te_state(value: Any) -> TEState:
 
 
 def require_stored(key: str, value: Tensor) -> None:
-    """Check that a tensor stores each of its values, so that a copy does not take more memory.
-
-    Raises:
-        CheckpointError: If it does not.
-    """
+    """Raise a CheckpointError unless a tensor stores each of its values: else a copy would take more memory."""
     if value.is_meta or value.layout != torch.strided:
         raise CheckpointError(f"{key} is a tensor on {value.device} of layout {value.layout}; it must hold values")
     stored = value.untyped_storage().nbytes() // value.element_size()

@@ -118,11 +118,7 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
 
 
 def _require_whole_records(storages: list[tuple[int, int]], records: dict[str, zipfile.ZipInfo]) -> None:
-    """Check that the mapped storages ``(address, bytes)`` are the records, one each: torch maps what a file claims.
-
-    Raises:
-        CheckpointError: If a storage is larger or smaller than its record, or a record is not loaded.
-    """
+    """Raise a CheckpointError unless the mapped storages ``(address, bytes)`` are the records, one each."""
     of_storages = [(info.header_offset, info.file_size) for name, info in records.items() if "/data/" in name]
     sizes = [size for _, size in sorted(of_storages) if size]
     claims = [size for _, size in sorted(storages)]
@@ -401,11 +397,7 @@ def _unpickle(stream: io.BytesIO, spend: Spend, storage: GetStorage | None = Non
 
 
 def _stored_records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The records of an archive by name.
-
-    Raises:
-        CheckpointError: If one is compressed, as none of torch.save is.
-    """
+    """The records of an archive by name. A CheckpointError refuses compressed ones, which torch.save does not write."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
             raise CheckpointError(f"the archive's {info.filename[:200]!r} is compressed; torch.save does not compress")

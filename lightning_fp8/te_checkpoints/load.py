@@ -58,11 +58,7 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
 def take_te_states(
     model: nn.Module, state_dict: dict[str, Any], fp8_roles: FP8Roles, strict: bool
 ) -> tuple[dict[str, Any] | None, LoadReport]:
-    """Rename ``state_dict`` in place for ``model.load_state_dict``, and return its FP8 state, or None, and the report.
-
-    Raises:
-        CheckpointError: See :func:`load_te_state_dict`.
-    """
+    """Rename ``state_dict`` in place for ``load_state_dict``, and return its FP8 state, or None, and the report."""
     remapped = remap(state_dict, model, fp8_roles)
     report = check_fit(model, remapped, strict)
     state_dict.clear()

@@ -57,10 +57,9 @@ FLUSHED = Scale(-5.0, 0.0, "of its values", log=True)
 HEAD_ROOM = Scale(-8.0, 8.0, "bits", dark_is_low=True)
 
 
-def folded(record: Record, columns: int = COLUMNS) -> list[Interval]:
-    """The intervals of ``record``, neighbours merged so that there are at most ``columns``."""
-    intervals = record.intervals
-    size = -(-len(intervals) // columns) if intervals else 1
+def folded(intervals: list[Interval]) -> list[Interval]:
+    """``intervals``, neighbours merged so that there are at most :data:`COLUMNS`."""
+    size = max(1, -(-len(intervals) // COLUMNS))
     return [merged(intervals[index : index + size]) for index in range(0, len(intervals), size)]
 
 
@@ -149,8 +148,12 @@ def exponents_of(record: Record) -> dict[str, Any]:
 
 def drawn(record: Record, other: Record | None) -> dict[str, Any]:
     """All that the script draws."""
-    intervals = folded(record)
-    runs = [{"label": label(each), "points": loss_points(each)} for each in (record, other) if each is not None]
+    intervals = folded(record.intervals)
+    losses = [
+        {"label": label(run), "points": [[at.last_step, at.loss] for at in run.intervals if np.isfinite(at.loss)]}
+        for run in (record, other)
+        if run is not None
+    ]
     events = [
         {"step": alarm["first_step"], "text": f"{alarm['rule']}: {alarm['value']}"}
         for alarm in record.alarms
@@ -158,7 +161,7 @@ def drawn(record: Record, other: Record | None) -> dict[str, Any]:
     ]
     return {
         "steps": [[each.first_step, each.last_step] for each in intervals],
-        "loss": runs,
+        "loss": losses,
         "events": events,
         "grids": grids(record, intervals),
         "lines": lines_of(record, intervals),
@@ -169,8 +172,3 @@ def drawn(record: Record, other: Record | None) -> dict[str, Any]:
 def label(record: Record) -> str:
     """What a run is called."""
     return f"FP8, {record.recipe}" if record.names else record.recipe or "BF16"
-
-
-def loss_points(record: Record) -> list[list[float]]:
-    """Pairs of a step and the mean loss of the interval that ends with it."""
-    return [[each.last_step, each.loss] for each in record.intervals if np.isfinite(each.loss)]

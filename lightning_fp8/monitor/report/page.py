@@ -72,10 +72,8 @@ def alarms(record: Record) -> str:
         first, last = alarm["first_step"], alarm["last_step"]
         when = f"step {first}" if first == last else f"steps {first} to {last}"
         more = f" and {len(alarm['casts']) - 6} more" if len(alarm["casts"]) > 6 else ""
-        hit, skip = ", ".join(alarm["casts"][:6]) + more, ""
-        if alarm["skip"]:
-            text = f"skip=({', '.join(repr(each) for each in alarm['skip'])},)"
-            skip = f"<dt>Keep in BF16</dt><dd><code>{escape(text)}</code></dd>"
+        hit, skip = ", ".join(alarm["casts"][:6]) + more, f"skip={tuple(alarm['skip'])!r}"
+        skip = f"<dt>Keep in BF16</dt><dd><code>{escape(skip)}</code></dd>" if alarm["skip"] else ""
         found.append(
             f"<li><h3>{escape(alarm['rule'])}, {when}: {escape(alarm['value'])}</h3><dl>"
             f"<dt>Where</dt><dd>{escape(hit)}</dd><dt>Cause</dt><dd>{escape(alarm['cause'])}</dd>"
