@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from typing_extensions import TypeIs
 
 TRANSFORM_WAYS_OUT = (
     "take gradients with backward() or torch.autograd.grad, one at a time, give a batch as leading dimensions, or run "
@@ -177,6 +179,11 @@ def refuse_transforms(layer_name: str, *tensors: Tensor | None) -> None:
         raise RuntimeError(f"{layer_name} has no forward-mode derivative in FP8; {TRANSFORM_WAYS_OUT}")
 
 
+def is_dtensor(tensor: Any) -> TypeIs[DTensor]:
+    """Whether ``tensor`` is divided over ranks."""
+    return isinstance(tensor, DTensor)
+
+
 def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
     """Check that a layer computes with local tensors. Under FSDP2 it does, since weights are gathered before a forward.
 
@@ -185,9 +192,8 @@ def refuse_sharded(layer_name: str, **tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for name, tensor in tensors.items():
-        if isinstance(tensor, sharded):
+        if is_dtensor(tensor):
             raise TypeError(
                 f"{layer_name}'s {name} is a DTensor ({', '.join(map(str, tensor.placements))}), which is not "
                 "supported in FP8. A Linear takes a DTensor as its weight, and Transformer Engine's arguments "

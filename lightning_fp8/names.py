@@ -14,6 +14,12 @@ def clean_name(name: str) -> str:
     return name
 
 
+def prefixes(name: str) -> list[str]:
+    """The names of the parents of the module ``a.b.c``: ``a``, ``a.b``."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
 def gemm_name(module_name: str, gemm: str) -> str:
     """The name of one GEMM of a module: ``layers.0.mlp.fc1``; the module's own where it has only one."""
     return f"{module_name}.{gemm}".strip(".")

@@ -176,6 +176,7 @@ ROOMS = {
         "parallel",
         "ops",
         "proofs",
+        "sharding",
         "te",
         "te_checkpoints",
         "weights",

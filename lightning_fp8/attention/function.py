@@ -25,7 +25,7 @@ from lightning_fp8.attention.ops import (
     missing_kernel,
 )
 from lightning_fp8.functions.dtypes import converted
-from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.product import Slots
 from lightning_fp8.numerics.scaled import Role
 
 LARGEST_HEAD = 256
@@ -83,6 +83,7 @@ def fp8_attention(
     center_keys: bool = True,
     slots: Slots | None = None,
     observe: bool = False,
+    eligible: bool = False,
 ) -> Tensor:
     """``softmax(softmax_scale q kᵀ) v``, its seven products forward and backward of E4M3 codes.
 
@@ -105,6 +106,7 @@ def fp8_attention(
             roundings do.
         slots: entries of an amax history for q, k and v together, for the output, and for their gradients.
         observe: whether to collect amaxes in ``slots``.
+        eligible: whether the caller has asked :func:`why_not_fp8`.
 
     Returns:
         A contiguous tensor with q's shape and dtype; 0 for a query that attends to no key.
@@ -120,7 +122,7 @@ def fp8_attention(
     if softmax_scale is not None:
         require_softmax_scale(softmax_scale)
     refuse_transforms("Attention", q, k, v)
-    if reason := why_not_fp8(q, k, v, center_keys=center_keys):
+    if not eligible and (reason := why_not_fp8(q, k, v, center_keys=center_keys)):
         raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
     longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
     attention = Attention(qkv_format, band or Band(), center_keys, longest)

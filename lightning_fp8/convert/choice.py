@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.convert.attention_calls.owners import SLOWER, Owner, owner_of
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.faster import AWAITED, HAD, is_slower
@@ -26,25 +27,24 @@ from lightning_fp8.fp8_region import num_enabled_regions
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.names import clean_name
 from lightning_fp8.parallel.agreement import of_all_ranks
-from lightning_fp8.parallel.sharded_linear import is_sharded
 
 STEPS_BEFORE_FORWARDS = 10
 """The number of optimizer steps without any forward after which nothing is compared any more."""
 
 
 class Choice:
-    """The decision for the layers and the attention of a converted model.
+    """The decision for the layers and the attention of a converted model, which keep the reasons.
+
+    Attributes:
+        decided: whether it was made, or loaded.
 
     Args:
         model: the root. It is not kept alive.
         tell: called with the line that says which layers stay in high precision.
-
-    Attributes:
-        slower: the reasons by the names of the layers that do; None until it is decided.
     """
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
-        self.slower: dict[str, str] | None = None
+        self.decided = False
         self._model = weakref.ref(getattr(model, "_orig_mod", model))  # a caller may drop a compiled module
         self._tell = tell
         self._steps, self._regions_before = 0, num_enabled_regions()
@@ -54,8 +54,19 @@ class Choice:
         if (copied := memo.get(id(self._model()))) is None:
             return None
         choice = Choice(copied, self._tell)
-        choice.slower = None if self.slower is None else dict(self.slower)
+        choice.decided = self.decided
         return choice
+
+    def slower(self, part: nn.Module | None = None) -> dict[str, str] | None:
+        """The reasons by the names of the layers of ``part``, or of all, that stay in high precision, if decided."""
+        part = self._model() if part is None else part
+        if not self.decided or part is None:
+            return None
+        reasons = {
+            clean_name(name): each.slower if isinstance(each, LinearLayer) else getattr(each, SLOWER, "")
+            for name, each in part.named_modules()
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def decide(self, group: dist.ProcessGroup | None, together: bool = True) -> None:
         """Decide, at the first optimizer step after a forward.
@@ -63,13 +74,13 @@ class Choice:
         Args:
             together: whether all ranks of ``group`` decide now, by a collective. Those that share shards always do.
         """
-        if self.slower is not None:
+        if self.decided:
             return
         places = [*self._places()]
         own = {name: each.slower or each.comparison for name, each, _ in places if each.comparison != AWAITED}
         found = own, bool(own) or not places or num_enabled_regions() > self._regions_before
         weights = [module._parameters.get("weight") for _, _, module in places]
-        meshes = dict.fromkeys(weight.device_mesh for weight in weights if is_sharded(weight))  # type: ignore[union-attr]
+        meshes = dict.fromkeys(weight.device_mesh for weight in weights if is_dtensor(weight))  # type: ignore[union-attr]
         groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
         for each in [group] * together + groups:
             if are_several_ranks(each):
@@ -78,10 +89,10 @@ class Choice:
         if self._steps < STEPS_BEFORE_FORWARDS and not found[1]:
             return
         self.load({name: said for name, said in found[0].items() if is_slower(said)})
-        if self.slower:
-            reasons = "; ".join({said.partition(HAD)[0]: said for said in self.slower.values()}.values())
+        if slower := self.slower():
+            reasons = "; ".join({said.partition(HAD)[0]: said for said in slower.values()}.values())
             self._tell(
-                f"{len(self.slower)} layers stay in high precision from now on, because FP8 is slower for their sizes: "
+                f"{len(slower)} layers stay in high precision from now on, because FP8 is slower for their sizes: "
                 f"{reasons}. where_faster=False runs linear layers in FP8, and attention='always' attention"
             )
 
@@ -91,34 +102,22 @@ class Choice:
         Args:
             part: a part of the model, whose names those of ``slower`` are. The decision of the others stays open.
         """
-        if slower is None:
-            return
         model = self._model()
-        part_is_all = part is None or getattr(part, "_orig_mod", part) is model
-        names = {} if part_is_all or part is None else {id(each): name for name, each in part.named_modules()}
-        chosen = {} if part_is_all else dict(self.slower or {})
-        for name, each, module in self._places():
-            if not part_is_all and id(module) not in names:
+        part = model if part is None else getattr(part, "_orig_mod", part)
+        if slower is None or part is None:
+            return
+        names = {id(each): clean_name(name) for name, each in part.named_modules()}
+        for _, each, module in self._places():
+            if id(module) not in names:
                 continue
-            reason = slower.get(name if part_is_all else clean_name(names[id(module)]), "")
+            reason = slower.get(names[id(module)], "")
             if each.slower != reason:  # or compiled code that has a guard on the missing attribute is compiled again
                 each.slower = reason
-            each.comparison = "" if each.comparison == AWAITED or isinstance(each, LinearLayer) else each.comparison
+            if each.comparison == AWAITED or isinstance(each, LinearLayer):
+                each.comparison = ""
             if isinstance(each, Owner):
-                setattr(module, SLOWER, each.slower)
-            chosen |= {name: each.slower}
-        if part_is_all:
-            self.slower = dict(slower)
-        elif self.slower is not None:
-            self.slower = {name: reason for name, reason in chosen.items() if reason}
-
-    def of_part(self, part: nn.Module) -> dict[str, str] | None:
-        """The decision for the layers of ``part``, by their names in it; None until it is decided."""
-        if self.slower is None or (model := self._model()) is None:
-            return None
-        reasons = {id(each): self.slower.get(clean_name(name), "") for name, each in model.named_modules()}
-        named = {clean_name(name): reasons.get(id(each), "") for name, each in part.named_modules()}
-        return {name: reason for name, reason in named.items() if reason}
+                setattr(module, SLOWER, reason)
+        self.decided = self.decided or part is model
 
     def _places(self) -> Iterator[tuple[str, Any, nn.Module]]:
         """The names of what is compared, the layers or owners, and the modules."""

@@ -7,27 +7,25 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
-from typing_extensions import Self
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.convert.attention_calls.owners import Owner, owner_of, watch
+from lightning_fp8.convert.attention_calls.owners import Owner, owner_of
 from lightning_fp8.convert.attention_calls.plan import judged
+from lightning_fp8.convert.flops import StepFlops
 from lightning_fp8.convert.fused.liger import computed_by_liger
 from lightning_fp8.convert.fused.plan import WAY_OUT, forget_what_ran, judged_fused
+from lightning_fp8.convert.plan import Plan, plan_conversion
+from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ATTENTION, GONE, MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.faster import is_slower
 from lightning_fp8.fp8_region import in_backward, num_enabled_regions, waiting
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
-from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.modules.swap import calls_own_forward
 from lightning_fp8.names import clean_name
 from lightning_fp8.ops.plans import fallbacks
@@ -50,106 +48,12 @@ APPEARED = "it was added after the conversion"
 LATE = "first ran after the first training step"
 
 
-class StepFlops(FlopCounterMode):
-    """A ``FlopCounterMode`` that does not change the step it counts, and that accumulates if it is entered again.
-
-    It does not register global module hooks, since it only counts the total. It does not disable ``torch.compile``:
-    under torch's own mode Dynamo skips every function that it traces, and does not compile it later. In compiled code
-    it counts the ops that the code calls, but not products inside generated kernels.
-
-    Attributes:
-        failed: whether a formula has raised. The total is then too low.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=_ATTENTION)
-        self._depth = 0
-        self.failed = False
-
-    def __enter__(self) -> Self:
-        if not self._depth:
-            self.mode = _Counting(self)
-            self.mode.__enter__()
-        self._depth += 1
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._depth -= 1
-        if not self._depth and self.mode is not None:
-            mode, self.mode = self.mode, None
-            mode.__exit__(*exception)
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return super()._count_flops(func_packet, out, args, kwargs)
-        except Exception:  # the formula does not support these shapes; do not stop training
-            self.failed = True
-            return out
-
-    @property
-    def in_fp8(self) -> int:
-        """The FLOPs of the ops of this package, which all multiply in FP8."""
-        return sum(flops for op, flops in self.flop_counts["Global"].items() if str(op).startswith("lightning_fp8."))
-
-
-class _Counting(_FlopCounterMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (isinstance(func, torch._ops.OpOverload) and _has_kernel(func)):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        # Unlike torch's mode, do not decompose: the decomposition of silu_backward gives other bits than its kernel.
-        kwargs = kwargs or {}
-        return self.counter._count_flops(func._overloadpacket, func(*args, **kwargs), args, kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # before torch 2.10
-
-        @classmethod
-        def is_infra_mode(cls) -> bool:
-            return True
-
-
-@cache
-def _has_kernel(func: torch._ops.OpOverload) -> bool:
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
-
-
-Shape = Sequence[int]
-
-
-def _attention_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """The FLOPs of two products for each pair of a query and a key. As in torch, masks are ignored."""
-    return 2 * _pairs(q, k) * (q[-1] + v[-1])
-
-
-def _attention_backward_flops(do: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """The FLOPs of five products: the scores again, and the gradients of the scores, q, k and v."""
-    return 2 * _pairs(q, k) * (3 * q[-1] + 2 * v[-1])
-
-
-def _pairs(q: Shape, k: Shape) -> int:
-    batch, heads, queries, _ = q
-    return batch * heads * queries * k[2]
-
-
-_ATTENTION = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{direction}"): formula
-    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    for direction, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
-}
-"""torch only counts attention on GPUs, and before 2.12 its formulas raise if queries have more heads than keys."""
-
-
 class FirstStep:
     """Compares the layers that run in the first training steps with those that a conversion planned.
 
     Args:
         model: the converted model. It is not kept alive.
-        summary: the summary of its conversion.
-        again: plans the conversion of the model as it is now, which gives the rows of layers that have appeared since.
-            None adds no such rows.
+        plan: the plan of its conversion.
         report: called with each table that has news.
         begins: count forwards from now on; otherwise from :meth:`begin` on.
     """
@@ -157,17 +61,16 @@ class FirstStep:
     def __init__(
         self,
         model: nn.Module,
-        summary: ConversionSummary,
-        again: Callable[[nn.Module], ConversionSummary] | None = None,
+        plan: Plan,
         report: Callable[[ConversionSummary], None] | None = None,
         begins: bool = True,
     ) -> None:
-        self.summary = summary
+        self.summary = plan.summary
         self.steps = self.steps_of_others = 0
         self.settled = False
         self._found: ConversionSummary | None = None
         self._model = weakref.ref(uncompiled(model))  # a caller may drop a compiled module
-        self._again = again
+        self._policy: Policy | None = replace(plan.policy, fuse=False)
         self._report = report
         self._idle_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._never = NOT_YET
@@ -177,6 +80,7 @@ class FirstStep:
         self._before: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
         self._attentions: dict[str, Owner] = {}
         self._entered: dict[str, int] = {}
+        self._flops: StepFlops | None = None
         self.begun = False
         if begins:
             self.begin()
@@ -190,8 +94,8 @@ class FirstStep:
         self._enabled_before = num_enabled_regions()
         model = self._model()
         for module in () if model is None else model.modules():
-            if (record := _record(module)) is not None:
-                self._before[module] = _counts(record)
+            if (counts := _counts(module)) is not None:
+                self._before[module] = counts
         for planned in (*self.summary.norms, *self.summary.mlps):
             forget_what_ran(planned, self._modules.get(planned.name))
         self._attentions = {
@@ -201,12 +105,13 @@ class FirstStep:
         }
         self._entered = {name: owner.calls for name, owner in self._attentions.items()}
         for owner in self._attentions.values():
-            watch(owner, True)
+            owner.watched = True
         self._flops = None if model is None or _is_compiled(model) else StepFlops()
 
     def counted(self) -> AbstractContextManager[Any]:
         """A context that counts the FLOPs of the first step. FLOPs of compiled models are not counted."""
-        return nullcontext() if not self.begun or self._flops is None or self._found is not None else self._flops
+        flops = None if self._found is not None else self._flops
+        return nullcontext() if flops is None or flops in _get_current_dispatch_mode_stack() else flops
 
     def after_step(self) -> ConversionSummary | None:
         """Called after each training step. It returns the table with the layers that ran if there is news, else None.
@@ -221,57 +126,64 @@ class FirstStep:
     def finish(self) -> ConversionSummary:
         """The table with the layers that ran. Planned FP8 layers that did not run in FP8 have a reason."""
         self.stop()
-        found = self._kept(self.summary)
-        self._idle_at_first.update(each for each in self._before if isinstance(each, LinearLayer) and self._idle(each))
-        flops = 0 if self._flops is None else self._flops.get_total_flops()
-        if self._flops is not None and not self._flops.failed and flops and not self._may_be_compiled(found):
-            self._found = found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
-        return found
+        found = self._updated()
+        layers = [each for each in self._before if isinstance(each, LinearLayer)]
+        self._idle_at_first.update(
+            each for each in layers if not self._since(each)[0] and not self._may_be_traced(each)
+        )
+        if self._flops is None or self._flops.failed or not (flops := self._flops.total):
+            return found
+        modules = [self._modules.get(self._owner(layer)) for layer in found.layers if layer.fp8 and layer.ran is None]
+        if not any(  # compiled code does not count forwards
+            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
+            for each in modules
+        ):
+            self._found = replace(found, flops=flops, flops_in_fp8=self._flops.in_fp8)
+        return self._found or found
 
     def settle(self) -> ConversionSummary | None:
         """The table in which layers that no step has called have that reason. It is returned once."""
         if self.settled or self.steps < 2:  # layers may run in later steps
             return None
-        first = self._found or self.finish()
+        if self._found is None:
+            self.finish()
         self.settled = True
         self._never = f"{NOT_CALLED} in the first {self.steps} training steps"
-        return self._kept(first)
+        return self._updated()
 
     def later(self) -> ConversionSummary:
         """The table with layers that have run or changed since; of a model without a first step, the plan."""
-        return self.summary if self._found is None else self._kept(self._found)
+        return self.summary if self._found is None else self._updated()
 
-    def _kept(self, summary: ConversionSummary) -> ConversionSummary:
-        """``summary`` with the rows of now."""
-        now = self._modules_now()
+    def _updated(self) -> ConversionSummary:
+        """The table with the rows of now, which is kept."""
+        model, found = self._model(), self._found or self.summary
+        named = () if model is None else model.named_modules(remove_duplicate=False)
+        now = {clean_name(name): module for name, module in named}
         norms, mlps = (
             tuple(judged_fused(each, self._modules.get(each.name), now.get(each.name), self._never) for each in fused)
             for fused in (self.summary.norms, self.summary.mlps)
         )
-        model, rows = self._model(), self._judged_rows(now)
-        elsewhere = summary.elsewhere if model is None else computed_by_liger(model)
-        self._found = replace(summary, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
+        rows = self.summary.layers if model is None else self._judged_rows(model, now)
+        elsewhere = found.elsewhere if model is None else computed_by_liger(model)
+        self._found = replace(found, layers=rows, norms=norms, mlps=mlps, elsewhere=elsewhere, fallbacks=fallbacks())
         return self._found
 
     def stop(self) -> None:
         """Stop recording calls of attention."""
         for owner in self._attentions.values():
-            watch(owner, False)
+            owner.watched = False
 
     # Optimizer steps, outside a Trainer
 
-    def stepped(self) -> None:
-        """Report the table after an optimizer step if there is news."""
-        if in_backward():  # of one parameter; others have none of their gradients yet
-            if self._stepped_before not in waiting:
-                waiting.append(self._stepped_before)
-        elif (summary := self.after_step()) is not None and self._report is not None:
-            self._report(summary)
-
-    def _stepped_before(self) -> bool:
-        if in_backward():  # a region of a recomputed forward
+    def stepped(self) -> bool:
+        """Report the table after an optimizer step if there is news, and return True; later in a backward pass."""
+        if in_backward():  # where steps of one parameter, and regions of recomputed forwards, may be
+            if self.stepped not in waiting:
+                waiting.append(self.stepped)
             return False
-        self.stepped()
+        if (summary := self.after_step()) is not None and self._report is not None:
+            self._report(summary)
         return True
 
     # What a layer did
@@ -279,17 +191,8 @@ class FirstStep:
     def _owner(self, layer: LayerDecision) -> str:
         return layer.name if layer.name in self._names else layer.name.rpartition(".")[0]
 
-    def _modules_now(self) -> dict[str, nn.Module]:
-        """The modules of the model as it is now, by all of their names."""
-        model = self._model()
-        named = () if model is None else model.named_modules(remove_duplicate=False)
-        return {clean_name(name): module for name, module in named}
-
-    def _judged_rows(self, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
-        """The rows of the model as it is now, and of layers that are gone."""
-        model = self._model()
-        if model is None:
-            return self.summary.layers
+    def _judged_rows(self, model: nn.Module, now: dict[str, nn.Module]) -> tuple[LayerDecision, ...]:
+        """The rows of the model as it is ``now``, modules by all of their names, and of layers that are gone."""
         names = {id(module): name for name, module in reversed(now.items())}  # the first of several
         places = {name: names[id(each)] for name, each in self._modules.items() if id(each) in names}
         taken = set(places.values())
@@ -300,17 +203,15 @@ class FirstStep:
             owner = self._owner(layer)
             module = now.get(owner)
             if (place := places.get(owner)) is not None:
-                row = self._judged(layer, now[place], now.get(place.rpartition(".")[0]))
-                row = replace(row, name=place + layer.name.removeprefix(owner))
-                rows[row.name] = row
+                name = place + layer.name.removeprefix(owner)
+                rows[name] = replace(self._judged(layer, now[place]), name=name)
             elif layer.fp8 and (module is None or owner in taken):
                 gone.append(_gone(layer, "removed from the model"))
             elif layer.fp8:
                 replaced[layer.name] = layer, module
         for row in self._planned_again(model):
             if (name := row.name) not in rows:
-                module = now.get(name, now.get(name.rpartition(".")[0]))
-                rows[name] = self._appeared(row, module, now.get(name.rpartition(".")[0]))
+                rows[name] = self._appeared(row, now.get(name, now.get(name.rpartition(".")[0])))
         for name, (layer, module) in replaced.items():
             owner = self._owner(layer)
             first = names[id(module)]
@@ -321,10 +222,11 @@ class FirstStep:
         return (*in_order, *gone)
 
     def _planned_again(self, model: nn.Module) -> Sequence[LayerDecision]:
+        """The rows of the model as it is now, which has those of layers that have appeared since."""
         try:
-            return () if self._again is None else self._again(model).layers
+            return () if self._policy is None else plan_conversion(model, self._policy).summary.layers
         except Exception as error:  # a function in skip does not know the new layers; do not stop training
-            self._again = None
+            self._policy = None
             warnings.warn(
                 "the table of layers has no rows of those that were added after the conversion, which run in high "
                 f"precision: skip raises {type(error).__name__}: {error}",
@@ -332,16 +234,19 @@ class FirstStep:
             )
             return ()
 
-    def _appeared(self, row: LayerDecision, module: nn.Module | None, parent: nn.Module | None) -> LayerDecision:
+    def _appeared(self, row: LayerDecision, module: nn.Module | None) -> LayerDecision:
         """The row of a layer that was not there when the model was converted."""
         row = replace(row, high_precision=next((layer.high_precision for layer in self.summary.layers), "BF16"))
         if isinstance(module, LinearLayer):
-            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module, parent)
+            return self._judged(replace(row, fp8=module.fp8, reason="" if module.fp8 else row.reason), module)
         return replace(row, ran=False, reason=APPEARED) if row.fp8 else row
 
-    def _judged(self, layer: LayerDecision, module: nn.Module, parent: nn.Module | None) -> LayerDecision:
+    def _judged(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
+        fp8, high_precision = since = self._since(module)
         if layer.kind == ATTENTION:
-            return self._judged_attention(layer, module)
+            owner = self._attentions.get(layer.name)
+            calls = 0 if owner is None else owner.calls - self._entered[layer.name]
+            return judged(layer, module, owner, since, calls, OUTSIDE if high_precision else NOT_YET)
         if not isinstance(module, LinearLayer):
             if not layer.fp8:
                 return layer
@@ -350,7 +255,6 @@ class FirstStep:
             )
         if module.slower:
             return replace(layer, ran=False, reason=module.slower)
-        fp8, high_precision = self._since(module)
         if fp8:
             reasons = (
                 layer.reason if layer.fp8 else "",
@@ -361,15 +265,9 @@ class FirstStep:
             return replace(layer, fp8=True, ran=True, reason="; ".join(filter(None, reasons)))
         if not layer.fp8 or (not high_precision and self._may_be_traced(module)):
             return layer
-        return replace(layer, ran=False, reason=self._why_idle(layer, module, parent, bool(high_precision)))
+        return replace(layer, ran=False, reason=self._why_idle(layer, module, bool(high_precision)))
 
-    def _judged_attention(self, layer: LayerDecision, module: nn.Module) -> LayerDecision:
-        owner = self._attentions.get(layer.name)
-        since = self._since(module)
-        calls = 0 if owner is None else owner.calls - self._entered[layer.name]
-        return judged(layer, module, owner, since, calls, OUTSIDE if since[1] else NOT_YET)
-
-    def _why_idle(self, layer: LayerDecision, module: LinearLayer, parent: nn.Module | None, called: bool) -> str:
+    def _why_idle(self, layer: LayerDecision, module: LinearLayer, called: bool) -> str:
         if not module.fp8:
             return "a later conversion keeps it in high precision"
         if why := foreign_weight(module):
@@ -382,11 +280,11 @@ class FirstStep:
         if "forward" in vars(module) and not calls_own_forward(module):
             return "its forward was replaced on the instance and does not call ours"
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
-            self._readers[layer.name] = (
-                f"{type(parent).__name__} read its weight and did not call it in the first training step"
-            )
+            model = self._model() or module
+            parent = next((each for each in model.modules() if module in each._modules.values()), model)
+            self._readers[layer.name] = type(parent).__name__
         if layer.name in self._readers:  # later its gradient may be gone
-            return self._readers[layer.name]
+            return f"{self._readers[layer.name]} read its weight and did not call it in the first training step"
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return FROZEN  # an average of the weights, or the base layer of an adapter
         return self._never
@@ -396,40 +294,26 @@ class FirstStep:
 
         Those of a module that was only called in evaluation mode are its evaluations.
         """
-        record = _record(module)
-        if record is None:
-            return 0, 0
-        before = self._before.get(module, (0, 0, 0, 0))
-        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(_counts(record), before))
+        nothing = 0, 0, 0, 0
+        counts, before = _counts(module) or nothing, self._before.get(module, nothing)
+        fp8, high_precision, evaluations, in_fp8 = (now - then for now, then in zip(counts, before))
         return (fp8, high_precision) if fp8 or high_precision else (in_fp8, evaluations - in_fp8)
 
     def _anything_ran(self) -> bool:
-        counted = self._flops is not None and self._flops.get_total_flops() > 0
-        if counted or any(isinstance(each, LinearLayer) and self._called(each) for each in list(self._before)):
+        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
+        if self._flops is not None and self._flops.total > 0:
+            return True
+        layers = [each for each in self._before if isinstance(each, LinearLayer)]
+        if any(any(self._since(each)) or was_traced(*each.features) for each in layers):
             return True
         model = self._model()
         return model is not None and any(parameter.grad is not None for parameter in model.parameters())
 
-    def _called(self, layer: LinearLayer) -> bool:
-        """Whether a layer was called, or may have been called in compiled code, which does not count forwards."""
-        return any(self._since(layer)) or was_traced(*layer.features)
-
-    def _idle(self, layer: LinearLayer) -> bool:
-        return not self._since(layer)[0] and not self._may_be_traced(layer)
-
     def _may_be_traced(self, layer: LinearLayer) -> bool:
         """Whether compiled code may have multiplied in FP8 for ``layer``; the ops that it calls are counted."""
         flops = self._flops
-        nothing_in_fp8 = flops is not None and not flops.failed and flops.get_total_flops() > 0 and not flops.in_fp8
+        nothing_in_fp8 = flops is not None and not flops.failed and flops.total > 0 and not flops.in_fp8
         return was_traced(*layer.features) and not nothing_in_fp8
-
-    def _may_be_compiled(self, summary: ConversionSummary) -> bool:
-        """Whether an FP8 layer may have run in compiled code, which does not count forwards."""
-        modules = [self._modules.get(self._owner(layer)) for layer in summary.layers if layer.fp8 and layer.ran is None]
-        return any(
-            isinstance(each, LinearLayer) and self._may_be_traced(each) and not any(self._since(each))
-            for each in modules
-        )
 
 
 def _gone(layer: LayerDecision, what: str) -> LayerDecision:
@@ -456,14 +340,12 @@ def _of_replaced(
     return replace(row, fp8=True, ran=ran, reason="; ".join(reasons))
 
 
-def _record(module: nn.Module | None) -> LayerRecord | None:
-    if isinstance(module, FP8Module):
-        return module.record
-    owner = owner_of(module)
-    return None if owner is None else owner.record
-
-
-def _counts(record: LayerRecord) -> tuple[int, ...]:
+def _counts(module: nn.Module | None) -> tuple[int, int, int, int] | None:
+    """The forwards of a layer, or calls of attention; None of other modules."""
+    known = module if isinstance(module, FP8Module) else owner_of(module)
+    if known is None:
+        return None
+    record = known.record
     return record.fp8, record.high_precision, record.evaluations, record.evaluations_in_fp8
 
 

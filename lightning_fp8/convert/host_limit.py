@@ -51,10 +51,10 @@ class HostLimit:
             self.begun = _clock(), _event()
         return True
 
-    def stepped(self) -> None:
-        """Called after an optimizer step on a GPU."""
+    def stepped(self) -> bool:
+        """Called after an optimizer step on a GPU; tells what was found and returns True after the last one."""
         if not self.is_begun:
-            return
+            return False
         self.steps += 1
         if self.begun is not None and self.launched is not None:
             caught_up = self.launched.query()
@@ -62,9 +62,7 @@ class HostLimit:
         self.is_begun, self.begun, self.launched = False, None, None
         if self.steps < LAST:
             waiting.append(self.begins)
-
-    def conclude(self) -> None:
-        """Tell what was found."""
+            return False
         count = sum(caught_up for caught_up, *_ in self.found)
         of_gpu = [begun.elapsed_time(ended) for _, _, begun, ended in self.found if ended.query()]
         if 5 * count >= 4 * len(self.found) and of_gpu:
@@ -76,6 +74,7 @@ class HostLimit:
                 "larger; otherwise BF16 is as fast. A loop that reads a value of the GPU before the optimizer's step, "
                 "as loss.item() does, also waits"
             )
+        return True
 
 
 _watched: HostLimit | None = None
@@ -98,9 +97,7 @@ def backward_ended(_: Any = None) -> None:
 def _stepped(optimizer: Any) -> None:
     global _watched
     if _watched is not None and _is_on_gpu(optimizer):
-        _watched.stepped()
-        if _watched.steps == LAST:
-            _watched.conclude()
+        if _watched.stepped():
             _watched = None
     elif _watched is not None:
         _watched.others += 1

@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import TypeVar
+
+from lightning_fp8.names import prefixes
 
 WIDTH = 80
 _NARROWEST_REASON = 24
 _INDENT = 4
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
     """Combine rows to ``module.*`` for the outermost modules whose rows all have one reason and one precision."""
     below: dict[str, list[Row]] = {}
     for row in rows:
-        for prefix in _prefixes(row.name):
+        for prefix in prefixes(row.name):
             below.setdefault(prefix, []).append(row)
 
     def alike(first: Row, *others: Row) -> bool:
@@ -105,7 +104,7 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
     whole = {prefix for prefix, of_prefix in below.items() if alike(*of_prefix)}
     found: dict[int | str, Row] = {}
     for number, row in enumerate(rows):
-        outermost = next((prefix for prefix in _prefixes(row.name) if prefix in whole), None)
+        outermost = next((prefix for prefix in prefixes(row.name) if prefix in whole), None)
         if outermost is None:
             found[number] = row
         elif outermost not in found:
@@ -113,12 +112,6 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
             shape = shapes.pop() if len(shapes) == 1 else ""
             found[outermost] = Row(f"{outermost}.*", shape, row.precision, row.reason, len(below[outermost]))
     return list(found.values())
-
-
-def _prefixes(name: str) -> list[str]:
-    """The parents of ``a.b.c``: ``a``, ``a.b``."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _merged(

@@ -92,8 +92,8 @@ def saved_choice(history: AmaxHistory | None, part: Any = None) -> dict[str, Any
         part: the module that is saved, if it may be a part of the model.
     """
     choice = None if history is None else history.choice
-    slower = None if choice is None else choice.slower if part is None else choice.of_part(part)
-    return {} if slower is None else {"slower": dict(slower)}
+    slower = None if choice is None else choice.slower(part)
+    return {} if slower is None else {"slower": slower}
 
 
 def span_in(state: dict[str, Any]) -> Span | None:
@@ -121,34 +121,33 @@ class NonzeroScales:
     """An asynchronous copy of ``scale > 0`` on the host. It never waits for the GPU, so it lags by a step or more.
 
     A scale that is nonzero stays nonzero until a state is loaded.
+
+    Attributes:
+        values: for each slot, whether the scale is known to be nonzero; empty before the first copy.
     """
 
     def __init__(self) -> None:
-        self._nonzero: list[bool] = []
+        self.values: list[bool] = []
         self._copy: Tensor | None = None
-
-    def is_nonzero(self, index: int) -> bool:
-        """Whether the scale of the slot ``index`` is known to be nonzero."""
-        return index < len(self._nonzero) and self._nonzero[index]
 
     def read(self, scale: Tensor) -> None:
         """Read ``scale > 0`` of float32 ``[n]`` synchronously. It waits for the GPU."""
         if not scale.is_meta:
-            self._nonzero = (scale > 0).tolist()
+            self.values = (scale > 0).tolist()
 
     def poll(self, scale: Tensor) -> None:
         """Read ``scale > 0`` after an update of ``scale``, float32 ``[n]``.
 
         On a GPU, each call reads what has arrived on the host, and starts an asynchronous copy.
         """
-        if is_capturing() or (self._nonzero and all(self._nonzero)):
+        if is_capturing() or (self.values and all(self.values)):
             return
         if not scale.is_cuda:
-            self._nonzero = (scale > 0).tolist()
+            self.values = (scale > 0).tolist()
         else:
             if self._copy is None:
                 self._copy = torch.zeros(scale.shape, dtype=torch.bool, pin_memory=True)
-            self._nonzero = self._copy.tolist()  # an incomplete copy is right, too: True stays True
+            self.values = self._copy.tolist()  # an incomplete copy is right, too: True stays True
             self._copy.copy_(scale > 0, non_blocking=True)
 
     def __reduce__(self) -> tuple[type[NonzeroScales], tuple[()]]:
@@ -213,7 +212,8 @@ class Slot:
         """Whether the scale is known to be nonzero, without waiting for the GPU."""
         if torch.compiler.is_dynamo_compiling():  # False for torch.export's default, which runs Python code
             return False  # a value that changes later would recompile
-        known = self.history.nonzero_scales.is_nonzero(self.index)
+        nonzero = self.history.nonzero_scales.values
+        known = self.index < len(nonzero) and nonzero[self.index]
         if not known and is_capturing():
             text = "a CUDA graph captures FP8 casts whose scales may be 0, which each replay checks. Before a capture"
             warnings.warn(f"{text}, {WARM_UP}", stacklevel=2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
+from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.shared_input import InputCast
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
@@ -78,15 +78,15 @@ class GatedMLPFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_wg, needs_wu, needs_wd, _ = ctx.needs_input_grad[1:]
         shared, up = mlp.shared, mlp.up
-        x8, g = mlp.gate.forward_of_input(x, wg, None, mlp.dtype, shared, columnwise=needs_wg)
+        g, x8 = mlp.gate.forward(x, wg, None, mlp.dtype, shared, columnwise=needs_wg)
         x8_up = u = None
         if up is not None and wu is not None:
             # After the cast, which has the amax.
             if shared is not None and not shared.serve(up.slots[Role.INPUT], up.observe):
                 shared = None
-            x8_up, u = up.forward_of_input(x, wu, None, mlp.dtype, shared, columnwise=needs_wu)
+            u, x8_up = up.forward(x, wu, None, mlp.dtype, shared, columnwise=needs_wu)
         a8 = mlp.activated(g, u, columnwise=needs_wd)
-        y = mlp.down.forward(a8, wd, bd, mlp.dtype)
+        y, _ = mlp.down.forward(a8, wd, bd, mlp.dtype)
         kept = (g, u) if needs_x or needs_wg or needs_wu else (None, None)
         of_gate_and_up = *mlp.gate.saved(x8), *mlp.gate.saved(x8_up)
         of_dgrad = *((wg, wu) if needs_x else (None, None)), None if kept[0] is None else wd

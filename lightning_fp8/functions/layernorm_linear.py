@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Normalized
 
@@ -83,7 +83,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         needs_wgrad = ctx.needs_input_grad[3]
         needs_norm = any(ctx.needs_input_grad[:3])
         x8, statistics = quantized_norm(x, norm_weight, norm_bias, norm, product, columnwise=needs_wgrad)
-        y = product.forward(x8, weight, bias, dtype)
+        y, _ = product.forward(x8, weight, bias, dtype)
         kept = (x, statistics, norm_weight) if needs_norm else (None, None, None)
         ctx.save_for_backward(*kept, weight, *product.saved(x8))
         ctx.bias_dtype = None if bias is None else bias.dtype

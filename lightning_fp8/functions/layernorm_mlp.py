@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.layernorm_linear import norm_gradients, quantized_norm
-from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Normalized, Quantized
 from lightning_fp8.ops.activation import activated, activated_backward
@@ -43,7 +43,8 @@ class MLP(NamedTuple):
     ) -> tuple[Normalized, Tensor]:  # fmt: skip
         """The norm's result, and the output of fc1: ``[R, F]``, or ``[R, 2 F]`` with a gated activation."""
         normed = quantized_norm(x, norm_weight, norm_bias, self.norm, self.fc1, columnwise=columnwise, again=again)
-        return normed, self.fc1.forward(normed.operands, weight, bias, self.dtype, again=again)
+        h, _ = self.fc1.forward(normed.operands, weight, bias, self.dtype, again=again)
+        return normed, h
 
     def activated(self, h: Tensor, *, rowwise: bool, columnwise: bool, again: bool = False) -> Quantized:
         """The input of fc2, given the output of fc1."""
@@ -70,7 +71,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         keeps = not mlp.recompute
         normed, h = mlp.first_half(x, norm_weight, norm_bias, w1, b1, columnwise=needs[3] and keeps)
         a8 = mlp.activated(h, rowwise=True, columnwise=needs[5] and keeps)
-        y = mlp.fc2.forward(a8, w2, b2, mlp.dtype)
+        y, _ = mlp.fc2.forward(a8, w2, b2, mlp.dtype)
         if mlp.recompute:
             ctx.save_for_backward(x, norm_weight, w1, w2, norm_bias, b1)
         else:

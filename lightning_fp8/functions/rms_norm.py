@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.linear import refuse_second_derivatives
+from lightning_fp8.functions.product import refuse_second_derivatives
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -60,11 +60,6 @@ class InputCast:
         slot.readers = max(slot.readers, slot.readers_of_last)
         slot.readers_of_last = 0
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the first layer is reading the input, and there are no copies yet."""
-        return self.rowwise is None and self.columnwise is None and self.reads <= 1
-
     def clear(self, _: object = None) -> None:
         """Drop all references. Called when the input is deallocated."""
         self.slot = self.rowwise = self.columnwise = self.storage = None
@@ -88,17 +83,13 @@ class InputCast:
             torch.maximum(slot.amax, first_slot.amax, out=slot.amax)
         return True
 
-    def lacks(self, columnwise: bool) -> tuple[bool, bool]:
-        """Whether the rowwise and the columnwise copy still have to be cast for the layer that reads now."""
-        return self.rowwise is None, columnwise and self.columnwise is None
-
-    def complete(self, made: Quantized | None) -> Quantized:
-        """The existing copies together with those that were just ``made``."""
-        rowwise, columnwise = made or (None, None)
-        copies = Quantized(rowwise or self.rowwise, columnwise or self.columnwise)
+    def complete(self, made: Quantized | None, columnwise: bool) -> Quantized:
+        """The existing copies together with those that were just ``made``; with ``columnwise`` that of xᵀ, too."""
+        of_x, of_x_t = made or (None, None)
+        copies = Quantized(of_x or self.rowwise, of_x_t or self.columnwise)
         another_reads = self.slot is not None and (not self.slot.readers or self.reads < self.slot.readers)
         self.rowwise, self.columnwise = copies if another_reads else (None, None)
-        return copies
+        return copies if columnwise else Quantized(copies.rowwise, None)
 
 
 def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
@@ -113,12 +104,8 @@ def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | 
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
     # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
     enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return _version(x), dtype, slot.history.updates, stream, enclosing, backward
-
-
-def _version(x: Tensor) -> tuple[int, int]:
-    """The identity of the values of ``x``. The version alone does not change when ``data`` is assigned."""
-    return x._version, x.untyped_storage()._cdata
+    # The version alone does not change when ``data`` is assigned.
+    return x._version, x.untyped_storage()._cdata, dtype, slot.history.updates, stream, enclosing, backward
 
 
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
 from lightning_fp8.fp8_region import current_context
-from lightning_fp8.functions.linear import Slots
+from lightning_fp8.functions.product import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes

@@ -13,27 +13,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_fp8 import fp8_region, ops
-from lightning_fp8.arguments import refuse_sharded, refuse_transforms, require_bool
+from lightning_fp8.arguments import is_dtensor, refuse_sharded, refuse_transforms, require_bool
 from lightning_fp8.faster import AWAITED, compared, least_rows
 from lightning_fp8.fp8_region import DISABLED, FP8Context
-from lightning_fp8.functions.linear import (
-    Delayed,
-    HighPrecisionGradientsFunction,
-    LinearFunction,
-    MainGrad,
-    ObserveGradFunction,
-    Product,
-    RedirectedFunction,
-    mark_stale,
-    without_gradient,
-)
+from lightning_fp8.functions.linear import HighPrecisionGradientsFunction, LinearFunction, ObserveGradFunction
+from lightning_fp8.functions.main_grad import Delayed, MainGrad, RedirectedFunction, mark_stale
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.record import note_traced_outside_fp8
 from lightning_fp8.modules.weight_cache import WeightCachingModule
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
-from lightning_fp8.parallel.sharded_linear import is_sharded, sharded_linear
+from lightning_fp8.parallel.sharded_linear import sharded_linear
 from lightning_fp8.traced import note_traced
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.model_init import concatenated
@@ -94,11 +86,10 @@ class LinearLayer(WeightCachingModule):
             return (output, bias) if self.return_bias else output
         (product, *_), dtype = self._products(input, (weight,), (added_bias,), context, is_first_microbatch)
         # Under autocast, the cast to FP8 reads the input as it is; anything else reads it in autocast's dtype.
-        casts = (
-            input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not is_sharded(weight)
-        )
+        sharded = type(weight) is not nn.Parameter and is_dtensor(weight)
+        casts = input.dtype in ops.HIGH_PRECISION and product.recipe.backward_override is None and not sharded
         x = input if casts or input.dtype is dtype else input.to(dtype)
-        if is_sharded(weight):
+        if sharded:
             self._refuse_backward_override(product, "layers whose weight is a DTensor; leave it out")
             y = sharded_linear(x, weight, added_bias, product, dtype, self.output_layout)
             return (y, bias) if self.return_bias else y
@@ -181,7 +172,8 @@ class LinearLayer(WeightCachingModule):
         context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         kept = bool(self.slower) and (not in_backward or self._ran_slower)
         record, in_fp8 = self._record or self.record, context.enabled and self.fp8 and not (foreign or kept)
-        record.note_region(in_fp8, context.outside)
+        if record.watch is not None and not record.watch.settled:
+            record.note_region(in_fp8, context.outside)
         if in_backward:  # recomputation, which repeats a forward that has been counted
             return DISABLED if foreign or kept else context
         if self._ran_slower is not kept:
@@ -201,7 +193,7 @@ class LinearLayer(WeightCachingModule):
         return self._ran_slower or not fp8_region.in_backward()
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        if is_sharded(self._parameters.get("weight")):
+        if is_dtensor(self._parameters.get("weight")):
             return ""
         limit = least_rows(input.device, context.recipe.name, *self.matrices[""])
         return compared(*limit, input.numel() // input.shape[-1])
@@ -232,14 +224,15 @@ class LinearLayer(WeightCachingModule):
         """The registered weights and biases."""
         return [getattr(self, name) for name in self.weight_names], [getattr(self, name) for name in self.bias_names]
 
-    def _parameter(self, name: str) -> Any:
-        parameters = self._parameters  # faster than a module's __getattr__
-        return parameters[name] if name in parameters else getattr(self, name)
-
     def _weight_and_bias(self) -> tuple[Tensor, Any]:
         """The weight ``[N, K]`` and the bias; split parameters are concatenated."""
         if len(self.weight_names) == 1:
-            return self._parameter(self.weight_names[0]), self._parameter(self.bias_names[0])
+            (weight,), (bias,) = self.weight_names, self.bias_names
+            own = self._parameters  # faster than a module's __getattr__
+            return (
+                own[weight] if weight in own else getattr(self, weight),  # type: ignore[return-value]
+                own[bias] if bias in own else getattr(self, bias),
+            )
         weights, biases = self.weights_and_biases()
         if any(map(is_foreign, weights)):
             raise TypeError(
@@ -288,50 +281,49 @@ class LinearLayer(WeightCachingModule):
             products = [Product(recipe, of_gemm, observe) for of_gemm in slots]
             if not compiling:
                 self._last_products = products  # setting a module's attribute is slow, so only a change is set
-        if (
-            not compiling  # compiled code would have guards on the cache
-            and (is_first_microbatch is not None or context.weight_period is not None or self._weight_cache)
-            and not is_sharded(weights[0])
-        ):
-            products = self._with_cached_weights(products, weights, is_first_microbatch, context)
-        if self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
-            waiting = self.delayed_wgrads or [None] * len(products)
+        caches = not compiling and (  # compiled code would have guards on the cache
+            is_first_microbatch is not None or context.weight_period is not None or bool(self._weight_cache)
+        )
+        if caches or self.fuse_wgrad_accumulation or self.delayed_wgrads is not None:
             products = [
-                each.redirected(each.cached_weight, self._main_grad(weight, is_first_microbatch), delayed)
-                for each, weight, delayed in zip(products, weights, waiting)
+                each.redirected(
+                    self._cached_weight(weight, names, each, is_first_microbatch, context) if caches else None,
+                    self._main_grad(weight, is_first_microbatch),
+                    None if self.delayed_wgrads is None else self.delayed_wgrads[gemm],
+                )
+                for gemm, (each, weight, names) in enumerate(zip(products, weights, self._names_of_weights()))
             ]
         return products, autocast_dtype(input.device.type) or input.dtype
+
+    def _names_of_weights(self) -> list[tuple[str, ...]]:
+        """For each of :attr:`gemms`, the names of the parameters that hold its weight's rows."""
+        return [self.weight_names] if len(self.gemms) == 1 else [(name,) for name in self.weight_names]
 
     def _check_sharded(self, input: Tensor, weight: Tensor) -> None:
         """Raises:
         TypeError: If the input is a DTensor, which this kind of layer does not support.
         """
-        if not is_sharded(weight):
+        if not is_dtensor(weight):
             refuse_sharded(self.kind, input=input)
-
-    def _with_cached_weights(
-        self,
-        products: list[Product],
-        weights: tuple[Tensor, ...],
-        is_first_microbatch: bool | None,
-        context: FP8Context,
-    ) -> list[Product]:
-        names = [self.weight_names] if len(products) == 1 else [(name,) for name in self.weight_names]
-        cached = [
-            self._cached_weight(weight, of_weight, product, is_first_microbatch, context)
-            for product, weight, of_weight in zip(products, weights, names)
-        ]
-        return [each.redirected(kept) for each, kept in zip(products, cached)]
 
     def _calibrating_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None, gemm: int = 0) -> Tensor:
         refuse_transforms(self.kind, input, weight, bias)
         refuse_sharded(self.kind, input=input, weight=weight)
-        slots = self.ensure_slots(input.device)[gemm]
-        ops.observe(input.detach(), slots[Role.INPUT].amax)
+        self._observe(gemm, input, weight)
+        return self._observed(gemm, self._high_precision(input, weight, bias))
+
+    def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:
+        """Calibrate: observe the amaxes of the operands of one of :attr:`gemms`."""
+        slots = self.ensure_slots(x.device)[gemm]
+        ops.observe(x.detach(), slots[Role.INPUT].amax)
         ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
         slots[Role.INPUT].history.calibrated = True
-        output = self._high_precision(input, weight, bias)
-        return ObserveGradFunction.apply(output, slots[Role.GRAD_OUTPUT]) if output.requires_grad else output
+
+    def _observed(self, gemm: int, y: Tensor) -> Tensor:
+        """Calibrate: return ``y``, with a backward that observes the amax of its gradient."""
+        slot = self.ensure_slots(y.device)[gemm][Role.GRAD_OUTPUT]
+        observed: Tensor = ObserveGradFunction.apply(y, slot) if y.requires_grad else y
+        return observed
 
     def _high_precision(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -362,10 +354,9 @@ class LinearLayer(WeightCachingModule):
         """
         if self.delayed_wgrads is None or not any(weight.requires_grad for weight in self.weights_and_biases()[0]):
             return
-        names = [self.weight_names] if len(self.delayed_wgrads) == 1 else [(name,) for name in self.weight_names]
-        for delayed, of_gemm in zip(self.delayed_wgrads, names):
+        for delayed, of_gemm in zip(self.delayed_wgrads, self._names_of_weights()):
             weights = [getattr(self, name) for name in of_gemm]
-            if any(map(is_sharded, weights)):
+            if any(map(is_dtensor, weights)):
                 raise NotImplementedError(
                     "delay_wgrad_compute=True is not supported for DTensor weights, such as FSDP2's: FSDP2 reduces "
                     "gradients in the backward pass; leave it out"
@@ -481,7 +472,7 @@ def is_foreign(weight: Any) -> bool:
 
 
 def _local(weight: Any) -> Any:
-    return weight._local_tensor if is_sharded(weight) and not torch.compiler.is_compiling() else weight
+    return weight._local_tensor if is_dtensor(weight) and not torch.compiler.is_compiling() else weight
 
 
 @torch.compiler.assume_constant_result

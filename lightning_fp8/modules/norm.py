@@ -20,7 +20,7 @@ from lightning_fp8.functions.norm import Norm, normalize
 from lightning_fp8.modules.initialization import refuse_meta
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import GroupTaker
-from lightning_fp8.parallel.collectives import SumGradient
+from lightning_fp8.parallel.regions import sum_gradients
 from lightning_fp8.te.arguments import checked_arguments
 from lightning_fp8.te.keys import EXTRA_STATE
 
@@ -94,7 +94,7 @@ class _GammaModule(GroupTaker):
                     "call set_tensor_parallel_group(tp_group) first"
                 )
             return [*parameters]
-        return [None if each is None else SumGradient.apply(each, group) for each in parameters]
+        return sum_gradients(*parameters, group=group)
 
     def reset_parameters(self) -> None:
         """Set gamma to 1 and beta to 0.

@@ -84,8 +84,8 @@ class LayerRecord:
             self.high_precision += 1
 
     def note_region(self, fp8: bool, outside: bool) -> None:
-        """Tell the watch, if there is one, in what a forward or its recomputation ran."""
-        if self.watch is None or self.watch.settled or not torch.is_grad_enabled():
+        """Tell the watch in what a forward or its recomputation ran."""
+        if self.watch is None or not torch.is_grad_enabled():
             return
         if fp8:
             self.watch.settled = True

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fp8 import ops
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.functions.linear import ObserveGradFunction, Product, without_gradient
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
-from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.parallel.collectives import require_shared_scales
 from lightning_fp8.parallel.function import Parallel, parallel_linear
 from lightning_fp8.parallel.pieces import Cut
@@ -257,19 +255,6 @@ class CutLayer(GroupTaker, LinearLayer):
             weight = without_gradient(weight)
         return parallel_linear(x.to(dtype), weight, bias, product, dtype, parallel)
 
-    def _observe(self, gemm: int, x: Tensor, weight: Tensor) -> None:
-        """Calibrate: observe the amaxes of the operands of one of the layers."""
-        slots = self.ensure_slots(x.device)[gemm]
-        ops.observe(x.detach(), slots[Role.INPUT].amax)
-        ops.observe(weight.detach(), slots[Role.WEIGHT].amax)
-        slots[Role.INPUT].history.calibrated = True
-
-    def _observed(self, gemm: int, y: Tensor) -> Tensor:
-        """Calibrate: return ``y``, with a backward that observes the amax of its gradient."""
-        slot = self.ensure_slots(y.device)[gemm][Role.GRAD_OUTPUT]
-        observed: Tensor = ObserveGradFunction.apply(y, slot) if y.requires_grad else y
-        return observed
-
     def _product_of_piece(
         self,
         x: Tensor,
@@ -295,7 +280,7 @@ class CutLayer(GroupTaker, LinearLayer):
         """The bias that is returned with y. Callers add it to a shard of the sequence, so its gradient is summed."""
         if mode != "row" or not self.tensor_parallel.sequence:
             return bias
-        return sum_gradients(bias, parallel=self.tensor_parallel.over(mode))[0]
+        return sum_gradients(bias, group=self.tensor_parallel.over(mode).group)[0]
 
 
 def cut_linear(

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8 import ops, optimizer_steps
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
-from lightning_fp8.parallel.sharded_linear import is_sharded
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 
 
@@ -139,8 +139,8 @@ class WeightCachingModule(FP8Module):
             parameter_names: the names of the parameters that hold its rows.
             context: decides whether to cache if ``is_first_microbatch`` is None.
         """
-        if torch.compiler.is_compiling():
-            return None  # first: compiled code would have guards on all that is read below
+        if is_dtensor(weight):
+            return None
         if isinstance(weight, FP8Tensor) and (weight.is_gathered or is_cast_for(weight, product.cast(Role.WEIGHT))):
             return None  # already in FP8
         if is_capturing() or optimizer_steps.are_captured:
@@ -186,7 +186,7 @@ class WeightCachingModule(FP8Module):
 def _local(values: Tensor) -> Tensor:
     """This rank's part of ``values``."""
     sharded: Any = values
-    return sharded.detach().to_local() if is_sharded(values) else values.detach()  # type: ignore[no-any-return]
+    return sharded.detach().to_local() if is_dtensor(values) else values.detach()  # type: ignore[no-any-return]
 
 
 def _differ(before: Tensor, held: Tensor | None) -> bool:
@@ -198,7 +198,7 @@ def _differ(before: Tensor, held: Tensor | None) -> bool:
 
 def _is_in_place(given: Any, held: Tensor | None) -> bool:
     """Whether a sharded state dict has the memory of ``held``, which distributed checkpoints are read into."""
-    if not isinstance(given, Tensor) or held is None or not (is_sharded(given) and is_sharded(held)):
+    if not isinstance(given, Tensor) or held is None or not (is_dtensor(given) and is_dtensor(held)):
         return False
     return _local(given).data_ptr() == _local(held).data_ptr()
 

@@ -1,315 +1,167 @@
-"""The casts and GEMMs of a linear layer's forward or backward pass in one call, if no dispatch mode observes the ops.
+"""A linear layer's forward or backward pass: its casts, then its GEMMs.
 
-The implementations, the plans and all bits of the results are those of ``quantize`` and ``scaled_mm``. Arguments and
-dispatch modes are checked only once for each pass. A pass has one plan with one key, which also determines the operands
-between casts and GEMMs. A layer keeps the plan of its last call (:class:`KeptPlan`).
+The first call with tensors of new keys calls the ops, which check their arguments, and keeps the functions that these
+ran, the *steps*. Later calls with tensors of the same keys run the steps alone, unless torch's dispatcher would do more
+with an op than select its implementation (:func:`lightning_fp8.ops.op.is_watched`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_fp8.numerics.scaled import Cast, Layout
+from lightning_fp8.numerics.scaled import Cast
 from lightning_fp8.ops import plans
-from lightning_fp8.ops.cast import Outputs, kernel_allocations, quantize_op, transposed_operand
-from lightning_fp8.ops.checks import HIGH_PRECISION
+from lightning_fp8.ops.cast import quantize_op, transposed_operand
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
-from lightning_fp8.ops.memory import KeyAndDevice, OperandKey, PlainKey, key_and_device, tensor_key
-from lightning_fp8.ops.op import Op, are_plain, increment_version, is_watched
-from lightning_fp8.ops.plans import Run, cached, current_device
+from lightning_fp8.ops.memory import ALIGNMENT, operand_key, tensor_key
+from lightning_fp8.ops.op import PLAIN_TENSORS, Op, increment_version, is_watched
+from lightning_fp8.ops.plans import Run, current_device
 
-CastKey = tuple[Any, ...]
-"""A cast's :attr:`~lightning_fp8.numerics.scaled.Cast.key`."""
+Steps = tuple["Run | None", ...]
+"""The functions that a pass calls in turn; None for what it does not compute."""
+Key = list[Any]
 
-_HIGH_PRECISION = frozenset(HIGH_PRECISION)
+MAX_KEYS = 256
+"""The number of keys whose steps a pass keeps."""
 
 
-class KeptPlan:
-    """A pass of one layer, with the casts and GEMMs that it always has, and the plan of its last call.
+class Pass:
+    """The casts and GEMMs of one layer that a forward or a backward runs, and their steps by the keys of tensors.
 
-    As long as its tensors have the same keys, a layer does not look its plan up.
+    | | a | first GEMM | second GEMM |
+    |---|---|---|---|
+    | forward | ``x [R, K]`` | ``y = x wᵀ + bias [R, N]`` | |
+    | backward | ``dy [R, N]`` | ``dx = dy w [R, K]`` | ``dw = dyᵀ x [N, K]`` |
 
     Attributes:
-        cast: the cast of the first tensor; None if the pass takes an operand.
+        a_cast, w_cast: the casts of a and of the weight; None for one whose operand is given, or that is not needed.
+        is_forward: whether the first GEMM multiplies the operand of w; otherwise it multiplies that of wᵀ.
+        first, second: the GEMMs; None for one that is not computed.
     """
 
-    __slots__ = ("_fixed", "_last", "_plan", "cast")
+    __slots__ = ("_last", "_steps", "a_cast", "first", "is_forward", "second", "w_cast")
 
-    def __init__(self, plan: Callable[..., Run | None], cast: Cast | None, *fixed: Any) -> None:
-        self._plan = plan
-        self._fixed = cast, *fixed
-        self.cast = cast
-        self._last: tuple[Any, Run | None] = None, None  # one tuple, since other threads may replace it
-
-    def run(self, *key: Any) -> Run | None:
-        last_key, run = self._last
-        current = plans.generation, key
-        if current != last_key:
-            run = self._plan(*key, *self._fixed)
-            self._last = current, run
-        return run
-
-
-def forward_pass(x_cast: Cast | None, w_cast: Cast, gemm: Gemm) -> KeptPlan:
-    """For :func:`linear_forward`. Without ``x_cast`` it takes an operand of x instead of x."""
-    return KeptPlan(_forward_plan, x_cast, w_cast, gemm)
-
-
-def backward_pass(dy_cast: Cast | None, w_cast: Cast, dx_gemm: Gemm, dw_gemm: Gemm) -> KeptPlan:
-    """For :func:`linear_backward`. Without ``dy_cast`` it takes both operands of dy instead of dy."""
-    return KeptPlan(_backward_plan, dy_cast, w_cast, dx_gemm, dw_gemm)
-
-
-def linear_forward(
-    kept: KeptPlan,
-    x: Tensor, x_scale: Tensor | None, x_amax: Tensor | None,
-    weight: Tensor, w_scale: Tensor | None, w_amax: Tensor | None, bias: Tensor | None,
-) -> tuple[Tensor, Outputs | None] | None:  # fmt: skip
-    """``x wᵀ + bias [R, N]`` of ``x [R, K]``, and the results of x's cast.
-
-    It returns None if a dispatch mode observes the ops, or if an op would copy or reject an argument. The caller then
-    calls the ops one by one.
-
-    Args:
-        x, x_scale, x_amax: a tensor, and the scale and amax of its cast; or the codes and scales of an operand, and
-            None.
-    """
-    if is_watched() or not are_plain(x, x_scale, weight, bias):
-        return None
-    run = kept.run(
-        x.device, x.is_cuda and current_device(), tensor_key(x), _key_of_scale(kept, x_scale),
-        x_amax is not None, key_and_device(weight), None if w_scale is None else w_scale.device, w_amax is not None,
-        None if bias is None else key_and_device(bias),
-    )  # fmt: skip
-    if run is None:
-        return None
-    results: tuple[Tensor, Outputs | None] = run(x, x_scale, x_amax, weight, w_scale, w_amax, bias)
-    if w_amax is not None:
-        increment_version((w_amax,) if x_amax is None else (x_amax, w_amax))
-    return results
-
-
-def linear_backward(
-    kept: KeptPlan,
-    dy: Tensor, dy_scale: Tensor | None, dy_amax: Tensor | None, transposed: tuple[Tensor, Tensor] | None,
-    weight: Tensor, w_scale: Tensor | None, x_t: Tensor, x_t_scale_inv: Tensor,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """``dy w [R, K]`` and ``dyᵀ x [N, K]``, given ``dy [R, N]`` and the operand of xᵀ; None as in linear_forward.
-
-    Args:
-        dy, dy_scale, dy_amax: as ``x`` in linear_forward.
-        transposed: the operand of dyᵀ, if that of dy is given.
-    """
-    if is_watched() or not are_plain(dy, dy_scale, weight, x_t, x_t_scale_inv, *transposed or ()):
-        return None
-    run = kept.run(
-        dy.device, dy.is_cuda and current_device(), tensor_key(dy),
-        _key_of_scale(kept, dy_scale), dy_amax is not None,
-        None if transposed is None else (key_and_device(transposed[0]), key_and_device(transposed[1])),
-        key_and_device(weight), None if w_scale is None else w_scale.device,
-        key_and_device(x_t), key_and_device(x_t_scale_inv),
-    )  # fmt: skip
-    if run is None:
-        return None
-    results: tuple[Tensor, Tensor] = run(dy, dy_scale, dy_amax, transposed, weight, w_scale, x_t, x_t_scale_inv)
-    if dy_amax is not None:
-        increment_version((dy_amax,))
-    return results
-
-
-def _key_of_scale(kept: KeptPlan, scale: Tensor | None) -> Any:
-    """All that a plan depends on: the device of the scale of a cast, but the key of an operand's scales."""
-    return None if scale is None else scale.device if kept.cast else key_and_device(scale)
-
-
-def forget_plans() -> None:
-    """Clear the plans of passes, after an implementation of an op was changed."""
-    _forward_plan.cache_clear()
-    _backward_plan.cache_clear()
-    plans.outdate()
-
-
-# --- Plans ------------------------------------------------------------------------------------------------------------
-
-
-@cached
-def _forward_plan(
-    device: torch.device,
-    current: int | bool,
-    x_key: PlainKey,
-    x_scale_key: Any,
-    x_has_amax: bool,
-    w_key: KeyAndDevice,
-    w_scale_device: torch.device | None,
-    w_has_amax: bool,
-    bias_key: KeyAndDevice | None,
-    x_cast: Cast | None,
-    w_cast: Cast,
-    gemm: Gemm,
-) -> Run | None:
-    is_biased = bias_key is None or (
-        bias_key[0] in _HIGH_PRECISION and bias_key[1] == w_key[1][:1] and bias_key[2] == (1,) and bias_key[4] == device
-    )
-    if not (_fits(device, x_key, x_scale_key, x_cast, gemm.layout_a, w_key, 1, w_scale_device) and is_biased):
-        return None
-    if x_cast is not None and x_has_amax != w_has_amax:
-        return None
-    on_device = device, current
-    quantize_w = _cast_plan(*on_device, w_key[:4], w_cast.key, w_scale_device is not None, w_has_amax)
-    of_w, of_bias = _key_of_x(w_cast.key, w_key[:4]), None if bias_key is None else bias_key[:4]
-    if x_cast is None:
-        multiply = _gemm_plan(*on_device, _given_key(x_key, x_scale_key), of_w, gemm, of_bias)
-
-        def run_given(
-            x: Tensor, x_scale_inv: Tensor, _: None, weight: Tensor, w_scale: Any, w_amax: Any, bias: Any
-        ) -> tuple[Tensor, None]:
-            w8 = quantize_w(weight, w_cast, w_scale, w_amax)
-            return multiply(x, x_scale_inv, w8[0], w8[1], gemm, bias, None, None), None
-
-        return run_given
-    quantize_x = _cast_plan(*on_device, x_key, x_cast.key, x_scale_key is not None, x_has_amax)
-    multiply = _gemm_plan(*on_device, _key_of_x(x_cast.key, x_key), of_w, gemm, of_bias)
+    def __init__(
+        self, a_cast: Cast | None, w_cast: Cast | None, is_forward: bool, first: Gemm | None, second: Gemm | None
+    ) -> None:
+        self.a_cast, self.w_cast, self.is_forward, self.first, self.second = a_cast, w_cast, is_forward, first, second
+        self._steps: dict[tuple[Any, ...], Steps] = {}
+        self._last: tuple[Key | None, Steps | None] = None, None  # one tuple, since other threads may replace it
 
     def run(
-        x: Tensor, x_scale: Any, x_amax: Any, weight: Tensor, w_scale: Any, w_amax: Any, bias: Any
-    ) -> tuple[Tensor, Outputs]:
-        x8 = quantize_x(x, x_cast, x_scale, x_amax)
-        w8 = quantize_w(weight, w_cast, w_scale, w_amax)
-        return multiply(x8[0], x8[1], w8[0], w8[1], gemm, bias, None, None), x8
+        self,
+        a: Any, a_scale: Any, a_amax: Tensor | None, a_t: Any, a_t_scale: Any,
+        w: Any, w_scale: Any, w_amax: Tensor | None, bias: Tensor | None,
+        x_t: Any, x_t_scale: Any,
+    ) -> tuple[Tensor | None, Tensor | None, Any, Any]:  # fmt: skip
+        """The results of the first and of the second GEMM, and of the casts of a and of w.
 
-    return run
+        Args:
+            a, a_scale, a_amax: a tensor, and the scale and amax of its cast; or the codes and scales of an operand.
+            a_t, a_t_scale: the operand of aᵀ, if a is not cast.
+            w, w_scale, w_amax: as of a; the given operand is that of w or wᵀ.
+            bias: added to the result of the first GEMM.
+            x_t, x_t_scale: the operand of xᵀ.
+        """
+        key = _key(a_amax is None, w_amax is None, a, a_scale, a_t, a_t_scale, w, w_scale, bias, x_t, x_t_scale)
+        steps = self.steps_of(key)
+        cast_a, cast_w, multiply_first, multiply_second = steps or _OPS
+        given = a, a_scale, w, w_scale
+        a8 = w8 = first = second = None
+        if self.a_cast is not None:
+            a8 = cast_a(a, self.a_cast, a_scale, a_amax)  # type: ignore[misc]
+            a, a_scale = a8[0], a8[1]
+            if self.second is not None:
+                a_t, a_t_scale = transposed_operand(a8, self.a_cast)
+        if self.w_cast is not None:
+            w8 = cast_w(w, self.w_cast, w_scale, w_amax)  # type: ignore[misc]
+            w, w_scale = (w8[0], w8[1]) if self.is_forward else transposed_operand(w8, self.w_cast)
+        if self.first is not None:
+            first = multiply_first(a, a_scale, w, w_scale, self.first, bias, None, None)  # type: ignore[misc]
+        if self.second is not None:
+            second = multiply_second(a_t, a_t_scale, x_t, x_t_scale, self.second, None, None, None)  # type: ignore[misc]
+        if steps is None:
+            if key is not None:
+                self._keep(key, (
+                    None if self.a_cast is None else _cast_step(given[0], self.a_cast, given[1], a_amax),
+                    None if self.w_cast is None else _cast_step(given[2], self.w_cast, given[3], w_amax),
+                    None if self.first is None else _gemm_step(a, a_scale, w, w_scale, self.first, bias),
+                    None if self.second is None else _gemm_step(a_t, a_t_scale, x_t, x_t_scale, self.second, None),
+                ))  # fmt: skip
+            return first, second, a8, w8
+        if a_amax is not None:
+            increment_version((a_amax,))
+        if w_amax is not None:
+            increment_version((w_amax,))
+        return first, second, a8, w8
+
+    def steps_of(self, key: Key | None) -> Steps | None:
+        """The steps of an earlier call with this key, or None."""
+        last_key, steps = self._last
+        if key != last_key:
+            steps = None if key is None else self._steps.get(tuple(key))
+            self._last = key, steps
+        return steps
+
+    def _keep(self, key: Key, steps: Steps) -> None:
+        """Keep the steps of calls with this key, and drop those that were planned before plans were cleared."""
+        if len(self._steps) == MAX_KEYS or next(iter(self._steps), (key[0],))[0] != key[0]:
+            self._steps = {}
+        self._steps[tuple(key)] = steps
+        self._last = key, steps
 
 
-@cached
-def _backward_plan(
-    device: torch.device,
-    current: int | bool,
-    dy_key: PlainKey,
-    dy_scale_key: Any,
-    has_amax: bool,
-    dy_t_keys: tuple[KeyAndDevice, KeyAndDevice] | None,
-    w_key: KeyAndDevice,
-    w_scale_device: torch.device | None,
-    x_t_key: KeyAndDevice,
-    x_t_scale_key: KeyAndDevice,
-    dy_cast: Cast | None,
-    w_cast: Cast,
-    dx_gemm: Gemm,
-    dw_gemm: Gemm,
-) -> Run | None:
-    operands = (
-        (x_t_key, x_t_scale_key, dw_gemm.layout_b),
-        *(() if dy_t_keys is None else ((*dy_t_keys, dw_gemm.layout_a),)),
-    )
-    if not (
-        _fits(device, dy_key, dy_scale_key, dy_cast, dx_gemm.layout_a, w_key, 0, w_scale_device)
-        and all(_is_operand(device, *each) for each in operands)
-        and dy_key[1][0] == x_t_key[1][1]
-        and (dy_t_keys is None or dy_t_keys[0][1] == dy_key[1][::-1])
-    ):
+def _key(a_is_unobserved: bool, w_is_unobserved: bool, *tensors: Tensor | None) -> Key | None:
+    """All that steps depend on; None if torch's dispatcher must see the ops, or a tensor is of a subclass."""
+    if is_watched():
         return None
-    on_device = device, current
-    quantize_w = _cast_plan(*on_device, w_key[:4], w_cast.key, w_scale_device is not None, False)
-    if dy_cast is None:
-        assert dy_t_keys is not None
-        of_dy, of_dy_t = _given_key(dy_key, dy_scale_key), _given_key(dy_t_keys[0][:4], dy_t_keys[1])
-    else:
-        quantize_dy = _cast_plan(*on_device, dy_key, dy_cast.key, dy_scale_key is not None, has_amax)
-        of_dy, of_dy_t = _key_of_x(dy_cast.key, dy_key), _key_of_transposed(dy_cast.key, dy_key)
-    multiply_dx = _gemm_plan(*on_device, of_dy, _key_of_transposed(w_cast.key, w_key[:4]), dx_gemm, None)
-    multiply_dw = _gemm_plan(*on_device, of_dy_t, _given_key(x_t_key[:4], x_t_scale_key), dw_gemm, None)
-
-    def run(
-        dy: Tensor, dy_scale: Any, dy_amax: Any, transposed: Any, weight: Tensor, w_scale: Any,
-        x_t: Tensor, x_t_scale_inv: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if dy_cast is not None:
-            dy8 = quantize_dy(dy, dy_cast, dy_scale, dy_amax)
-            dy, dy_scale, transposed = dy8[0], dy8[1], transposed_operand(dy8, dy_cast)
-        w8 = quantize_w(weight, w_cast, w_scale, None)
-        dx = multiply_dx(dy, dy_scale, *transposed_operand(w8, w_cast), dx_gemm, None, None, None)
-        dw = multiply_dw(*transposed, x_t, x_t_scale_inv, dw_gemm, None, None, None)
-        return dx, dw
-
-    return run
+    key: Key = [plans.generation, a_is_unobserved, w_is_unobserved]
+    last = None
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        elif type(x) not in PLAIN_TENSORS or x.is_neg():
+            return None
+        elif x.dim():
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.get_device())
+            last = x
+        else:
+            key += (x.dtype, x.data_ptr() % ALIGNMENT, x.get_device())
+    if last is None or not (last.is_cuda or last.is_cpu):
+        return None
+    key.append(last.is_cuda and current_device())
+    return key
 
 
-def _is_operand(device: torch.device, key: KeyAndDevice, scale_key: KeyAndDevice, layout: Layout) -> bool:
-    """Whether tensors of these keys are an operand on the device, with the scales of ``layout``."""
-    of_scales = layout.scale_dtype, layout.scale_shape(*key[1])
-    return key[4] == scale_key[4] == device and scale_key[:2] == of_scales
+# --- Steps ------------------------------------------------------------------------------------------------------------
 
 
-def _fits(
-    device: torch.device,
-    key: PlainKey,
-    scale_key: Any,
-    cast: Cast | None,
-    layout: Layout,
-    w_key: KeyAndDevice,
-    contraction: int,
-    w_scale_device: torch.device | None,
-) -> bool:
-    """Whether the ops accept a tensor or operand and a weight whose dimension ``contraction`` is the tensor's last."""
-    shape, (w_dtype, w_shape, w_strides, _, w_device) = key[1], w_key
-    return (
-        device.type in quantize_op.implementations
-        and w_dtype in _HIGH_PRECISION
-        and len(shape) == len(w_shape) == 2
-        and shape[1] == w_shape[contraction]
-        and w_strides == (w_shape[1], 1)
-        and 0 not in (*shape, *w_shape)
-        and w_device == device
-        and w_scale_device in (None, device)
-        and (_is_operand(device, (*key, device), scale_key, layout) if cast is None else key[0] in _HIGH_PRECISION)
-        and (cast is None or scale_key == w_scale_device)
-    )
+def _multiply_by_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, *_: None
+) -> Tensor:
+    return scaled_mm_op.call(a, scale_a, b, scale_b, gemm, bias)  # type: ignore[no-any-return]
 
 
-def _cast_plan(
-    device: torch.device, current: int | bool, key: PlainKey, cast: CastKey, has_scale: bool, has_amax: bool
-) -> Run:
-    plan = quantize_op.plans.get(device.type)
+_OPS: Steps = quantize_op.call, quantize_op.call, _multiply_by_op, _multiply_by_op
+
+
+def _cast_step(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Run:
+    return _step(quantize_op, x, tensor_key(x), (*cast.key, scale is not None, amax is not None))
+
+
+def _gemm_step(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None) -> Run:
+    if bias is not None and not bias.is_contiguous():
+        return scaled_mm_op.implementations[a.device.type]
+    of_bias = None if bias is None else tensor_key(bias)
+    return _step(scaled_mm_op, a, operand_key(a, scale_a), operand_key(b, scale_b), gemm.flat, of_bias, None, False)
+
+
+def _step(op: Op, x: Tensor, *key: Any) -> Run:
+    """The function that ``op`` runs for tensors of a ``key`` on the device of ``x``, which has run it before."""
+    device = x.device
+    plan = op.plans.get(device.type)
     if plan is None:
-        return _implementation(quantize_op, device)
-    return plan(device, current, key, (*cast, has_scale, has_amax))  # type: ignore[no-any-return]
-
-
-def _gemm_plan(
-    device: torch.device, current: int | bool, a_key: Any, b_key: Any, gemm: Gemm, bias_key: PlainKey | None
-) -> Run:
-    plan = scaled_mm_op.plans.get(device.type)
-    if plan is None:
-        return _implementation(scaled_mm_op, device)
-    return plan(device, current, a_key, b_key, gemm.flat, bias_key, None, False)  # type: ignore[no-any-return]
-
-
-def _implementation(op: Op, device: torch.device) -> Run:
-    """The implementation of an op without plans, which is looked up in every call."""
-    implementations, device_type = op.implementations, device.type
-    return lambda *args: implementations[device_type](*args)
-
-
-def _given_key(key: PlainKey, scale_key: Any) -> OperandKey:
-    """The ``operand_key`` of an operand."""
-    return *key, *scale_key[2:4]
-
-
-def _key_of_x(cast: CastKey, key: PlainKey) -> OperandKey:
-    """The ``operand_key`` of x after a cast of a tensor of ``key``. New memory is aligned."""
-    rows, columns = key[1]
-    data, scale_inv, *_ = kernel_allocations(Cast.from_flat(*cast), rows, columns)
-    return data.dtype, (rows, columns), data.strides, 0, scale_inv.strides, 0
-
-
-def _key_of_transposed(cast: CastKey, key: PlainKey) -> OperandKey:
-    """The ``operand_key`` of xᵀ."""
-    rows, columns = key[1]
-    made = Cast.from_flat(*cast)
-    _, scale_inv, data, scale_inv_t = kernel_allocations(made, rows, columns)
-    strides = (scale_inv if made.layout.has_one_scale else scale_inv_t).strides
-    return data.dtype, (columns, rows), data.strides, 0, strides, 0
+        return op.implementations[device.type]
+    return plan(device, x.is_cuda and current_device(), *key)  # type: ignore[no-any-return]

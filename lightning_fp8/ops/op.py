@@ -59,8 +59,7 @@ def _dispatch_keys() -> int:
 
 
 _USUAL_KEYS = frozenset({_dispatch_keys(), torch.inference_mode()(_dispatch_keys)()})
-_PLAIN_TENSORS = frozenset({Tensor, Parameter})
-_PLAIN_TENSORS_OR_NONE = _PLAIN_TENSORS | {type(None)}
+PLAIN_TENSORS = frozenset({Tensor, Parameter})
 
 
 def is_watched() -> bool:
@@ -75,14 +74,6 @@ def is_watched() -> bool:
         or _included_keys().raw_repr() not in _USUAL_KEYS
         or _profiler._is_profiler_enabled  # on any thread
     )
-
-
-def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether no tensor is of a subclass other than Parameter or has the negative bit (:meth:`torch.Tensor.is_neg`)."""
-    for each in tensors:  # noqa: SIM110  (a generator is slower)
-        if type(each) not in _PLAIN_TENSORS_OR_NONE or (each is not None and each.is_neg()):
-            return False
-    return True
 
 
 class Op:
@@ -331,7 +322,7 @@ def _group_of(hint: Any) -> type | None:
 
 
 def _holds_plain_tensors(spec: Any) -> bool:
-    return all(type(each) in _PLAIN_TENSORS for each in spec.flat if isinstance(each, Tensor))
+    return all(type(each) in PLAIN_TENSORS for each in spec.flat if isinstance(each, Tensor))
 
 
 def _refuse_vmap(*args: object) -> None:

@@ -7,13 +7,13 @@ others mix up bytes of different tensors.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.names import clean_name
 
 
@@ -42,8 +42,7 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
         RuntimeError: If ranks of a group differ, on all its ranks. The message contains the first difference, with
             ranks.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")  # imported if there are DTensors
-    if tensors is None or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     groups: dict[str, tuple[dist.ProcessGroup, list[str]]] = {}
     sharded: dict[str, str] = {}
@@ -53,7 +52,7 @@ def require_same_plans(model: nn.Module, in_fp8: Collection[str]) -> None:
             sharded[within] = _policies(module)
         shards = max((each for each in sharded if within.startswith(each)), key=len, default=None)
         for own, parameter in module.named_parameters(recurse=False):
-            if not isinstance(parameter, tensors.DTensor):
+            if not is_dtensor(parameter):
                 continue
             said = f"{within}{own} {tuple(parameter.shape)}, {parameter.dtype}, {parameter.placements}"
             said += "" if parameter.requires_grad else ", frozen"

@@ -5,7 +5,6 @@ FP8 layers need no special treatment: scales are constant within a step, and a r
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.parallel.collectives import all_gather
 
 T = TypeVar("T")
@@ -98,8 +98,7 @@ def _distributed(
             "distribute_saved_activations out"
         )
     first = args[0] if args else None
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    if not isinstance(first, Tensor) or isinstance(first, sharded):
+    if not isinstance(first, Tensor) or is_dtensor(first):
         raise TypeError(
             f"checkpoint: distribute_saved_activations=True distributes the first argument, which is a "
             f"{type(first).__name__} and must be a local torch.Tensor; pass the activation first"

@@ -90,20 +90,6 @@ def require_shared_scales(fp8_group: dist.ProcessGroup | None, group: dist.Proce
         )
 
 
-class SumGradient(torch.autograd.Function):
-    """Identity for a parameter that each rank applies to its piece of the sequence; sums gradients over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        in_float32 = start_sum(gradient.float().clone(memory_format=torch.contiguous_format), ctx.group)()
-        return in_float32.to(gradient.dtype), None
-
-
 def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8 import ops
-from lightning_fp8.functions.linear import Product, bias_gradient, refuse_second_derivatives
+from lightning_fp8.functions.product import Product, bias_gradient, refuse_second_derivatives
 from lightning_fp8.numerics import scaling
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 from lightning_fp8.numerics.scaled import Role, ScaledTensor
@@ -154,7 +154,7 @@ class ParallelLinearFunction(torch.autograd.Function):
             x8 = product.quantize(_rows(x), Role.INPUT, columnwise=needs_wgrad)
             kept = product.saved(x8)
         is_row = parallel.mode == "row"
-        y = product.forward(x8, weight, None if is_row else bias, dtype).view(*shape, -1)
+        y = product.forward(x8, weight, None if is_row else bias, dtype)[0].view(*shape, -1)
         if is_row:
             y = _start_reduction(y, parallel)()
             if bias is not None and not (parallel.leaves_sum and dist.get_rank(parallel.group)):
@@ -185,12 +185,12 @@ class ParallelLinearFunction(torch.autograd.Function):
                 dy8 = product.quantize(_rows(dy), Role.GRAD_OUTPUT, rowwise=needs_dgrad, columnwise=needs_wgrad)
         pending_dx: Pending | None = None
         if needs_dgrad:
-            dx = product.input_gradient(dy8, weight, x_dtype)
-            if parallel.mode == "column":
+            dx, _ = product.gradients(dy8, weight, None, x_dtype, weight_dtype)
+            if parallel.mode == "column" and dx is not None:
                 pending_dx = _start_reduction_of_input_gradient(dx, ctx.x_shape, parallel)
         if needs_wgrad:
             x_t = product.unsaved(*kept) if pending_x is None else pending_x()
-            dw = product.weight_gradient(dy8, x_t, weight_dtype)
+            _, dw = product.gradients(dy8, None, x_t, x_dtype, weight_dtype)
         if pending_dx is not None:
             dx = pending_dx()
         if dbias is not None:

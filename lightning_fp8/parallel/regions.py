@@ -1,29 +1,34 @@
 """Differentiable collectives in high precision, for layers that compute with local tensors between them.
 
-The gradient of each is another one of them, so they have derivatives of any order.
+Each is a linear map, and its gradient is the adjoint map, another one of them: they have derivatives of any order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.parallel.collectives import SumGradient, start_gather, start_scatter_of_sum, start_sum
+from lightning_fp8.parallel.collectives import start_gather, start_scatter_of_sum, start_sum
 from lightning_fp8.parallel.function import Parallel
+
+Map = Callable[[Tensor], Tensor]
 
 
 def gathered(piece: Tensor, parallel: Parallel) -> Tensor:
     """Gather the pieces of all ranks; the gradient is reduce-scattered."""
-    whole: Tensor = _Gather.apply(piece, parallel)
-    return whole
+    return _mapped(piece, partial(_gather, parallel), partial(_scatter_of_sum, parallel))
 
 
-def sum_gradients(*parameters: Tensor | None, parallel: Parallel) -> list[Any]:
-    """Parameters that each rank applies to its piece of a tensor; their gradients are summed over the ranks."""
-    return [None if each is None else SumGradient.apply(each, parallel.group) for each in parameters]
+def sum_gradients(*parameters: Tensor | None, group: dist.ProcessGroup) -> list[Any]:
+    """Parameters that each rank applies to its piece of a tensor; gradients are summed over the ranks, in float32."""
+    summed = partial(_sum, group, dtype=torch.float32)
+    return [None if each is None else _mapped(each, _copy, summed) for each in parameters]
 
 
 def high_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel) -> Tensor:
@@ -33,65 +38,50 @@ def high_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parall
         x, weight, bias: this rank's.
         parallel: how the layer is divided.
     """
+    group = parallel.group
     if parallel.mode == "column":
-        x = _Copy.apply(x, parallel) if parallel.sequence is None else gathered(x, parallel)
+        x = _mapped(x, _copy, partial(_sum, group)) if parallel.sequence is None else gathered(x, parallel)
         return F.linear(x, weight, bias)
     y = F.linear(x, weight)
     if parallel.sequence is None:
-        y = _Sum.apply(y, parallel)
+        y = _mapped(y, partial(_sum, group), _copy)
     else:
-        y = _ScatterSum.apply(y, parallel)
-        (bias,) = sum_gradients(bias, parallel=parallel)
+        y = _mapped(y, partial(_scatter_of_sum, parallel), partial(_gather, parallel))
+        (bias,) = sum_gradients(bias, group=group)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-class _Gather(torch.autograd.Function):
+class _Mapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, parallel: Parallel) -> Tensor:
-        assert parallel.sequence is not None
-        ctx.parallel = parallel
-        return start_gather(piece, parallel.group, parallel.sequence)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _ScatterSum.apply(gradient, ctx.parallel), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """This rank's piece of the sum of the ranks' tensors (reduce-scatter)."""
+    def forward(ctx: Any, x: Tensor, run: Map, adjoint: Map) -> Tensor:
+        ctx.run, ctx.adjoint = run, adjoint
+        return run(x)
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, parallel: Parallel) -> Tensor:
-        assert parallel.sequence is not None
-        ctx.parallel = parallel
-        return start_scatter_of_sum(parts, parallel.group, parallel.sequence)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _Gather.apply(gradient, ctx.parallel), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _mapped(gradient, ctx.adjoint, ctx.run), None, None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors, on all ranks (all-reduce)."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, parallel: Parallel) -> Tensor:
-        ctx.parallel = parallel
-        return start_sum(parts.clone(memory_format=torch.contiguous_format), parallel.group)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _Copy.apply(gradient, ctx.parallel), None
+def _mapped(x: Tensor, run: Map, adjoint: Map) -> Tensor:
+    """A linear map of the ranks' tensors, whose gradient is its adjoint's."""
+    y: Tensor = _Mapped.apply(x, run, adjoint)
+    return y
 
 
-class _Copy(torch.autograd.Function):
-    """Identity of a tensor that is equal on all ranks; sums the gradient over the ranks."""
+def _gather(parallel: Parallel, piece: Tensor) -> Tensor:
+    return start_gather(piece, parallel.group, parallel.sequence)()  # type: ignore[arg-type]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parallel: Parallel) -> Tensor:
-        ctx.parallel = parallel
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _Sum.apply(gradient, ctx.parallel), None
+def _scatter_of_sum(parallel: Parallel, parts: Tensor) -> Tensor:
+    return start_scatter_of_sum(parts, parallel.group, parallel.sequence)()  # type: ignore[arg-type]
+
+
+def _sum(group: dist.ProcessGroup, parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of the ranks' tensors, on all ranks, added in ``dtype``."""
+    copy = parts.to(dtype or parts.dtype, copy=True, memory_format=torch.contiguous_format)
+    return start_sum(copy, group)().to(parts.dtype)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """The tensor, which is equal on all ranks."""
+    return x.view_as(x)

@@ -10,19 +10,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.parallel.function import Parallel, parallel_linear
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor; does not import ``torch.distributed.tensor``."""
-    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 @torch.compiler.disable(reason="a linear layer in FP8 that is cut over ranks")
@@ -44,8 +39,6 @@ def sharded_linear(
         ValueError: If x is on another mesh, if its features are sharded differently than the weight's, or if its
             sequence is not divisible by the number of ranks.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not (placements[0].is_shard(0) or placements[0].is_shard(1)):
         raise TypeError(

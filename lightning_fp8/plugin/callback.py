@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.plugin.precision import FP8Precision, TrainerHooks
 from lightning_fp8.te.keys import has_te_state
 from lightning_fp8.te.torch_file import CheckpointError
@@ -45,7 +45,7 @@ class FP8Callback(TrainerHooks):
         def take(_: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
             if prefix or not has_te_state(state_dict):
                 return
-            roles = planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy))
+            roles = planned_fp8_roles(pl_module, plan_conversion(pl_module, plugin.policy).summary)
             try:
                 state, self.te_report = take_te_states(pl_module, state_dict, roles, strict)
             except CheckpointError as error:

@@ -23,27 +23,18 @@ from typing_extensions import override
 
 from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import plain, require_module
+from lightning_fp8.convert.apply import apply_conversion, when_sharded, with_gathers
 from lightning_fp8.convert.attention_calls.attach import attach, detach
-from lightning_fp8.convert.conversion import (
-    ConversionSummary,
-    apply_conversion,
-    globs_without_layers,
-    is_sharded,
-    nothing_runs_in_fp8,
-    plan_conversion,
-    prepare_attention,
-    refuse_codes,
-    when_sharded,
-    with_gathers,
-)
+from lightning_fp8.convert.conversion import nothing_runs_in_fp8
 from lightning_fp8.convert.first_step import (
     FirstStep,
     idle_message,
     watch_first_steps,
     watched,
 )
+from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
 from lightning_fp8.convert.policy import Policy, Skip
-from lightning_fp8.convert.summary import ATTENTION
+from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory, span_of
 from lightning_fp8.delayed.update import (
     decide_where_faster,
@@ -155,7 +146,6 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._observes = True
         self.summary: ConversionSummary | None = None
         self._pending_state: dict[str, Any] | None = None
-        self.plan: ConversionSummary | None = None
         self._reported: set[str] = set()
         self._models: WeakKeyDictionary[nn.Module, Dtypes] = WeakKeyDictionary()
         self._forwards: list[ExitStack] = []
@@ -202,11 +192,10 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         refuse_codes(module, self.policy)
         said = self._set_dtypes(module)
         attention = FP8Context(self.recipe).attention
-        compute = table_name(self._dtypes.compute)
-        self.plan = plan_conversion(module, self.policy, attention).with_high_precision(compute)
-        for wrong in globs_without_layers(module, self.policy, self.plan):
+        plan = plan_conversion(module, self.policy, attention, self._compares_attention)
+        plan = plan._replace(summary=plan.summary.with_high_precision(table_name(self._dtypes.compute)))
+        for wrong in plan.wrong_globs:
             self._report_glob(wrong)
-        prepare_attention(module, self.policy, self._compares_attention)  # before modules of ours get slots
         if layers := pieces_of(module):
             rank_zero_warn(
                 f"{layers}: Lightning saves only the shards of rank 0, of weights and of optimizer states. Training "
@@ -214,17 +203,16 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 "lightning_fp8.te_checkpoints.tensor_parallel, and each rank's optimizer yourself, or shard the model "
                 "with parallelize_module under ModelParallelStrategy"
             )
-        history = apply_conversion(module, self.plan, self.policy.where_faster, rank_zero_warn)
+        history = apply_conversion(module, plan, rank_zero_warn)
         if attention:
             attach(module)
         history.plugin_recipe = self.recipe
-        if is_sharded(module):
-            self.plan = with_gathers(self.plan, module, self.recipe)
+        plan = plan._replace(summary=with_gathers(plan.summary, module, self.recipe))
         when_sharded(module, partial(_report, weakref.WeakMethod(self.report_gathers)))
-        if self.summary is None or not self.summary.is_of(self.plan):
-            self.summary = self.plan
+        if self.summary is None or not self.summary.is_of(plan.summary):
+            self.summary = plan.summary
         is_new = self._register_history(history)
-        self._watch(module, self.plan, is_new)
+        self._watch(module, plan, is_new)
         if is_new:
             self._reported = set()
             rank_zero_info(f"{said}{self.recipe}\n{self.summary}")
@@ -242,14 +230,13 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             self._load_states(validated_states(self._pending_state), self._pending_state.get("recipe"))
         return module
 
-    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+    def _watch(self, module: nn.Module, plan: Plan, is_new: bool) -> None:
         """Report what runs of ``module`` after its first optimizer steps."""
         if is_new:
             watch_first_steps(module, self._first_step(module, plan))
 
-    def _first_step(self, module: nn.Module, plan: ConversionSummary, begins: bool = True) -> FirstStep:
-        again = partial(plan_conversion, policy=dataclasses.replace(self.policy, fuse=False))
-        return FirstStep(module, plan, again, partial(_report, weakref.WeakMethod(self.report_first_step)), begins)
+    def _first_step(self, module: nn.Module, plan: Plan, begins: bool = True) -> FirstStep:
+        return FirstStep(module, plan, partial(_report, weakref.WeakMethod(self.report_first_step)), begins)
 
     def _set_dtypes(self, module: nn.Module) -> str:
         """Determine the dtypes of ``module``, cast it if that is asked for, and return the line about it, or ""."""
@@ -305,7 +292,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             return
         if first_step is not None:
             first_step.summary = summary
-        self.plan = self.summary = summary
+        self.summary = summary
         rank_zero_info(f"FSDP2 does not gather all weights of FP8 layers in FP8\n{summary}")
 
     def detach_attention(self) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Hashable
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.arguments import is_dtensor, plain, require_bool
 from lightning_fp8.notices import say_once
-from lightning_fp8.parallel.sharded_linear import is_sharded
 
 
 class KeptWeights:
@@ -52,7 +51,7 @@ class KeptWeights:
 
     def micro_batch_begins(self, model: nn.Module, accumulate_grad_batches: int) -> None:
         """Called when a Trainer's micro-batch begins. ``accumulate_grad_batches`` may change between epochs."""
-        self._accumulates = accumulate_grad_batches > 1 and not any(map(is_sharded, model.parameters()))
+        self._accumulates = accumulate_grad_batches > 1 and not any(map(is_dtensor, model.parameters()))
         if self.chosen is None and self._accumulates:
             say_once(
                 self._said,

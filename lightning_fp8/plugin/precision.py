@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_fp8.convert.first_step import FirstStep, watch_first_steps
 from lightning_fp8.convert.host_limit import backward_ended
+from lightning_fp8.convert.plan import Plan
 from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory, validated_state
 from lightning_fp8.delayed.watch import EVAL, PATIENCE
@@ -75,7 +76,7 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         self.histories = {"model": history}
         return is_new
 
-    def _watch(self, module: nn.Module, plan: ConversionSummary, is_new: bool) -> None:
+    def _watch(self, module: nn.Module, plan: Plan, is_new: bool) -> None:
         self.watched = self._first_step(module, plan, begins=False)
         watch_first_steps(module, self.watched, by_optimizers=False)  # the Trainer's hooks begin it
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.convert.conversion import convert_module, nothing_runs_in_fp8, plan_conversion
+from lightning_fp8.convert.conversion import convert_module, nothing_runs_in_fp8
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.delayed.watch import STANDSTILL
 from lightning_fp8.fp8_region import fp8_autocast
@@ -86,8 +87,8 @@ def measure_sensitivity(
         require_budget(budget)
     of_recipe = make_recipe(recipe)
     copied = copy.deepcopy(model)
-    by_default = {row.name for row in plan_conversion(copied, Policy()).layers if row.fp8}
-    plan = plan_conversion(copied, Policy(first_last_layers_bf16=False))
+    by_default = {row.name for row in plan_conversion(copied, Policy()).summary.layers if row.fp8}
+    plan = plan_conversion(copied, Policy(first_last_layers_bf16=False)).summary
     if not plan.num_fp8:
         raise ValueError(nothing_runs_in_fp8(plan))
     convert_module(copied, first_last_layers_bf16=False)

@@ -14,7 +14,6 @@ others.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.capture import is_capturing
@@ -118,11 +118,14 @@ def reasons_for_high_precision(model: nn.Module, recipe: Recipe) -> dict[str, st
     return reasons
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``model`` or one of its modules."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def _sharded_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The modules that ``fully_shard`` was called for, and their FSDP states."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if a model is sharded
-    modules = [] if fsdp is None else [each for each in model.modules() if isinstance(each, fsdp.FSDPModule)]
-    return [(each, each._get_fsdp_state()) for each in modules]
+    return [(each, each._get_fsdp_state()) for each in model.modules() if isinstance(each, FSDPModule)]
 
 
 def _groups(state: Any) -> Sequence[Any]:

@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.arguments import is_dtensor
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
 from lightning_fp8.parallel.collectives import require_shared_scales
 from lightning_fp8.parallel.function import Parallel, gathered_forward, require_agreement
-from lightning_fp8.parallel.sharded_linear import is_sharded
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, transposed
 
 __all__ = [
@@ -140,7 +140,7 @@ def _first_reader(module: nn.Module, features: int) -> LinearLayer | None:
         for child in module.children()
         if isinstance(child, nn.Linear)
         and child.in_features == features
-        and is_sharded(child.weight)
+        and is_dtensor(child.weight)
         and child.weight.placements[-1].is_shard(0)  # type: ignore[attr-defined]
     ]
     first = readers[0] if readers and all(map(_runs_in_fp8, readers)) else None

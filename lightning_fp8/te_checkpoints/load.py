@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_mapping, require_module
-from lightning_fp8.convert.conversion import ConversionSummary
+from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.modules.fused.normed_layer import NormedLayer
 from lightning_fp8.modules.state import fp8_modules, load_fp8_state_dict, reset_fp8_scales
 from lightning_fp8.names import gemm_name

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -400,49 +399,6 @@ def _filled_in(size: Any, numel: int) -> list[int]:
     return size
 
 
-class _ViewOfValues(Tensor):
-    """A view of the values of an FP8 weight. Writing to it is refused, since the weight would not change."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-        if changes and isinstance(args[0] if args else kwargs.get("tensor"), _ViewOfValues):
-            raise RuntimeError(
-                f"{name} on a view of an FP8 weight would not change the weight; change the whole weight: "
-                "weight.copy_(values)"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            results = function(*args, **kwargs)
-            storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, _ViewOfValues)}
-            return tree_map_only(Tensor, lambda each: _as_view(each) if _is_in(each, storages) else each, results)
-
-
-def _as_view(values: Tensor) -> Tensor:
-    return values.as_subclass(_ViewOfValues)  # type: ignore[arg-type, return-value]
-
-
-def _is_in(values: Tensor, storages: set[int]) -> bool:
-    return values.untyped_storage().data_ptr() in storages
-
-
-def _warn_of_rounding(function: Any, target: Any) -> None:
-    name = function._schema.name
-    if name in ("aten::add_", "aten::sub_") and isinstance(target, FP8Tensor) and not target.requires_grad:
-        warnings.warn(
-            "a change is added to a frozen weight that is stored in FP8, as when adapters are merged: the sum is "
-            "rounded to FP8, and subtracting the change does not restore the weight",
-            stacklevel=4,
-        )
-    if "lerp" in name:  # torch's averages of weights
-        warnings.warn(
-            "an average is written to a weight that is stored in FP8: it is rounded to FP8, and changes below half the "
-            "spacing of FP8 values are lost, so that it hardly moves. Average copies: weight.dequantize()",
-            stacklevel=4,
-        )
-
-
 def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
     """Call ``function`` with the dequantized values; values that it changed in place are cast to FP8 again."""
     values: dict[int, tuple[FP8Tensor, Tensor]] = {}
@@ -455,11 +411,7 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
     results = function(*tree_map_only(FP8Tensor, value_of, args), **tree_map_only(FP8Tensor, value_of, kwargs))
     schema = function._schema
     if not schema.is_mutable:
-        is_view = any(each.alias_info is not None for each in schema.returns)
-        if is_view and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return tree_map_only(Tensor, _as_view, results)
         return results
-    _warn_of_rounding(function, args[0] if args else None)
     named = {argument.name: given for argument, given in zip(schema.arguments, args)} | kwargs
     written = [
         named.get(each.name) for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write

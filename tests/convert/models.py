@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 
 
@@ -44,8 +44,8 @@ def mlp(depth: int) -> nn.Sequential:
 
 
 def fp8_names(model: nn.Module, **policy: object) -> list[str]:
-    return [layer.name for layer in plan_conversion(model, Policy(**policy)).layers if layer.fp8]
+    return [layer.name for layer in plan_conversion(model, Policy(**policy)).summary.layers if layer.fp8]
 
 
 def reasons(model: nn.Module, **policy: object) -> dict[str, str]:
-    return {layer.name: layer.reason for layer in plan_conversion(model, Policy(**policy)).layers}
+    return {layer.name: layer.reason for layer in plan_conversion(model, Policy(**policy)).summary.layers}

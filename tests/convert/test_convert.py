@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fp8
 from lightning_fp8 import FP8FabricPrecision, FP8Precision, convert_module, fp8_autocast
-from lightning_fp8.convert.conversion import ConversionSummary, plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.convert.summary import ConversionSummary
 from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role
 from tests.convert.models import LanguageModel, mlp
 
@@ -98,7 +99,7 @@ def test_another_policy_keeps_what_the_history_knew() -> None:
 
 
 def test_summary_as_data() -> None:
-    summary = plan_conversion(LanguageModel(blocks=3), Policy(skip=("*.1.fc2",)))
+    summary = plan_conversion(LanguageModel(blocks=3), Policy(skip=("*.1.fc2",))).summary
     rows = [(layer.name, layer.shape, layer.precision) for layer in summary.layers]
     assert rows == [
         ("blocks.0.fc1", (32, 16), "BF16"),
@@ -117,7 +118,7 @@ def test_summary_as_data() -> None:
 
 def test_summary_as_a_table() -> None:
     model = LanguageModel(blocks=3)
-    summary = plan_conversion(model, Policy())
+    summary = plan_conversion(model, Policy()).summary
     lines = summary.table(verbose=True).splitlines()
     assert lines[0].split("  ")[0].strip() == "layer"
     assert " planned " in lines[0]
@@ -161,7 +162,7 @@ def test_the_plugin_prints_the_summary_once(messages: list[str]) -> None:
     plugin, model = FP8Precision(weights_dtype=torch.float32), LanguageModel()
     for _ in range(3):
         plugin.convert_module(model)
-    assert plugin.summary == plan_conversion(model, Policy()).with_high_precision("FP32")
+    assert plugin.summary == plan_conversion(model, Policy()).summary.with_high_precision("FP32")
     assert [message for message in messages if str(plugin.summary) in message] == messages
     assert len(messages) == 1
 
@@ -321,7 +322,7 @@ def test_layers_of_torchscript_stay_as_they_are() -> None:
     kept = model[1]
     convert_module(model, first_last_layers_bf16=False)
     assert model[1] is kept
-    summary = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    summary = plan_conversion(model, Policy(first_last_layers_bf16=False)).summary
     assert {layer.name: layer.fp8 for layer in summary.layers} == {"0": True, "1.linear.weight": False, "2": True}
     with fp8_autocast(fp8_recipe="tensorwise"):
         model(torch.randn(16, 64)).sum().backward()

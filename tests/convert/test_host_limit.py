@@ -56,7 +56,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, behind: float) -> None:
     monkeypatch.setattr(host_limit, "is_capturing", lambda: False)
     monkeypatch.setattr(host_limit, "_is_on_gpu", lambda optimizer: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("lightning_fp8.convert.conversion.watch_host", host_limit.watch_host)
+    monkeypatch.setattr("lightning_fp8.convert.apply.watch_host", host_limit.watch_host)
 
 
 def loop(steps: int, closure: bool = False, optimizers: int = 1) -> list[str]:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import convert_module
-from lightning_fp8.convert.conversion import LayerDecision, plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
+from lightning_fp8.convert.summary import LayerDecision
 
 
 def decisions(model: nn.Module, **policy: object) -> dict[str, LayerDecision]:
-    return {layer.name: layer for layer in plan_conversion(model, Policy(**policy)).layers}
+    return {layer.name: layer for layer in plan_conversion(model, Policy(**policy)).summary.layers}
 
 
 def kinds(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -67,7 +68,7 @@ def test_experts_and_routers() -> None:
     ],
 )
 def test_convolutions(module: nn.Module, expected: str) -> None:
-    (layer,) = plan_conversion(nn.ModuleList([module]), Policy()).layers
+    (layer,) = plan_conversion(nn.ModuleList([module]), Policy()).summary.layers
     assert (layer.name, layer.kind, layer.shape, layer.reason) == (
         "0",
         "convolution",
@@ -157,7 +158,7 @@ def test_a_weight_that_a_hook_computes_is_its_layers(hook: Any) -> None:
     for module in (model[1], model[4]):
         hook(module)
     assert list(kinds(model)) == ["0", "1", "2", "3", "4"]
-    assert plan_conversion(model[:4], Policy()).share_of_parameters == 0.5
+    assert plan_conversion(model[:4], Policy()).summary.share_of_parameters == 0.5
 
 
 def test_a_parameter_beside_the_weight_that_a_hook_computes_is_in_the_table() -> None:
@@ -170,7 +171,7 @@ def test_a_parameter_beside_the_weight_that_a_hook_computes_is_in_the_table() ->
 
 def test_shares_are_of_all_matrices() -> None:
     model = nn.ModuleDict({"experts": Experts(), "blocks": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
-    summary = plan_conversion(model, Policy())
+    summary = plan_conversion(model, Policy()).summary
     assert summary.share_of_parameters == 256 / (4 * 32 * 16 + 4 * 16 * 16 + 3 * 256)
     assert str(summary).endswith("1 of 3 linear layers planned in FP8: 6.67 % of the parameters of all matrices")
 

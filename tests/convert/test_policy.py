@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import convert_module
-from lightning_fp8.convert.conversion import plan_conversion, reason_ineligible
+from lightning_fp8.convert.plan import plan_conversion, reason_ineligible
 from lightning_fp8.convert.policy import Policy
 from tests.convert.models import Block, LanguageModel, fp8_names, mlp, reasons
 
@@ -243,7 +243,7 @@ def test_adapters_of_modules_that_are_no_linear_layers() -> None:
             self.up, self.gate = nn.Parameter(torch.randn(4, 64, 64)), nn.Linear(64, 64)
 
     model = nn.ModuleList([Wrapper(Wrapper(Experts()))])
-    rows = {layer.name: layer for layer in plan_conversion(model, Policy(first_last_layers_bf16=False)).layers}
+    rows = {layer.name: layer for layer in plan_conversion(model, Policy(first_last_layers_bf16=False)).summary.layers}
     adapters = {name for name in rows if "lora" in name}
     assert len(adapters) == 4
     assert {rows[name].reason for name in adapters} == {"an adapter (LoRA) of another layer"}

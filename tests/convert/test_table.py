@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from lightning_fp8.convert.table import Row, grouped, rendered
@@ -45,7 +45,7 @@ def test_a_model_of_32_layers() -> None:
         vocab_size=128256,
     )
     with torch.device("meta"):
-        summary = plan_conversion(LlamaForCausalLM(config), Policy())
+        summary = plan_conversion(LlamaForCausalLM(config), Policy()).summary
     assert str(summary) == LLAMA_3_8B
     assert len(summary.layers) == 225
     verbose = summary.table(verbose=True).splitlines()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import convert_module, fp8_autocast
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 
 
@@ -49,11 +49,11 @@ def network(depth: int, classes: int = 16) -> nn.Sequential:
 
 
 def fp8_names(model: nn.Module, **policy: object) -> list[str]:
-    return [layer.name for layer in plan_conversion(model, Policy(**policy)).layers if layer.fp8]
+    return [layer.name for layer in plan_conversion(model, Policy(**policy)).summary.layers if layer.fp8]
 
 
 def reason(model: nn.Module, name: str, **policy: object) -> str:
-    return {layer.name: layer.reason for layer in plan_conversion(model, Policy(**policy)).layers}[name]
+    return {layer.name: layer.reason for layer in plan_conversion(model, Policy(**policy)).summary.layers}[name]
 
 
 # Towers

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8Precision
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.numerics.recipes import RECIPES
@@ -191,6 +191,6 @@ def test_shares_at_real_sizes() -> None:
     width, hidden, vocabulary = 4096, 14336, 32000
     attention = 2 * width * width + 2 * 1024 * width  # queries and output, keys and values
     layer = attention + 8 * 3 * hidden * width + 8 * width  # ... experts, and what routes to them
-    summary = plan_conversion(model, Policy())
+    summary = plan_conversion(model, Policy()).summary
     assert summary.share_of_parameters == pytest.approx(30 * attention / (32 * layer + vocabulary * width))
     assert round(summary.share_of_parameters, 3) == 0.027

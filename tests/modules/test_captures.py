@@ -20,6 +20,7 @@ from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.numerics.recipes import Recipe, make_recipe
 from lightning_fp8.ops import plans
+from lightning_fp8.ops.linear import Pass
 from lightning_fp8.threads import thread
 from lightning_fp8.transformer_engine import pytorch as te
 from tests.captures import NothingIsRead, capture
@@ -176,18 +177,15 @@ def test_an_op_of_a_new_shape_is_refused() -> None:
 
 
 def _casts_of_input(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> int:
-    from lightning_fp8.functions.linear import Product
-
     count = 0
-    original = Product.quantize_input
+    original = Pass.run
 
-    def counting(self: Product, x: Tensor, shared: Any, *, columnwise: bool) -> Any:
+    def counting(self: Pass, *args: Any) -> Any:
         nonlocal count
-        count += shared is None or any(shared.lacks(columnwise))
-        return original(self, x, shared, columnwise=columnwise)
+        count += self.is_forward and self.a_cast is not None
+        return original(self, *args)
 
-    monkeypatch.setattr(Product, "quantize_input", counting)
-    monkeypatch.setattr("lightning_fp8.functions.linear.linear_forward", lambda *args: None)
+    monkeypatch.setattr(Pass, "run", counting)
     run()
     return count
 

@@ -22,7 +22,7 @@ from lightning_fp8 import (
     update_fp8_scales,
 )
 from lightning_fp8.delayed.history import AmaxHistory
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.numerics.scaled import LINEAR_ROLES, Role

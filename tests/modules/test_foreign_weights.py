@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import lightning_fp8
-from lightning_fp8.convert.conversion import plan_conversion
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.torchao.float8 import convert_to_float8_training
@@ -130,7 +130,7 @@ def test_a_foreign_weight_computes_what_it_does_without_fp8(way: str, make: Call
     if isinstance(model[0], LinearLayer):
         assert (model[0].record.fp8, model[0].record.high_precision) == (0, 1)
     assert foreign_weight(model[0]) == f"its weight is a {type(weight).__name__}"
-    rows = plan_conversion(model, Policy(first_last_layers_bf16=False)).layers
+    rows = plan_conversion(model, Policy(first_last_layers_bf16=False)).summary.layers
     assert [(row.fp8, row.reason) for row in rows] == [(False, foreign_weight(model[0])), (True, "")]
 
 
@@ -253,7 +253,7 @@ def test_parameters_of_bitsandbytes(name: str) -> None:
     parameters = getattr(importlib.import_module(pytest.importorskip("bitsandbytes").__name__ + ".nn"), name)
     layer = nn.Linear(64, 64)
     layer.weight = parameters(layer.weight.detach(), requires_grad=False)
-    (row,) = plan_conversion(layer, Policy(first_last_layers_bf16=False)).layers
+    (row,) = plan_conversion(layer, Policy(first_last_layers_bf16=False)).summary.layers
     assert (row.fp8, row.reason) == (False, f"its weight is {'an' if name[0] == 'I' else 'a'} {name}")
 
 

@@ -1,4 +1,4 @@
-"""A linear layer's pass in one call computes what its ops compute one by one, or leaves it to them."""
+"""A linear layer's pass computes by the steps that it keeps what the ops compute, one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from cuda_kernels.host.launch import executing
 from lightning_fp8 import LayerNormLinear, Linear, fp8_autocast
-from lightning_fp8.functions import linear
 from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import linear as linear_ops
@@ -29,9 +28,26 @@ Results = list[Tensor]
 
 
 @contextmanager
-def one_by_one() -> Iterator[None]:
-    with patch.multiple(linear, linear_forward=lambda *args: None, linear_backward=lambda *args: None):
+def by_ops() -> Iterator[None]:
+    """Every pass calls the ops."""
+    with patch.object(linear_ops, "_key", lambda *args: None):
         yield
+
+
+@contextmanager
+def noted_steps() -> Iterator[list[linear_ops.Pass]]:
+    """The passes that ran steps that they kept."""
+    found: list[linear_ops.Pass] = []
+    steps_of = linear_ops.Pass.steps_of
+
+    def noting(of: linear_ops.Pass, key: Any) -> Any:
+        steps = steps_of(of, key)
+        if steps is not None:
+            found.append(of)
+        return steps
+
+    with patch.object(linear_ops.Pass, "steps_of", noting):
+        yield found
 
 
 @contextmanager
@@ -49,12 +65,12 @@ def on_kernels(run: bool = True) -> Iterator[None]:
         yield
 
 
-def two_steps(layer: Linear, x: Tensor, dy: Tensor, recipe: str) -> Results:
-    """Outputs, gradients, scales and amaxes of two steps, after the first of which delayed scaling has scales."""
+def four_steps(layer: Linear, x: Tensor, dy: Tensor, recipe: str) -> Results:
+    """Outputs, gradients, scales and amaxes of four steps, after the first of which delayed scaling has scales."""
     layer, x = copy.deepcopy(layer), x.detach().requires_grad_()
     optimizer = torch.optim.SGD(layer.parameters(), 0.01)
     results = []
-    for _ in range(2):
+    for _ in range(4):
         with fp8_autocast(fp8_recipe=recipe):
             y = layer(x)
         y.backward(dy)
@@ -72,26 +88,14 @@ def case(rows: int, dtype: torch.dtype, bias: bool, strided: bool = False) -> tu
     return layer, x, torch.randn(rows, 32, dtype=dtype)
 
 
-def assert_equal_both_ways(recipe: str, arguments: tuple[Linear, Tensor, Tensor], calls: int | None = 4) -> None:
-    made: list[Any] = []
-    with ExitStack() as stack:
-        for name in ("linear_forward", "linear_backward"):
-            stack.enter_context(patch.object(linear, name, _noting(getattr(linear, name), made)))
-        at_once = two_steps(*arguments, recipe)
-    if calls is not None:
-        assert sum(each is not None for each in made) == calls
-    with one_by_one():
-        expected = two_steps(*arguments, recipe)
-    for ours, right in zip(at_once, expected, strict=True):
+def assert_equal_both_ways(recipe: str, arguments: tuple[Linear, Tensor, Tensor]) -> None:
+    with noted_steps() as noted:
+        by_steps = four_steps(*arguments, recipe)
+    assert len(noted) == (4 if recipe == "delayed" else 6)  # without the first forward and backward of each cast
+    with by_ops():
+        expected = four_steps(*arguments, recipe)
+    for ours, right in zip(by_steps, expected, strict=True):
         assert torch.equal(ours, right)
-
-
-def _noting(function: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
-        made.append(function(*args))
-        return made[-1]
-
-    return noted
 
 
 @every_pair
@@ -144,57 +148,55 @@ def test_operands_that_exist(recipe: str) -> None:
             found += [layer.history.scale, layer.history.amax_history]
         return found
 
-    made: list[Any] = []
-    with ExitStack() as stack:
-        for name in ("linear_forward", "linear_backward"):
-            stack.enter_context(patch.object(linear, name, _noting(getattr(linear, name), made)))
-        at_once = results()
-    assert sum(each is not None for each in made) == 3 * (3 + 3)
-    with one_by_one():
+    with noted_steps() as noted:
+        by_steps = results()
+    assert len(noted) == (3 + 3) * (1 if recipe == "delayed" else 2)
+    with by_ops():
         expected = results()
-    assert len(at_once) == len(expected)
-    assert all(map(torch.equal, at_once, expected))
+    assert len(by_steps) == len(expected)
+    assert all(map(torch.equal, by_steps, expected))
 
 
-def test_a_layer_keeps_its_plan_until_a_key_changes() -> None:
-    layer, plan = Linear(48, 32), Mock(wraps=linear_ops._forward_plan)
+def test_a_layer_keeps_its_steps_until_plans_are_cleared() -> None:
+    layer = Linear(48, 32)
 
-    def forwards(x: Tensor, times: int = 2) -> int:
-        before = plan.call_count
-        for _ in range(times):
-            with fp8_autocast(fp8_recipe="tensorwise"):
-                assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias), atol=0.3)
-        return plan.call_count - before
+    def by_the_ops(x: Tensor, times: int = 2) -> int:
+        """How many of the forwards call the ops."""
+        with noted_steps() as noted:
+            for _ in range(times):
+                with fp8_autocast(fp8_recipe="tensorwise"):
+                    assert torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias), atol=0.3)
+        return times - len(noted)
 
-    with patch.object(linear_ops, "_forward_plan", plan):
-        x = torch.randn(8, 48)
-        assert forwards(x) == 1
-        assert forwards(x.clone()) == 0
-        assert forwards(torch.randn(9, 48)) == 1
-        assert forwards(x) == 1
-        layer.weight.data = 0.1 * torch.randn(33, 48)[1:]
-        assert forwards(x) == 0
-        layer.weight.data = 0.1 * torch.randn(48, 32).t()  # both passes leave it to the ops
-        assert forwards(x) == 2
-        layer.weight.data = layer.weight.data.contiguous()
-        assert forwards(x) == 1
-        plans.clear_plan_cache()
-        assert forwards(x) == 1
-        linear_ops.forget_plans()
-        assert forwards(x) == 1
+    x = torch.randn(8, 48)
+    assert by_the_ops(x) == 1
+    assert by_the_ops(x.clone()) == 0
+    assert by_the_ops(torch.randn(9, 48)) == 1
+    assert by_the_ops(x) == 0
+    layer.weight.data = 0.1 * torch.randn(33, 48)[1:]
+    assert by_the_ops(x) == 0
+    layer.weight.data = 0.1 * torch.randn(48, 32).t()  # cast in its memory order, and then the operand is given
+    assert by_the_ops(x) == 1
+    layer.weight.data = layer.weight.data.contiguous()
+    assert by_the_ops(x) == 0
+    layer.bias.data = torch.randn(64)[::2]
+    assert by_the_ops(x) == 1
+    for clear in plans.clear_plan_cache, plans.outdate:
+        clear()
+        assert by_the_ops(x) == 1
 
 
 @pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {"first": True}])
-def test_layers_whose_gradients_go_elsewhere_keep_their_plans(options: dict[str, bool]) -> None:
+def test_layers_whose_gradients_go_elsewhere_keep_their_steps(options: dict[str, bool]) -> None:
     first = True if options.pop("first", False) else None
-    layer, plan = Linear(48, 32, bias=False, **options), Mock(wraps=linear_ops._forward_plan)
+    layer = Linear(48, 32, bias=False, **options)
     layer.weight.main_grad = torch.zeros(32, 48)  # type: ignore[attr-defined]
     x = torch.randn(8, 48)
-    with patch.object(linear_ops, "_forward_plan", plan):
+    with noted_steps() as noted:
         for is_first in (None, first, None):
             with fp8_autocast(fp8_recipe="tensorwise"):
                 layer(x, is_first)
-    assert plan.call_count == 1
+    assert len(noted) == (1 if first else 2)
     dw = 2 * (x @ layer.weight.detach().t()).t() @ x
     layer.weight.main_grad.zero_()
     with fp8_autocast(fp8_recipe="tensorwise"):
@@ -206,16 +208,17 @@ def test_layers_whose_gradients_go_elsewhere_keep_their_plans(options: dict[str,
         assert (found - dw).norm() < 0.1 * dw.norm()
 
 
-def test_a_layer_drops_plans_of_former_generations() -> None:
+def test_a_layer_drops_steps_of_former_generations() -> None:
     layer, numbers = Linear(48, 32), []
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16):
             with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16), fp8_autocast(fp8_recipe="tensorwise"):
                 layer(torch.randn(8, 48)).sum().backward()
         assert layer._last_products is not None
-        numbers.append(len(layer._last_products[0]._passes))
+        passes = layer._last_products[0]._passes.values()
+        numbers.append((len(passes), *(len(each._steps) for each in passes)))
         plans.clear_plan_cache()
-    assert numbers == [numbers[0]] * 3
+    assert numbers == [(3, 1, 2, 1)] * 3  # one backward of both dtypes
 
 
 def test_plans_of_given_operands_are_kept_for_each_kind_of_device() -> None:
@@ -228,7 +231,7 @@ def test_plans_of_given_operands_are_kept_for_each_kind_of_device() -> None:
     x_t = product.quantize(torch.randn(8, 48), Role.INPUT, columnwise=True).columnwise
     dy = product.quantize(torch.randn(8, 32), Role.GRAD_OUTPUT, columnwise=True)
     before = len(product._passes)
-    with patch.object(linear, "linear_backward", return_value=(None, None)):
+    with patch.object(linear_ops.Pass, "run", return_value=(None, None, None, None)):
         for weight.is_cuda in (False, True):
             product.gradients(dy, weight, x_t, torch.float32, torch.float32)
     assert len(product._passes) == before + 2
@@ -242,8 +245,8 @@ def test_a_card_without_kernels(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_rows_are_left_to_the_ops(recipe: str) -> None:
-    assert_equal_both_ways(recipe, case(0, torch.bfloat16, True), calls=0)
+def test_no_rows(recipe: str) -> None:
+    assert_equal_both_ways(recipe, case(0, torch.bfloat16, True))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -96,24 +95,6 @@ def test_shared_memory_is_refused(values: torch.Tensor) -> None:
         layer.share_memory()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda w: w[0].zero_(),
-        lambda w: w.chunk(2)[0].mul_(2),
-        lambda w: w.narrow(0, 0, 4).copy_(torch.ones(4, 48)),
-        lambda w: w.view(-1)[:5].fill_(7),
-        lambda w: w[1:].__setitem__(0, 0.0),
-        lambda w: nn.init.normal_(w[:2]),
-    ],
-)
-def test_a_change_of_a_part_is_refused(change: Callable[[torch.Tensor], object], values: torch.Tensor) -> None:
-    weight = nn.Parameter(quantized_tensor(values, POWER_2))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="change the whole weight"):
-        change(weight)
-    assert torch.equal(weight.dequantize(), rounded(values))
-
-
 def test_parts_are_read_as_the_values(values: torch.Tensor) -> None:
     weight, expected = nn.Parameter(quantized_tensor(values, POWER_2)), rounded(values)
     with torch.no_grad():
@@ -122,9 +103,3 @@ def test_parts_are_read_as_the_values(values: torch.Tensor) -> None:
         assert type(part + 1) is torch.Tensor
         assert torch.equal((part * 2).add_(1), expected[2:5] * 2 + 1)
         assert torch.equal(torch.cat([*weight.chunk(3)]), expected)
-
-
-def test_an_average_in_place_warns(values: torch.Tensor) -> None:
-    weight = nn.Parameter(quantized_tensor(values, POWER_2))
-    with torch.no_grad(), pytest.warns(UserWarning, match="an average is written to a weight that is stored in FP8"):
-        weight.lerp_(torch.zeros_like(weight), 0.001)

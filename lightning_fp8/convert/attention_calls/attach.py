@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,6 +15,7 @@ from lightning_fp8.attention.modules.arguments import said
 from lightning_fp8.convert.attention_calls import owners, sdpa
 from lightning_fp8.convert.attention_calls.owners import Owner
 from lightning_fp8.faster import AWAITED
+from lightning_fp8.names import clean_name
 
 
 class AttentionPlace(NamedTuple):
@@ -42,7 +44,7 @@ _lock = threading.RLock()
 def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
     """Record where ``model`` computes attention, for :func:`attach`. The model is not changed yet."""
     with _lock:
-        was_attached = is_attached(model)
+        was_attached = model in _attached
         if was_attached and [*map(_key, _prepared[model])] == [*map(_key, places)]:
             return
         detach(model)
@@ -51,30 +53,26 @@ def prepare(model: nn.Module, places: Sequence[AttentionPlace]) -> None:
             attach(model)
 
 
-def _key(place: AttentionPlace) -> tuple[str, bool, int, bool]:
-    return place.name, place.fp8, id(place.hf_config), place.compares
-
-
-def is_attached(model: nn.Module) -> bool:
-    """Whether FP8 contexts apply to the attention of ``model``."""
-    return model in _attached
+def _key(place: AttentionPlace) -> tuple[Any, ...]:
+    return place._replace(hf_config=id(place.hf_config))
 
 
 def attach(model: nn.Module) -> None:
     """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached."""
     with _lock:
-        if is_attached(model):
+        if model in _attached:
             return
         said.clear()
+        modules = {clean_name(name): module for name, module in model.named_modules()}
         undo: list[Callable[[], object]] = []
         for place in _prepared[model]:
-            module = model.get_submodule(place.name)
+            module = modules[place.name]
             slower = getattr(module, owners.SLOWER, None)
             compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
-            owner = Owner(place.name, type(module).__qualname__, place.fp8, *compared)
+            owner = Owner(type(module).__qualname__, place.fp8, *compared)
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
-            undo.append(_disowning(module, owner))
+            undo.append(partial(owners.disown, weakref.ref(module), owner))
         configs = {id(place.hf_config): place.hf_config for place in _prepared[model] if place.hf_config is not None}
         undo += [_switched(hf_config) for hf_config in configs.values()]
         # Weak references call back newest first: the model must be out of ``_attached`` when this one is called.
@@ -118,17 +116,6 @@ owners.copied.append(note_copy)
 def _uninstall_if_unused() -> None:
     if not _attached:
         sdpa.uninstall()
-
-
-def _disowning(module: nn.Module, owner: Owner) -> Callable[[], None]:
-    """A function that removes ``owner`` from ``module``; it keeps neither alive."""
-    of_module = weakref.ref(module)
-
-    def disown() -> None:
-        if (living := of_module()) is not None:
-            owners.disown(living, owner)
-
-    return disown
 
 
 def _switched(hf_config: Any) -> Callable[[], None]:

@@ -15,59 +15,6 @@ from torch import Tensor
 from lightning_fp8.attention.ops import Band
 
 
-class _Difference:
-    """``query * (query index) + key * (key index) + offset``: an index, or a difference of two."""
-
-    def __init__(self, query: int, key: int, offset: int = 0) -> None:
-        self.query, self.key, self.offset = query, key, offset
-
-    def __sub__(self, other: Any) -> _Difference:
-        if isinstance(other, _Difference):
-            return _Difference(self.query - other.query, self.key - other.key, self.offset - other.offset)
-        return _Difference(self.query, self.key, self.offset - _whole(other))
-
-    def __le__(self, other: Any) -> _Limits:
-        return (self - other).at_most_zero()
-
-    def __ge__(self, other: Any) -> _Limits:
-        if isinstance(other, int) and other <= self.offset and min(self.query, self.key) >= 0:
-            return _Limits()  # an index is never negative
-        return (_Difference(0, 0) - (self - other)).at_most_zero()
-
-    def __lt__(self, other: Any) -> _Limits:
-        return (self - other - (-1)).at_most_zero()
-
-    def __gt__(self, other: Any) -> _Limits:
-        return (_Difference(0, 0) - (self - other) - (-1)).at_most_zero()
-
-    def __abs__(self) -> _Distance:
-        return _Distance(self)
-
-    def new_ones(self, *args: Any, **options: Any) -> _Limits:
-        """The initial value of an intersection of masks, in which every key is visible."""
-        return _Limits()
-
-    def at_most_zero(self) -> _Limits:
-        """``key - query <= -offset``, or ``query - key <= -offset``."""
-        if (self.query, self.key) == (-1, 1):
-            return _Limits(right=-self.offset)
-        if (self.query, self.key) == (1, -1):
-            return _Limits(left=-self.offset)
-        raise TypeError("no band")
-
-
-class _Distance:
-    """``|query - key|``."""
-
-    def __init__(self, difference: _Difference) -> None:
-        self.difference = difference
-
-    def __le__(self, other: Any) -> _Limits:
-        if self.difference.offset:
-            raise TypeError("no band")
-        return _Limits(_whole(other), _whole(other))
-
-
 class _Limits:
     """How many keys before and after its own position a query attends to; None is unlimited."""
 
@@ -79,7 +26,7 @@ class _Limits:
     def __and__(self, other: Any) -> _Limits:
         if not isinstance(other, _Limits):
             raise TypeError("no band")
-        return _Limits(_smaller(self.left, other.left), _smaller(self.right, other.right))
+        return _Limits(_least(self.left, other.left), _least(self.right, other.right))
 
     def __bool__(self) -> bool:
         raise TypeError("no band")  # ``and`` and ``if`` would lose one side
@@ -88,10 +35,58 @@ class _Limits:
         return self
 
 
-def _smaller(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return min(one, other)
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)  # as torch.compile can trace it
+
+
+class _Difference:
+    """``query * (query index) + key * (key index) + offset``: an index, or a difference of two."""
+
+    def __init__(self, query: int, key: int, offset: int = 0) -> None:
+        self.query, self.key, self.offset = query, key, offset
+
+    def __sub__(self, other: Any) -> _Difference:
+        if not isinstance(other, _Difference):
+            other = _Difference(0, 0, _whole(other))
+        return _Difference(self.query - other.query, self.key - other.key, self.offset - other.offset)
+
+    def __le__(self, other: Any) -> _Limits:
+        difference = self - other
+        if (difference.query, difference.key) == (-1, 1):  # key - query <= -offset
+            return _Limits(right=-difference.offset)
+        if (difference.query, difference.key) == (1, -1):
+            return _Limits(left=-difference.offset)
+        raise TypeError("no band")
+
+    def __ge__(self, other: Any) -> _Limits:
+        if isinstance(other, int) and other <= self.offset and min(self.query, self.key) >= 0:
+            return _Limits()  # an index is never negative
+        return _Difference(0, 0) - (self - other) <= 0
+
+    def __lt__(self, other: Any) -> _Limits:
+        return self - other <= -1
+
+    def __gt__(self, other: Any) -> _Limits:
+        return _Difference(0, 0) - (self - other) <= -1
+
+    def __abs__(self) -> _Distance:
+        return _Distance(self.offset)
+
+    def new_ones(self, *args: Any, **options: Any) -> _Limits:
+        """The initial value of an intersection of masks, in which every key is visible."""
+        return _Limits()
+
+
+class _Distance:
+    """``|query - key + offset|``."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __le__(self, other: Any) -> _Limits:
+        if self.offset:
+            raise TypeError("no band")
+        return _Limits(_whole(other), _whole(other))
 
 
 def _whole(value: Any) -> int:
@@ -106,7 +101,7 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
         limits = mask_function(None, None, _Difference(1, 0), _Difference(0, 1))
     except Exception:  # a custom function may raise anything when called with symbols
         return None
-    if not isinstance(limits, _Limits) or (limits.left or 0) < 0 or (limits.right or 0) < 0:
+    if not isinstance(limits, _Limits) or min(limits.left or 0, limits.right or 0) < 0:
         return None
     return Band(limits.left, limits.right)
 

@@ -29,12 +29,11 @@ from lightning_fp8.convert.attention_calls.bands import (
     is_carried,
 )
 from lightning_fp8.convert.attention_calls.owners import (
-    asked,
     compare,
     current_owner,
     in_high_precision,
-    note,
     owner_of,
+    runs_in_fp8,
 )
 from lightning_fp8.convert.attention_calls.sdpa import in_autocast_dtype, why_not_softmax_scale, why_not_tensors
 
@@ -65,10 +64,7 @@ def attention(
     owner = owner_of(module) or current_owner()
     if not torch.compiler.is_compiling():
         owner.training = module.training
-    wanted = asked(owner)
-    reason = _why_not(query, key, value, attention_mask, dropout, scaling, kwargs) if wanted else ""
-    note(owner, wanted, reason)
-    if not wanted or reason:
+    if not runs_in_fp8(owner, lambda: _why_not(query, key, value, attention_mask, dropout, scaling, kwargs)):
         if is_carried(attention_mask):
             attention_mask = dense(from_carried(attention_mask), query.shape[2])  # type: ignore[arg-type]
         with in_high_precision():
@@ -86,8 +82,10 @@ def attention(
         )
     compare(owner, query, key, band.right == 0, plain=lengths[0] is None and band.left is None)
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
-    o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=lengths[0], cu_seqlens_kv=lengths[1])
-    return o, None
+    of_queries, of_keys = lengths
+    return fp8_attention(
+        q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=of_queries, cu_seqlens_kv=of_keys, eligible=True
+    ), None
 
 
 def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ recomputation of activation checkpointing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.attention.modules.arguments import said, tell
-from lightning_fp8.convert.attention_calls import torch_mha
+from lightning_fp8.attention.modules.arguments import tell
 from lightning_fp8.faster import AWAITED, NOT_TIMED, compared, least_keys
 from lightning_fp8.fp8_region import DISABLED, FP8Context, current_context, in_backward
 from lightning_fp8.modules.linear_layer import autocast_dtype
@@ -34,18 +34,17 @@ class Owner:
     """State of a module that computes attention.
 
     Attributes:
-        name: the module's name in its model.
         cls: the name of its class, by which compiled code is recorded.
         fp8: False keeps its attention in high precision.
         record: counts of its attention calls.
         calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
         why: why the last call that should have run in FP8 did not.
-        watched: whether ``why`` will be reported; otherwise a warning is issued at once.
+        watched: whether ``why`` will be reported; otherwise a new one is warned about at once.
         comparison, slower: see :class:`~lightning_fp8.modules.base.FP8Module`.
     """
 
-    def __init__(self, name: str, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
-        self.name, self.cls, self.fp8 = name, cls, fp8
+    def __init__(self, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
+        self.cls, self.fp8 = cls, fp8
         self.comparison, self.slower = comparison, slower
         self.record = LayerRecord()
         self.calls = 0
@@ -57,21 +56,14 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
-        return Owner, (self.name, self.cls, self.fp8, self.comparison, self.slower)
+        return Owner, (self.cls, self.fp8, self.comparison, self.slower)
 
 
 copied: list[Callable[[nn.Module], None]] = []
 """Called with each copy, also an unpickled one, of a module that was attached."""
-_nobody = Owner("", "", True)
+_nobody = Owner("", True)
 """Owner of calls outside all modules that are known to compute attention."""
-_kept = Owner("", "", False)
-_compiled_whole = False
-
-IN_HIGH_PRECISION = "attention runs in high precision"
-COMPILED_WHOLE = (
-    "torch.compile does not trace into torch.nn.functional.multi_head_attention_forward, so its attention cannot be "
-    "replaced; leave its block uncompiled, or call nn.MultiheadAttention's own forward"
-)
+_kept = Owner("", False)
 
 
 def owner_of(module: nn.Module | None) -> Owner | None:
@@ -101,9 +93,9 @@ def own(module: nn.Module, owner: Owner, entered: bool) -> None:
         swap_class(module, entering(unsharded_class(module)))  # type: ignore[arg-type]
 
 
-def disown(module: nn.Module, owner: Owner) -> None:
-    """Remove ``owner`` from ``module``, if it still is its owner."""
-    if owner_of(module) is not owner:
+def disown(reference: weakref.ref[nn.Module], owner: Owner) -> None:
+    """Remove ``owner`` from a module, if it still is its owner."""
+    if (module := reference()) is None or owner_of(module) is not owner:
         return
     delattr(module, _ATTRIBUTE)
     if (former := former_class(unsharded_class(module))) is not None:
@@ -120,8 +112,6 @@ def entering(former: Any) -> Any:
     if former_class(former) is not None:
         return former
 
-    as_torch = torch_mha.computes_as_torch(former)
-
     class Entering(former):  # type: ignore[valid-type, misc]
         @wraps(former.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +121,6 @@ def entering(former: Any) -> Any:
                 owner.training = self.training
             thread.owners.append(owner)
             try:
-                if as_torch and torch.compiler.is_compiling():
-                    return torch_mha.forward(self, *args, **kwargs)
                 return super().forward(*args, **kwargs)
             finally:
                 thread.owners.pop()
@@ -160,18 +148,26 @@ def _copy_of(former: Any) -> Any:
     return made
 
 
-def asked(owner: Owner) -> bool:
-    """Whether a call of ``owner`` runs in FP8: by the current context, in a recomputation by its forward's."""
-    context = current_context()
-    if not torch.compiler.is_compiling():
-        if not in_backward():
-            if owner.last_context is not context:
-                owner.last_context = context
-            owner.ran_slower = bool(owner.slower)
-        elif owner is not _nobody or context is DISABLED:
-            context = owner.last_context or context
-    repeats_fp8 = not torch.compiler.is_compiling() and in_backward() and not owner.ran_slower
-    return owner.fp8 and context.attention and (not owner.slower or repeats_fp8)
+def runs_in_fp8(owner: Owner, why_not: Callable[[], str]) -> bool:
+    """Whether a call of ``owner``, which is counted, runs in FP8: by the current context, or repeated by its forward's.
+
+    ``why_not`` returns the reason why it cannot; empty if it can.
+    """
+    context, compiling, repeats = current_context(), torch.compiler.is_compiling(), in_backward()
+    if repeats and (owner is not _nobody or context is DISABLED):
+        context = owner.last_context or context
+    elif not repeats and not compiling:
+        owner.last_context, owner.ran_slower = context, bool(owner.slower)
+    is_slower = owner.ran_slower if repeats else bool(owner.slower)
+    wanted = owner.fp8 and context.attention and not is_slower
+    reason = why_not() if wanted else ""
+    if not repeats:
+        if reason and (compiling or not (owner.watched or owner.why == reason)):
+            tell(f"attention runs in high precision: {reason}")
+        if not compiling:
+            owner.record.note(wanted and not reason, owner.training)
+            owner.why = reason or owner.why
+    return wanted and not reason
 
 
 def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True) -> None:
@@ -188,38 +184,3 @@ def compare(owner: Owner, q: Tensor, k: Tensor, causal: bool, plain: bool = True
             dtype, shared = autocast_dtype(q.device.type) or q.dtype, q.dim() > 3 and q.shape[-3] != k.shape[-3]
             limit = least_keys(q.device, dtype, q.shape[-1], causal, shared)
         owner.comparison = compared(*limit, k.shape[-2])
-
-
-def note(owner: Owner, wanted: bool, reason: str) -> None:
-    """Count a call; ``wanted``: the result of :func:`asked`; ``reason``: why it cannot run in FP8, or ""."""
-    if reason == COMPILED_WHOLE:
-        _note_compiled_whole()
-    if torch.compiler.is_compiling():
-        if wanted and reason:
-            tell(f"{IN_HIGH_PRECISION}: {reason}")
-        return
-    if in_backward():
-        return
-    owner.record.note(wanted and not reason, owner.training)
-    if wanted and reason:
-        owner.why = reason
-        if not owner.watched:
-            tell(f"{IN_HIGH_PRECISION}: {reason}")
-
-
-def _note_compiled_whole() -> None:
-    """Record a compiled call. The module that calls it is not known."""
-    global _compiled_whole
-    _compiled_whole = True
-
-
-def was_compiled_whole(module: nn.Module | None) -> bool:
-    """Whether ``module``, without counted calls, may have been compiled as one torch function, in high precision."""
-    return _compiled_whole and isinstance(module, nn.MultiheadAttention)
-
-
-def watch(owner: Owner, watched: bool) -> None:
-    """Set whether ``owner.why`` will be reported elsewhere; once it has been, it is not warned about again."""
-    owner.watched = watched
-    if not watched and owner.why:
-        said.setdefault(text := f"{IN_HIGH_PRECISION}: {owner.why}", text)

@@ -15,13 +15,17 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.ops import Band
-from lightning_fp8.convert.attention_calls.owners import COMPILED_WHOLE, asked, compare, current_owner, note
+from lightning_fp8.convert.attention_calls.owners import compare, current_owner, runs_in_fp8
 from lightning_fp8.modules.linear_layer import autocast_dtype
 
 _CAUSAL = Band(right=0)
 _EVERYTHING = Band()
 _DEVICES = ("cpu", "cuda", "meta")
-_TRACED = (FakeTensor, FunctionalTensor)  # argument types of functions that Dynamo does not trace into
+
+MULTIHEAD = (
+    "nn.MultiheadAttention does not run in FP8; use lightning_fp8.MultiheadAttention, or call "
+    "torch.nn.functional.scaled_dot_product_attention"
+)
 
 _BUILT_IN = F.scaled_dot_product_attention
 _torch: Any = _BUILT_IN
@@ -43,15 +47,12 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of this name; runs in FP8 if the current context and the calling module select it."""
     owner = current_owner()
-    wanted = asked(owner)
-    reason = _why_not(query, key, value, attn_mask, dropout_p, scale, enable_gqa) if wanted else ""
-    note(owner, wanted, reason)
-    if not wanted or reason:
+    if not runs_in_fp8(owner, lambda: _why_not(query, key, value, attn_mask, dropout_p, scale, enable_gqa)):
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     compare(owner, query, key, is_causal)
     # [..., heads, rows, channels] to [batch, rows, heads, channels]
     q, k, v = (in_autocast_dtype(_with_batch(x)).transpose(1, 2) for x in (query, key, value))
-    o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale)
+    o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale, eligible=True)
     return o.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -93,8 +94,8 @@ def why_not_softmax_scale(softmax_scale: Any) -> str:
 def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
     """Why attention of ``[..., H, L, D]`` tensors does not run in FP8; empty if it does."""
     if any(type(x) not in (Tensor, nn.Parameter) for x in (q, k, v)):
-        if type(q) in _TRACED and TracingContext.try_get() is not None:
-            return COMPILED_WHOLE
+        if type(q) in (FakeTensor, FunctionalTensor) and TracingContext.try_get() is not None:
+            return MULTIHEAD  # Dynamo does not trace into it
         return f"its tensors are {type(q).__name__}, {type(k).__name__} and {type(v).__name__}, not plain tensors"
     if _sequences_are_split():
         return (
@@ -104,7 +105,14 @@ def why_not_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
         return "its tensors are nested or sparse; pad them"
     if q.device.type not in _DEVICES:
         return f"FP8 attention is not supported on {q.device.type}"
-    return _why_not_shapes(q, k, v, enable_gqa) or why_not_fp8(q, k, v, dtype=autocast_dtype(q.device.type))
+    heads = -3 if enable_gqa else -2
+    fit = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:heads] == k.shape[:heads] and k.shape[:-1] == v.shape[:-1]
+    if not fit or (enable_gqa and (q.dim() < 4 or q.shape[-3] % max(k.shape[-3], 1))):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        return f"its tensors have shapes {shapes}, whose batches or heads do not match"
+    if not q.numel() or not k.numel():
+        return "its tensors are empty"
+    return why_not_fp8(q, k, v, dtype=autocast_dtype(q.device.type))
 
 
 @torch.compiler.assume_constant_result
@@ -112,15 +120,6 @@ def _sequences_are_split() -> bool:
     """Whether torch's ``context_parallel`` has replaced attention, so that tensors are a rank's part of sequences."""
     of = (getattr(each, "__module__", None) or "" for each in (F.scaled_dot_product_attention, _torch))
     return any(name.startswith("torch.distributed.tensor.experimental") for name in of)
-
-
-def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
-    heads = -3 if enable_gqa else -2
-    fit = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:heads] == k.shape[:heads] and k.shape[:-1] == v.shape[:-1]
-    if not fit or (enable_gqa and (q.dim() < 4 or q.shape[-3] % max(k.shape[-3], 1))):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        return f"its tensors have shapes {shapes}, whose batches or heads do not match"
-    return "" if q.numel() and k.numel() else "its tensors are empty"
 
 
 def install() -> None:

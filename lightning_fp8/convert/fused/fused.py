@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.convert.fused.liger import is_patched
@@ -145,13 +144,3 @@ def why_not_input(x: Any) -> str:
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "FP8 layers do not support transforms of torch.func and forward-mode derivatives"
     return ""
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks see the calls of all modules."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )

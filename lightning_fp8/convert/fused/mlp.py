@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lightning_fp8 import ops
 from lightning_fp8.convert.fused import liger
 from lightning_fp8.convert.fused.fused import (
     FusedModule,
     computes,
-    has_global_hooks,
     has_hooks,
     name_of,
     original_class,
@@ -20,7 +20,7 @@ from lightning_fp8.convert.fused.fused import (
 )
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.gated_mlp import GatedMLP, GatedMLPFunction
-from lightning_fp8.functions.linear import without_gradient
+from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.functions.shared_input import input_cast
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
@@ -112,7 +112,7 @@ class FusedMLP(FusedModule):
                 return reason
         if activation_of(self) is None:
             return "its act_fn was replaced or has hooks"
-        if has_global_hooks():
+        if _has_any_global_hook():
             return "hooks of all modules are registered"
         if context.recipe.backward_override is not None:
             return f"its layers compute the gradients of backward_override={context.recipe.backward_override!r}"

@@ -15,16 +15,15 @@ from lightning_fp8.convert.fused.norm import formula_of, fuse_norm
 from lightning_fp8.convert.summary import MLP, NORM, ConversionSummary, LayerDecision
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.swap import calls_own_forward
-from lightning_fp8.names import clean_name
 from lightning_fp8.traced import was_traced
 
 
-def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each RMSNorm of ``model``, whether it takes one kernel each way, and why (not)."""
+def plan_norms(modules: Mapping[str, nn.Module], decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
+    """For each RMSNorm of a model, whether it takes one kernel each way, and why (not)."""
     any_fp8 = any(each.fp8 for each in decisions.values())
     return tuple(
-        LayerDecision(clean_name(name), tuple(weight.shape), not why_not, why_not or "in one kernel", NORM)
-        for name, module in model.named_modules()
+        LayerDecision(name, tuple(weight.shape), not why_not, why_not or "in one kernel", NORM)
+        for name, module in modules.items()
         if (weight := getattr(module, "weight", None)) is not None
         and not isinstance(module, FP8Module)
         and ((formula := formula_of(module)) or "RMSNorm" in type(module).__name__)
@@ -32,20 +31,20 @@ def plan_norms(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tupl
     )
 
 
-def plan_mlps(model: nn.Module, decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
-    """For each gated MLP of ``model``, whether it is one autograd function, and why (not)."""
+def plan_mlps(modules: Mapping[str, nn.Module], decisions: Mapping[str, LayerDecision]) -> tuple[LayerDecision, ...]:
+    """For each gated MLP of a model, whether it is one autograd function, and why (not)."""
     return tuple(
-        LayerDecision(clean_name(name), (), not why_not, why_not or "in one autograd function", MLP)
-        for name, module in model.named_modules()
+        LayerDecision(name, (), not why_not, why_not or "in one autograd function", MLP)
+        for name, module in modules.items()
         if (known := is_known_mlp(module)) or (type(module).__name__.endswith("MLP") and "down_proj" in module._modules)
-        for why_not in (_why_not(module, known) or _why_mlp_does_not(clean_name(name), module, decisions),)
+        for why_not in (_why_not(module, known) or _why_mlp_does_not(name, module, decisions),)
     )
 
 
-def fuse_planned(model: nn.Module, summary: ConversionSummary) -> None:
+def fuse_planned(modules: Mapping[str, nn.Module], summary: ConversionSummary) -> None:
     """Make the norms and the MLPs that were planned take fewer passes, and no others, in place."""
     kinds = {each.name: each.kind for each in (*summary.norms, *summary.mlps) if each.fp8}
-    for name, module in {clean_name(name): module for name, module in model.named_modules()}.items():
+    for name, module in modules.items():
         if name not in kinds:
             unfuse(module)
         else:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import plain, refuse_sharded, require_positive
-from lightning_fp8.functions.linear import without_gradient
 from lightning_fp8.functions.norm import Norm, normalize
+from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.modules.initialization import Initialization, InitMethod, refuse_meta
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.tensor_parallel import CutLayer
@@ -88,7 +88,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     def _normalized(self, x: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self.tensor_parallel.sequence:  # x is sharded
-            weight, bias = sum_gradients(weight, bias, parallel=self.tensor_parallel.over("column"))
+            weight, bias = sum_gradients(weight, bias, group=self.tensor_parallel.over("column").group)
         return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
     def _given_norm(self, normalized: Tensor) -> Tensor:

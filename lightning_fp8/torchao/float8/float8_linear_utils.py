@@ -8,13 +8,9 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_fp8.arguments import require_module
-from lightning_fp8.convert.conversion import (
-    apply_conversion,
-    plan_conversion,
-    reason_ineligible,
-    refuse_codes,
-    report_first_steps,
-)
+from lightning_fp8.convert.apply import apply_conversion
+from lightning_fp8.convert.conversion import report_first_steps
+from lightning_fp8.convert.plan import plan_conversion, reason_ineligible, refuse_codes
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear import Linear
@@ -71,9 +67,12 @@ def convert_to_float8_training(
         if not isinstance(each, Linear):
             swap_class(each, Linear)
         each.fp8, each.own_context = True, context  # type: ignore[assignment]
-    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=_runs_in_high_precision)
-    apply_conversion(module, plan := plan_conversion(module, policy))
-    report_first_steps(module, plan, policy)
+    policy = Policy(
+        first_last_layers_bf16=False, replace_layers=False, skip=_runs_in_high_precision, where_faster=False
+    )
+    plan = plan_conversion(module, policy)._replace(attention=None)
+    apply_conversion(module, plan)
+    report_first_steps(module, plan)
     if not chosen:
         warnings.warn("convert_to_float8_training converts no layer: no nn.Linear was chosen", stacklevel=2)
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):

@@ -20,7 +20,7 @@ from lightning_fp8 import FP8FabricPrecision
 from lightning_fp8.convert.attention_calls.owners import owner_of
 from tests.attention.models.test_attention_zoo import padded
 from tests.convert.test_zoo import animal, classified
-from tests.convert.zoo import DECODER, ENCODER_DECODER, VISION, ZOO, Animal, TorchTransformer, hf
+from tests.convert.zoo import DECODER, ENCODER_DECODER, VISION, ZOO, Animal, hf
 from tests.tiers import covering, thorough
 
 SHORT = DECODER | {"num_hidden_layers": 1}
@@ -50,14 +50,6 @@ class Case(NamedTuple):
     whole: str = ""
 
 
-class Apart(TorchTransformer):
-    """Its encoder and decoder get copies: gradients are added up in one order then, with reentrant checkpoints too."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        return self.head(self.transformer(x.clone(), x.clone()))
-
-
 def short(name: str, model: str, config: str, **options: Any) -> Animal:
     return replace(ZOO[name], make=hf(model, config, **options))
 
@@ -76,9 +68,6 @@ CASES = {
     "vit": Case(VIT, 1, "mxfp8"),
     "whisper": Case(
         short("whisper", "WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), 3, "delayed", whole="eager"
-    ),
-    "torch_transformer": Case(
-        replace(ZOO["torch_transformer"], make=partial(Apart, 1)), 3, "tensorwise", "aot_eager", "eager"
     ),
 }
 

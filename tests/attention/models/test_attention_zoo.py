@@ -62,8 +62,8 @@ CASES = {
     ),
     "torch_transformer": Case(
         ZOO["torch_transformer"],
-        "transformer.{encoder.layers.1.self_attn,decoder.layers.1.{self_attn,multihead_attn}}",
-        "transformer.{encoder.layers.{0,2}.self_attn,decoder.layers.{0,2}.{self_attn,multihead_attn}}",
+        "",
+        "transformer.{encoder.layers.{0,1,2}.self_attn,decoder.layers.{0,1,2}.{self_attn,multihead_attn}}",
     ),
 }
 

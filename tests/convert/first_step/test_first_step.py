@@ -16,8 +16,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Callback, FP8FabricPrecision, FP8Precision, Linear, convert_module, fp8_autocast
-from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
+from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import FROZEN, FirstStep
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_op

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from lightning_fp8 import fp8_autocast
 from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.ops.layouts import FORMATS
-from lightning_fp8.convert.conversion import apply_conversion, plan_conversion
+from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from tests.convert.first_step.watched import Attends, Checkpointed, Mixed, normed
 
@@ -52,9 +53,9 @@ def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
 )
 def test_flops_of_unusual_shapes(module: nn.Module, shape: tuple[int, ...], expected: int) -> None:
     """A product forward and two backward, by hand, and one that is recomputed."""
-    summary = plan_conversion(module, Policy(first_last_layers_bf16=False))
-    apply_conversion(module, summary)
-    watched = FirstStep(module, summary)
+    plan = plan_conversion(module, Policy(first_last_layers_bf16=False))
+    apply_conversion(module, plan)
+    watched = FirstStep(module, plan)
     with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
         module(torch.randn(shape, requires_grad=True)).sum().backward()
     assert watched.finish().flops == expected

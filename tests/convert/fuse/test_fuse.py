@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import FP8Precision, Linear, convert_module, fp8_autocast, fp8_state_dict, load_fp8_state_dict
-from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.fused.norm import FusedNorm, _dtype_under_autocast, fuse_norm
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from tests.convert.fuse.runs import (
     FAMILIES,
@@ -317,7 +317,7 @@ def test_the_table_says_what_is_fused_and_why_not() -> None:
     model = llama()
     model.model.layers[0].input_layernorm.forward = lambda x: x
     model.model.layers[1].input_layernorm = OtherRMSNorm(HIDDEN)
-    summary = plan_conversion(model, Policy(first_last_layers_bf16=False, fuse=True))
+    summary = plan_conversion(model, Policy(first_last_layers_bf16=False, fuse=True)).summary
     assert {norm.name: norm.reason for norm in summary.norms} == {
         "model.layers.0.input_layernorm": "its forward was replaced on the instance",
         "model.layers.0.post_attention_layernorm": "in one kernel",
@@ -327,10 +327,10 @@ def test_the_table_says_what_is_fused_and_why_not() -> None:
     }
     assert {norm.precision for norm in summary.norms} == {"BF16"}
     assert "in one kernel" in str(summary)
-    nothing = plan_conversion(llama(), Policy(skip=("*",), fuse=True))
+    nothing = plan_conversion(llama(), Policy(skip=("*",), fuse=True)).summary
     assert {norm.reason for norm in nothing.norms} == {"no layer runs in FP8"}
-    assert not plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True)).norms
-    assert not plan_conversion(llama(), Policy(fuse=False)).norms
+    assert not plan_conversion(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Policy(fuse=True)).summary.norms
+    assert not plan_conversion(llama(), Policy(fuse=False)).summary.norms
 
 
 class OtherRMSNorm(nn.RMSNorm):
@@ -369,7 +369,7 @@ def test_text_parts_of_vision_models_are_known() -> None:
         mlp = getattr(found, f"{names}MLP")
         if norm is None:
             continue  # this transformers has it elsewhere
-        plan = plan_conversion(nn.ModuleDict({"mlp": mlp(config), "norm": norm(64)}), Policy(False, fuse=True))
+        plan = plan_conversion(nn.ModuleDict({"mlp": mlp(config), "norm": norm(64)}), Policy(False, fuse=True)).summary
         assert [row.fp8 for row in (*plan.mlps, *plan.norms)] == [True, True], path
 
 
@@ -453,7 +453,7 @@ def test_a_conversion_without_fuse_undoes_it() -> None:
     model = converted(True)
     step(model)
     again = converted(False, model)
-    assert not plan_conversion(again, Policy(fuse=False)).norms
+    assert not plan_conversion(again, Policy(fuse=False)).summary.norms
     assert [*map(type, again.modules())] == classes
     for each, kept in zip(again.modules(), attributes, strict=True):
         assert isinstance(each, Linear) or {*vars(each)} == kept, each

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils import parametrize
 
 from lightning_fp8 import Linear, fp8_autocast, fp8_model_init, fp8_state_dict
-from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.numerics.recipes import Float8CurrentScaling
 from tests.convert.fuse.runs import HIDDEN, INNER, assert_equal, causal_lm, converted, distance, llama, step
@@ -311,7 +311,7 @@ def test_the_table_says_why_not() -> None:
     layers[6].act_fn = None
     layers[6].__dict__["act_fn"] = F.gelu
     policy = Policy(first_last_layers_bf16=False, skip=("*.5.mlp.down_proj",), fuse=True)
-    assert [mlp.reason for mlp in plan_conversion(model, policy).mlps] == [
+    assert [mlp.reason for mlp in plan_conversion(model, policy).summary.mlps] == [
         "its forward was replaced on the instance",
         "fuse=True does not support ReLU",
         "its act_fn has hooks",
@@ -320,8 +320,8 @@ def test_the_table_says_why_not() -> None:
         "down_proj runs in BF16",
         "fuse=True does not support builtins.builtin_function_or_method",
     ]
-    assert not any(mlp.fp8 for mlp in plan_conversion(model, policy).mlps)
-    (planned,) = plan_conversion(llama(1), Policy(False, fuse=True)).mlps
+    assert not any(mlp.fp8 for mlp in plan_conversion(model, policy).summary.mlps)
+    (planned,) = plan_conversion(llama(1), Policy(False, fuse=True)).summary.mlps
     assert (planned.fp8, planned.reason) == (True, "in one autograd function")
 
 

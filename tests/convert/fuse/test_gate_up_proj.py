@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8 import fp8_autocast, fp8_state_dict
-from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.fused.mlp import FusedMLP, activation_of, is_known_mlp
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from tests.convert.fuse.runs import TOKENS, Ops, causal_lm, converted, error, step
 
@@ -65,7 +65,7 @@ def test_what_is_known_and_what_the_table_says() -> None:
     policy = Policy(first_last_layers_bf16=False, fuse=True)
 
     def told() -> list[tuple[bool, str]]:
-        return [(each.fp8, each.reason) for each in plan_conversion(model, policy).mlps]
+        return [(each.fp8, each.reason) for each in plan_conversion(model, policy).summary.mlps]
 
     fuses = True, "in one autograd function"
     assert told() == [fuses] * 2

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import lightning_fp8
 from lightning_fp8 import FP8FabricPrecision, convert_module, fp8_autocast, fp8_state_dict
-from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep
 from lightning_fp8.convert.fused.mlp import FusedMLP
 from lightning_fp8.convert.fused.norm import FusedNorm
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary
 from tests.convert.fuse.liger import liger_on_the_cpu
@@ -229,7 +229,7 @@ def test_what_is_not_known_stays_ligers() -> None:
     norms = [liger.LigerRMSNorm(64, offset=0.5), Twice(64), liger.LigerRMSNorm(64)]
     model = convert(nn.Sequential(*norms, nn.Linear(64, 64)))
     assert [isinstance(each, FusedNorm) for each in model] == [False, False, True, False]
-    other, *_ = plan_conversion(model, ALL_BLOCKS).norms
+    other, *_ = plan_conversion(model, ALL_BLOCKS).summary.norms
     assert other.reason == "fuse=True does not support liger_kernel.transformers.rms_norm.LigerRMSNorm"
 
 
@@ -255,7 +255,7 @@ def test_instances_patched_after_the_conversion_are_named(family: Family) -> Non
 
 
 def test_the_table_names_what_liger_computes() -> None:
-    assert not plan_conversion(made(LLAMA), ALL_BLOCKS).elsewhere
+    assert not plan_conversion(made(LLAMA), ALL_BLOCKS).summary.elsewhere
     expected = {
         (): "Liger-Kernel computes RoPE and the fused linear cross entropy, in high precision.",
         ("fused_linear_cross_entropy",): "Liger-Kernel computes RoPE, in high precision.",
@@ -267,12 +267,12 @@ def test_the_table_names_what_liger_computes() -> None:
             LLAMA.apply(**dict.fromkeys(off, False))
             for policy in (ALL_BLOCKS, Policy()):
                 model = made(LLAMA)
-                summary = plan_conversion(model, policy)
+                summary = plan_conversion(model, policy).summary
                 assert "".join(summary.elsewhere) == line
                 assert line in str(summary).replace("\n", " ")
                 assert line in summary.table(verbose=True)
     LLAMA.apply(cross_entropy=True, fused_linear_cross_entropy=False)
-    (line,) = plan_conversion(made(LLAMA), ALL_BLOCKS).elsewhere
+    (line,) = plan_conversion(made(LLAMA), ALL_BLOCKS).summary.elsewhere
     assert line == "Liger-Kernel computes RoPE and cross entropy, in high precision."
 
 
@@ -281,7 +281,7 @@ def test_the_heads_row_says_that_liger_reads_its_weight(instance: bool) -> None:
     """Also of a head in FP8, which would run in FP8 in evaluation only; the loss of the first step is Liger's."""
     model = made(LLAMA)
     model.lm_head = lightning_fp8.Linear(64, 37, bias=False, dtype=torch.bfloat16)
-    assert next(row for row in plan_conversion(model, ALL_BLOCKS).layers if row.name == "lm_head").fp8
+    assert next(row for row in plan_conversion(model, ALL_BLOCKS).summary.layers if row.name == "lm_head").fp8
     LLAMA.apply(model=model) if instance else LLAMA.apply()
     convert(model)
     summary = after_a_step(model)

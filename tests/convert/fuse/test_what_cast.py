@@ -14,8 +14,8 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_fp8 import FP8Precision, fp8_autocast
-from lightning_fp8.convert.conversion import plan_conversion
 from lightning_fp8.convert.first_step import FirstStep, idle_layers
+from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from tests.convert.fuse.runs import TOKENS, converted, llama, step
@@ -87,7 +87,7 @@ def wrapped_by_a_module(model: Any, name: str) -> None:
     model.set_submodule(name, Adapter(model.get_submodule(name)))
 
 
-def plan() -> ConversionSummary:
+def plan() -> Plan:
     return plan_conversion(llama(), Policy(first_last_layers_bf16=False, fuse=True))
 
 

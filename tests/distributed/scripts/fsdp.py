@@ -46,7 +46,7 @@ from lightning_fp8 import (
     load_fp8_state_dict,
     make_recipe,
 )
-from lightning_fp8.convert import conversion
+from lightning_fp8.convert import apply
 from lightning_fp8.delayed import update
 from lightning_fp8.sharding import fsdp
 from tests.distributed.launch import leave
@@ -84,13 +84,13 @@ class Collectives(TorchDispatchMode):
 @contextmanager
 def gathers_in_bf16(chosen: bool) -> Iterator[None]:
     """Inside, models are converted as if nothing gathered in FP8."""
-    real = conversion._gather_in_fp8
+    real = apply.gather_in_fp8
     if chosen:
-        conversion._gather_in_fp8 = lambda model: None  # type: ignore[assignment]
+        apply.gather_in_fp8 = lambda model: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        conversion._gather_in_fp8 = real
+        apply.gather_in_fp8 = real
 
 
 def sharded(make: Callable[[], nn.Module], in_bf16: bool = False, **options: Any) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import convert_module, fp8_autocast
-from lightning_fp8.convert import conversion
+from lightning_fp8.convert import apply
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.sharding import styles
 from lightning_fp8.sharding.fsdp import GatheredParam, _groups, _sharded_modules
@@ -62,9 +62,7 @@ def reports(recipe: str) -> dict[str, Any]:
         for block in model:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-        with patch.object(
-            conversion, "_gather_in_fp8", conversion._gather_in_fp8 if gather == "FP8" else lambda _: None
-        ):
+        with patch.object(apply, "gather_in_fp8", apply.gather_in_fp8 if gather == "FP8" else lambda _: None):
             convert_module(model, first_last_layers_bf16=False)
         found[gather] = train(model, recipe, mesh["data"].get_local_rank())
     return found

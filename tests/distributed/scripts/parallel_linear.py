@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import Linear, fp8_autocast, make_recipe
-from lightning_fp8.functions.linear import Product
+from lightning_fp8.functions.product import Product
 from lightning_fp8.numerics.recipes import RECIPES
 from lightning_fp8.parallel.function import Parallel, parallel_linear
 from tests.distributed.launch import leave

@@ -26,8 +26,9 @@ from lightning_fp8 import (
     load_te_state_dict,
     update_fp8_scales,
 )
-from lightning_fp8.convert.conversion import apply_conversion, globs_without_layers, plan_conversion
+from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import FirstStep
+from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.state import fp8_modules
 from tests.checkpoint.te_models import random_columns, te_files
@@ -60,7 +61,7 @@ SHAPES = {"up": (32, 16), "down": (16, 32), "mlp.fc1": (48, 16), "mlp.fc2": (16,
 def test_the_table_has_every_matrix_and_the_policy_holds() -> None:
     model = blocks()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    summary = plan_conversion(model, Policy())
+    summary = plan_conversion(model, Policy()).summary
     assert {layer.name: layer.shape for layer in summary.layers} == {
         f"{block}.{name}": shape for block in range(3) for name, shape in SHAPES.items()
     }
@@ -82,11 +83,11 @@ def test_the_table_has_every_matrix_and_the_policy_holds() -> None:
 def test_a_glob_of_one_product_keeps_the_module(glob: str) -> None:
     model = blocks()
     policy = Policy(skip=[glob])
-    summary = plan_conversion(model, policy)
-    assert [layer.name for layer in summary.layers if layer.fp8] == ["1.up", "1.down"]
-    assert globs_without_layers(model, policy, summary) == []
-    assert "1.mlp" in globs_without_layers(model, Policy(skip=["1.mpl"]), summary)[0]
-    apply_conversion(model, summary)
+    plan = plan_conversion(model, policy)
+    assert [layer.name for layer in plan.summary.layers if layer.fp8] == ["1.up", "1.down"]
+    assert plan.wrong_globs == ()
+    assert "1.mlp" in plan_conversion(model, Policy(skip=["1.mpl"])).wrong_globs[0]
+    apply_conversion(model, plan)
     assert not model[1].mlp.fp8
     assert model[1].up.history.names == [f"1.{name}.{role}" for name in ("up", "down") for role in ROLES]
 
@@ -100,9 +101,9 @@ def test_flops_are_those_that_torch_counts(frozen: bool) -> None:
         model[1].mlp.requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
         model(x).backward(torch.ones(6, 16))
-    summary = plan_conversion(model, Policy(first_last_layers_bf16=False))
-    apply_conversion(model, summary)
-    watched = FirstStep(model, summary)
+    plan = plan_conversion(model, Policy(first_last_layers_bf16=False))
+    apply_conversion(model, plan)
+    watched = FirstStep(model, plan)
     with fp8_autocast(fp8_recipe="tensorwise"), watched.counted():
         model(x).backward(torch.ones(6, 16))
     found = watched.finish()
