@@ -64,7 +64,7 @@ def _taker(logger: Any, step: int) -> Callable[[Any], object] | None:
     """The function that logs a figure; None if ``logger`` takes none."""
     if hasattr(logger, "log_image"):
         return lambda figure: logger.log_image(key=NAME, images=[figure], step=step)
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_figure"):
         return lambda figure: experiment.add_figure(NAME, figure, step)
     if hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):

@@ -174,7 +174,9 @@ class Record:
         return layer_of_slot(self.names[cast])
 
     def total(self) -> Interval:
-        """All intervals, of which there must be one, merged to one."""
+        """All intervals merged to one. It raises a ValueError if there are none."""
+        if not self.intervals:
+            raise ValueError("the record has no interval")
         return merged(self.intervals)
 
     def add(self, interval: Interval) -> None:

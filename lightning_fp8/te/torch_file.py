@@ -90,7 +90,7 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
     """
     storages: list[tuple[int, int]] = []
 
-    def note(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+    def note(storage: Any, _: str) -> Any:
         if storage.nbytes():
             storages.append((storage.data_ptr(), storage.nbytes()))
         return storage

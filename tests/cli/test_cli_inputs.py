@@ -76,10 +76,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"recipe": {"class_path": "lightning_fp8.DelayedScaling", "init_args": {"history_len": 16}}},
         "DelayedScaling has no field 'history_len'; its fields are 'fp8_dpa'",
     ),
-    "an option beside a class": (
-        {"recipe": {"class_path": "lightning_fp8.MXFP8BlockScaling", "margin": 1}},
-        "MXFP8BlockScaling has no field 'margin'; its fields are",
-    ),
 }
 
 

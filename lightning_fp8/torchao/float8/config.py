@@ -176,5 +176,9 @@ class Float8LinearConfig:
         if one_of("recipe_name", name, ("tensorwise", "rowwise")) == "tensorwise":
             return Float8LinearConfig()
         cast = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3.dtype)
-        of_rows = dict.fromkeys(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), cast)
-        return Float8LinearConfig(**of_rows, round_scales_to_power_of_2=True)
+        return Float8LinearConfig(
+            cast_config_input=cast,
+            cast_config_weight=cast,
+            cast_config_grad_output=cast,
+            round_scales_to_power_of_2=True,
+        )
