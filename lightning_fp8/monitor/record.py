@@ -131,8 +131,7 @@ class Record:
         losses: float64 ``[n, 4, 2]``, for each cast and each of :attr:`recipes` the largest share of nonzero values
             that became 0 in a what-if sample, and the least ratio of signal to noise in decibels; NaN if unknown.
         exponents: float64 ``[n, 256]``, the histogram of the biased exponents of float32 in these samples.
-        layers: the rows of the table of layers, as dictionaries.
-        alarms: the alarms, as dictionaries.
+        layers, alarms: the rows of the table of layers, and the alarms, as dictionaries.
         environment: the device and versions.
     """
 

@@ -311,7 +311,8 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
 
     Args:
         recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
-            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
+            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; one of ``class_path`` and
+            ``init_args``, as in YAML; or a mapping of Megatron-LM's keys
             (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
             ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
 

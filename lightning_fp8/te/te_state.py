@@ -87,8 +87,7 @@ class TEState:
 def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]:
     """Transformer Engine's states by key. Values that other modules store under such keys are ignored.
 
-    Raises:
-        CheckpointError: If a state is damaged. The message has its key.
+    A damaged state raises a CheckpointError with its key.
     """
     for key, value in state_dict.items():
         if isinstance(key, str) and is_state(key):

@@ -115,7 +115,6 @@ class Remapped:
     Attributes:
         state_dict: the parameters by the model's keys, without Transformer Engine's states.
         fp8_state: a state in the format of ``AmaxHistory.state_dict``; ``None`` if the file has none for the model.
-        report: the report on each state.
         beside: names outside the model's part of the file that equal names of parameters inside it.
     """
 
