@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -89,11 +90,12 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
         OSError: If the file cannot be opened.
     """
     storages: list[tuple[int, int]] = []
+    restore = torch.serialization.default_restore_location
 
-    def note(storage: Any, _: str) -> Any:
+    def noted(storage: Any, location: str) -> Any:
         if storage.nbytes():
             storages.append((storage.data_ptr(), storage.nbytes()))
-        return storage
+        return restore(storage, location)
 
     with path.open("rb") as file:
         try:
@@ -104,8 +106,12 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
             for name in refused:
                 _refuse_primary_weight(name)
             classes = {name: _INERT.get(name) or _unread(name) for name in refused}
-            with torch.serialization.safe_globals([(made, name) for name, made in classes.items()]):
-                value = torch.load(path, map_location=note, weights_only=True, mmap=True)
+            # Not map_location=noted: torch refuses functions for subclasses of tensors.
+            with (
+                torch.serialization.safe_globals([(made, name) for name, made in classes.items()]),
+                patch.object(torch.serialization, "default_restore_location", noted),
+            ):
+                value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             _require_whole_records(storages, records)
         except CheckpointError:
             raise

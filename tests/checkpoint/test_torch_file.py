@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fp8 import Linear, load_te_state_dict
 from lightning_fp8.cli.checkpoint import convert, inspect
@@ -255,6 +256,15 @@ def test_a_storage_that_claims_other_bytes_than_its_record_is_refused(claim: int
     (tmp_path / "a.pt").write_bytes(edited.getvalue())
     with pytest.raises(CheckpointError, match=f"claims {4 * claim} bytes and has 28|out of bounds|damaged"):
         load_checkpoint(tmp_path / "a.pt")
+
+
+def test_subclasses_of_tensors_are_read(tmp_path: Path) -> None:
+    pair = TwoTensor(torch.ones(4), torch.arange(4.0))
+    torch.save({"a": pair}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([TwoTensor]):
+        value, unread = load_checkpoint(tmp_path / "a.pt")
+    assert not unread
+    assert torch.equal(value["a"].b, pair.b)
 
 
 def test_a_storage_that_no_tensor_names_is_refused(tmp_path: Path) -> None:
