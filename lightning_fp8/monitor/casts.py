@@ -203,9 +203,7 @@ def off_bits(rows: StepRows, window: Array, fp8_max: Array, recipe: DelayedScali
 def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -> Array:
     """The figures of an interval that are known in every step with delayed scaling, ``[n, len(FIELDS)]``.
 
-    Args:
-        bits: the result of :func:`clipped_bits`.
-        first_step: the number of the step of the first row.
+    ``bits`` are :func:`clipped_bits`, and ``first_step`` is the number of the first row's step.
     """
     values = empty_values(rows.amax.shape[1])
     if not len(rows.amax):

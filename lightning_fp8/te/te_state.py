@@ -85,10 +85,7 @@ class TEState:
 
 
 def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]:
-    """Transformer Engine's states by key. Values that other modules store under such keys are ignored.
-
-    A damaged state raises a CheckpointError with its key.
-    """
+    """Transformer Engine's states by key; a damaged one raises an error with its key. Others' values are ignored."""
     for key, value in state_dict.items():
         if isinstance(key, str) and is_state(key):
             try:
