@@ -26,6 +26,7 @@ from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, save
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import compile_ahead, missing
+from lightning_fp8.cli.values import count, sizes
 from lightning_fp8.numerics.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.cast import quantize_op
@@ -127,10 +128,7 @@ def card_clock(device: torch.device) -> Clock:
 def bench(
     gemms: Sequence[LayerGemm], recipe: Recipe, device: torch.device, clock: Clock, tune: bool
 ) -> list[tuple[LayerGemm, dict[GemmChoice, float]]]:
-    """Time all products, print the times, and optionally save the fastest choices.
-
-    Returns:
-        The seconds of each product's choices, fastest first.
+    """Time all products and print the seconds of each one's choices, which it returns, fastest first.
 
     Raises:
         ValueError: If there are no kernels for the recipe's layouts.
@@ -164,23 +162,14 @@ def bench(
 
 
 def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str, path: Path) -> None:
-    """Plot the speed of each product's choices. Libraries have another color.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Plot the speed of each product's choices. Libraries have another color."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ModuleNotFoundError("a plot needs matplotlib; install it: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = [len(times) for _, times in found]
-    figure, axes = plt.subplots(
-        len(found), figsize=(9, 0.6 + sum(0.9 + 0.24 * count for count in counts)), layout="constrained", sharex=True,
-        squeeze=False, gridspec_kw={"height_ratios": [1.5 + count for count in counts]},
-    )  # fmt: skip
+    heights = [1.5 + len(times) for _, times in found]
+    figure = Figure(figsize=(9, 0.6 + sum(0.54 + 0.24 * height for height in heights)), layout="constrained")
+    axes = figure.subplots(len(found), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for (gemm, times), axis in zip(found, axes[:, 0]):
         for place, (choice, seconds) in enumerate(times.items()):
             color = "#b45309" if isinstance(choice, Library) else "#0b5cad"
@@ -192,7 +181,6 @@ def plot(found: Sequence[tuple[LayerGemm, dict[GemmChoice, float]]], title: str,
     axes[-1, 0].set_xlabel("TFLOP/s")
     figure.suptitle(title, size=10)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _name(choice: GemmChoice) -> str:
@@ -211,7 +199,13 @@ def _lines(gemm: LayerGemm, times: dict[GemmChoice, float]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 bench``."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="lightning-fp8 bench", description="Time a model's FP8 products on this GPU.")
+    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
+    parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
+    parser.add_argument("--tune", action="store_true", help="save the fastest choices for training on this GPU")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the speeds, as PNG or PDF")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("lightning-fp8 bench needs a CUDA GPU, and torch finds none")
     os.environ[proofs.VARIABLE] = "0"  # measure all candidates without a proof; training proves the one that it uses
@@ -220,28 +214,3 @@ def main(argv: Sequence[str]) -> None:
     found = bench(gemms, make_recipe(args.recipe), device, card_clock(device), args.tune)
     if args.plot is not None:
         plot(found, f"{launch.name_of(device)}, {args.recipe}, {args.tokens} tokens", args.plot)
-
-
-def sizes(text: str) -> tuple[int, int]:
-    """Parse ``"4096x14336"``, the in and out features of a layer."""
-    inputs, _, outputs = text.partition("x")
-    if not (inputs.isdigit() and outputs.isdigit() and int(inputs) and int(outputs)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not in x out features, as in 4096x14336")
-    return int(inputs), int(outputs)
-
-
-def count(text: str) -> int:
-    """Parse a number of at least 1."""
-    if not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-fp8 bench", description="Time a model's FP8 products on this GPU.")
-    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
-    parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
-    parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
-    parser.add_argument("--tune", action="store_true", help="save the fastest choices for training on this GPU")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the speeds, as PNG or PDF")
-    return parser

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_fp8.cli.values import count
 from lightning_fp8.delayed.history import validated_state
 from lightning_fp8.files import replacing
 from lightning_fp8.te.keys import EXTRA_STATE, is_grouped, slots_of_state
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     inspecting.add_argument("--filter", default="*", metavar="GLOB", help="print only tensors whose names match")
     inspecting.add_argument(
         "--worst",
-        type=_count,
+        type=count,
         metavar="N",
         help="print the N tensors whose scales are stalest: largest over newest amax",
     )
@@ -56,16 +57,8 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"lightning-fp8: {args.file}: it nests too deep to be a checkpoint") from None
 
 
-def _count(text: str) -> int:
-    if not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
 def inspect(path: str | os.PathLike[str], only: str = "*", worst: int | None = None) -> str:
-    """Return a table of the FP8 state of all modules in the file.
-
-    The state may be in Transformer Engine's format or in this package's.
+    """A table of the FP8 state of all modules in the file, in Transformer Engine's format or in this package's.
 
     Args:
         path: the checkpoint file.
@@ -146,36 +139,33 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
     except RuntimeError as error:  # of torch, for a full disk
         raise CheckpointError(f"{target} cannot be written: {str(error).partition(chr(10))[0]}") from None
     num_tensors = len(state["names"]) if state else 0
-    left = [_printable(key) for key in by_name if key not in converted]
-    return f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history" + (
-        f"; left as they were: those in {', '.join(left)}" if left else ""
+    left = ", ".join(_printable(key) for key in by_name if key not in converted)
+    others = f"; left as they were: those in {left}" if left else ""
+    return (
+        f"{target}: {count} modules' states converted, {num_tensors} tensors with a scale and an amax history{others}"
     )
 
 
 def _states(file: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The key, the writer and the states of tensors, for every state in the file."""
-    first = True
-    for holder_key, holder in _dicts_in(file):
-        te_states = [*te_states_in(holder)]
-        prefix = "" if first else f"{holder_key}."
-        for key, te_state in te_states:
+    te_states = [(key, holder, states) for key, holder in _dicts_in(file) if (states := [*te_states_in(holder)])]
+    for index, (holder_key, holder, states) in enumerate(te_states):
+        prefix = f"{holder_key}." if index else ""
+        for key, te_state in states:
             owner = key.removesuffix(EXTRA_STATE).rstrip(".")
             slots = {} if is_grouped(owner, holder) else slots_of_state(owner, te_state.num_gemms)
             tensor_states = te_state.tensor_states(slots)
             yield prefix + key, te_state.writer, {prefix + name: item for name, item in tensor_states.items()}
-        first = first and not te_states
     for key, state in _our_states(file):
         try:
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     require_stored(repr(name), value)
-            names, scale, amax_history, _ = validated_state(state)
+            names, scales, amax_history, _ = validated_state(state)
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}") from None
-        tensor_states = {
-            name: TensorState(scale[index].item(), amax_history[:, index]) for index, name in enumerate(names)
-        }
-        yield key, "lightning_fp8", tensor_states
+        columns = map(TensorState, scales.tolist(), amax_history.unbind(1))
+        yield key, "lightning_fp8", dict(zip(names, columns))
 
 
 def _our_states(file: Any) -> Iterator[tuple[str, Any]]:

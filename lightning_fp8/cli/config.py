@@ -24,23 +24,18 @@ def configuration(name: str) -> str:
     from lightning_fp8.plugin.precision import FP8Precision  # imported late: Lightning takes seconds to import
 
     recipe = RECIPES[name]()
-    arguments = {
-        **{argument: parameter.default for argument, parameter in signature(FP8Precision).parameters.items()},
-        "recipe": {"name": name, **{f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name != "name"}},
-    }
-    return "\n".join(
-        (
-            f"# {type(recipe).__name__}: {(type(recipe).__doc__ or '').strip().splitlines()[0]}",
-            "# Use: lightning-fp8 fit --config FILE --model my_module.MyModel --data my_module.MyData,",
-            "# or with a LightningCLI of your own. These are the defaults.",
-            "trainer:",
-            "  plugins:",
-            "    - class_path: lightning_fp8.FP8Precision",
-            "      init_args:",
-            *_lines(arguments, indent=8),
-            "",
-        )
-    )
+    arguments = {argument: parameter.default for argument, parameter in signature(FP8Precision).parameters.items()}
+    arguments["recipe"] = {"name": name} | {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    head = f"""\
+# {type(recipe).__name__}: {(type(recipe).__doc__ or "").strip().splitlines()[0]}
+# Use: lightning-fp8 fit --config FILE --model my_module.MyModel --data my_module.MyData,
+# or with a LightningCLI of your own. These are the defaults.
+trainer:
+  plugins:
+    - class_path: lightning_fp8.FP8Precision
+      init_args:
+"""
+    return head + "".join(f"{line}\n" for line in _lines(arguments, indent=8))
 
 
 def _lines(values: Mapping[str, Any], indent: int) -> Iterator[str]:
@@ -49,13 +44,9 @@ def _lines(values: Mapping[str, Any], indent: int) -> Iterator[str]:
             yield f"{' ' * indent}{name}:"
             yield from _lines(value, indent + 2)
         else:
-            yield f"{' ' * indent}{name}: {_text(value)}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Format):
-        return value.name
-    return str(value) if isinstance(value, (str, torch.dtype)) else json.dumps(value)
+            text = value.name if isinstance(value, Format) else value
+            text = str(text) if isinstance(text, (str, torch.dtype)) else json.dumps(text)
+            yield f"{' ' * indent}{name}: {text}"
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
-from lightning_fp8.cli.bench import LayerGemm, bound_gemm, count, gemms_of, has_kernels, sizes
+from lightning_fp8.cli.bench import LayerGemm, bound_gemm, gemms_of, has_kernels
+from lightning_fp8.cli.values import count, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear import Linear
@@ -113,22 +115,17 @@ def kernels_of_layer(inputs: int, outputs: int, tokens: int, recipe: Recipe, arc
             _start_kernels_of_shards(layer.weight.detach(), recipe)
     kernels = [kernel for kernel in launched.values() if arch in kernel.architectures]
     forward, of_input, of_weight = gemms_of(inputs, outputs, tokens)
-    asked: tuple[tuple[LayerGemm, dict[str, Any]], ...] = (
-        (forward, {}),
-        (forward, {"bias_dtype": "bfloat16"}),
-        (forward, {"bias_dtype": "float32"}),
-        (of_input, {}),
-        (of_weight, {}),
-        (of_weight, {"out_dtype": "float32"}),
-        (of_weight, {"out_dtype": "float32", "accumulate": True}),
-    )
-    for gemm, options in asked:
-        if not has_kernels(gemm, recipe):
-            continue
-        problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
-        spec = replace(problem.spec, **options)
-        builds = builds_of(replace(problem, spec=spec, architecture=arch))
-        kernels += [function(*arguments) for function, arguments in builds]
+    options_of: list[tuple[LayerGemm, list[dict[str, Any]]]] = [
+        (forward, [{}, {"bias_dtype": "bfloat16"}, {"bias_dtype": "float32"}]),
+        (of_input, [{}]),
+        (of_weight, [{}, {"out_dtype": "float32"}, {"out_dtype": "float32", "accumulate": True}]),
+    ]
+    for gemm, each in options_of:
+        if has_kernels(gemm, recipe):
+            problem = bound_gemm(gemm, recipe, torch.device("cpu")).problem
+            for options in each:
+                builds = builds_of(replace(problem, spec=replace(problem.spec, **options), architecture=arch))
+                kernels += [function(*arguments) for function, arguments in builds]
     return kernels
 
 
@@ -142,37 +139,31 @@ def _start_kernels_of_shards(weight: Tensor, recipe: Recipe) -> None:
 
 
 def build(find: Callable[..., Iterable[Kernel]], arguments: Sequence[Any], arch: str, folder: Path) -> dict[str, str]:
-    """Compile the kernels of ``find(*arguments)`` for ``arch`` into ``folder``, on all processors.
+    """Compile the kernels of ``find(*arguments)`` for ``arch`` into ``folder``; returns errors by names of kernels.
 
     ``find`` must be a function of a module, because each process calls it and compiles a part of the kernels.
-
-    Returns:
-        The errors, by the names of kernels.
     """
     processors = num_processors()
-    shares = [(find, arguments, arch, folder, index, processors) for index in range(processors)]
     built: dict[str, str] = {}
     failed: dict[str, str] = {}
     with process_pool(processors) as pool:
-        for more, less in pool.map(_build_share, *zip(*shares)):
+        shares = (slice(index, None, processors) for index in range(processors))
+        for more, less in pool.map(partial(_build_share, partial(find, *arguments), arch, folder), shares):
             built |= more
             failed |= less
-    _write_manifest(folder, arch, built)
+    path, compilers = folder / MANIFEST, compile_cache.compilers()
+    kernels = json.loads(path.read_text()) if path.exists() else {}
+    kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
+    cache_folder.write_whole(path, json.dumps(kernels, indent=1).encode())
     return failed
 
 
 def _build_share(
-    find: Callable[..., Iterable[Kernel]],
-    arguments: Sequence[Any],
-    arch: str,
-    folder: Path,
-    share: int,
-    num_shares: int,
+    find: Callable[[], Iterable[Kernel]], arch: str, folder: Path, share: slice
 ) -> tuple[dict[str, str], dict[str, str]]:
-    kernels = {kernel.name: kernel for kernel in find(*arguments)}
-    built = {}
-    failed = {}
-    for name in sorted(kernels)[share::num_shares]:
+    kernels = {kernel.name: kernel for kernel in find()}
+    built, failed = {}, {}
+    for name in sorted(kernels)[share]:
         key = compile_cache.source_key(kernels[name], "cubin", arch)
         try:
             cache_folder.write_code(folder / key, compile_cache.built(kernels[name], arch))
@@ -180,14 +171,6 @@ def _build_share(
         except Exception as error:  # compilers may raise any error
             failed[name] = str(error)
     return built, failed
-
-
-def _write_manifest(folder: Path, arch: str, built: dict[str, str]) -> None:
-    path = folder / MANIFEST
-    compilers = compile_cache.compilers()
-    kernels = json.loads(path.read_text()) if path.exists() else {}
-    kernels |= {key: {"name": name, "arch": arch, "compilers": compilers} for key, name in built.items()}
-    cache_folder.write_whole(path, json.dumps(kernels, indent=1).encode())
 
 
 def layers_kernels(layers: Sequence[tuple[int, int]], tokens: int, recipes: Sequence[str], arch: str) -> list[Kernel]:
@@ -211,19 +194,6 @@ def doctors_kernels() -> list[Kernel]:
 
 def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 kernels``."""
-    args = _parser().parse_args(argv)
-    failed = build(
-        layers_kernels, (args.linear, args.tokens, args.recipe or ["delayed"], args.arch), args.arch, args.out
-    )
-    for name, error in failed.items():
-        print(f"not built: {name}: {error}")
-    held = json.loads((args.out / MANIFEST).read_text())
-    print(f"{args.out} holds {len(held)} kernels; {cache_folder.CARRIED_VARIABLE}={args.out} takes them from there")
-    if failed:
-        raise SystemExit(1)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 kernels", description="Compile kernels ahead of their first use."
     )
@@ -244,4 +214,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
     command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="may be repeated; default: delayed")
-    return parser
+    args = parser.parse_args(argv)
+    wanted = args.linear, args.tokens, args.recipe or ["delayed"], args.arch
+    failed = build(layers_kernels, wanted, args.arch, args.out)
+    for name, error in failed.items():
+        print(f"not built: {name}: {error}")
+    held = json.loads((args.out / MANIFEST).read_text())
+    print(f"{args.out} holds {len(held)} kernels; {cache_folder.CARRIED_VARIABLE}={args.out} takes them from there")
+    if failed:
+        raise SystemExit(1)

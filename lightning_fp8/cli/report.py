@@ -18,11 +18,7 @@ PATTERN = "fp8_monitor*.npz"
 
 
 def record_in(path: Path) -> Path:
-    """``path``, or the record inside if it is a folder.
-
-    Raises:
-        SystemExit: If there is no record, or if there are several.
-    """
+    """``path``, or the record inside if it is a folder. It exits if there is none, or if there are several."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -49,11 +45,7 @@ def _read(path: Path) -> Record:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page.
-
-    Raises:
-        SystemExit: If a path is not a record, or if the page cannot be written.
-    """
+    """Write the page. It exits with a message if a path is not a record, or if the page cannot be written."""
     parser = argparse.ArgumentParser(prog="lightning-fp8 report", description=str(__doc__).splitlines()[0])
     parser.add_argument("run", type=Path, help="the record of a run, or the folder of its logs")
     parser.add_argument(

@@ -20,19 +20,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from lightning_fp8.cli.values import count
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the ranking.
-
-    Raises:
-        SystemExit: If an argument or a file is invalid.
-    """
+    """Measure, and print the ranking. It exits with a message if an argument or a file is invalid."""
     parser = argparse.ArgumentParser(prog="lightning-fp8 sensitivity", description=str(__doc__).splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="YAML of lightning-fp8 fit with model and data")
     parser.add_argument("--ckpt_path", type=Path, help="a checkpoint, whose weights are loaded")
-    parser.add_argument(
-        "--batches", type=_positive, default=4, help="number of batches of the training data; default: 4"
-    )
+    parser.add_argument("--batches", type=count, default=4, help="number of batches of the training data; default: 4")
     parser.add_argument("--recipe", help="default: the recipe of the YAML's FP8Precision, or delayed")
     parser.add_argument(
         "--group", choices=("layer", "block"), default="layer", help="measure layers one by one, or in groups"
@@ -57,16 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from lightning_fp8.sensitivity import measure_sensitivity
 
+    recipe = args.recipe or recipe_of_yaml or "delayed"
     budget = None if args.budget is None else args.budget / 100
     try:
-        found = measure_sensitivity(
-            model,
-            batches,
-            recipe=args.recipe or recipe_of_yaml or "delayed",
-            group=args.group,
-            budget=budget,
-            seed=args.seed,
-        )
+        found = measure_sensitivity(model, batches, recipe=recipe, group=args.group, budget=budget, seed=args.seed)
     except (TypeError, ValueError) as error:
         raise SystemExit(f"lightning-fp8 sensitivity: {error}") from None
     except RuntimeError as error:
@@ -90,13 +80,6 @@ def _percent(text: str) -> float:
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be positive, in percent")
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
     return number
 
 

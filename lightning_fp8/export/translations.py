@@ -66,21 +66,18 @@ def norm_quantize(
     cast, scale = _cast(*cast_and_scale)
     axis = _constant([1], np.int64)
     values = _as_float32(x)
-    statistics = []
-    if not rms:
-        mean = op.ReduceMean(values, axis, keepdims=1)
-        statistics.append(mean)
-        values = op.Sub(values, mean)
+    means = [] if rms else [op.ReduceMean(values, axis, keepdims=1)]
+    if means:
+        values = op.Sub(values, *means)
     variance = op.ReduceMean(op.Mul(values, values), axis, keepdims=1)
     rstd = op.Reciprocal(op.Sqrt(op.Add(variance, _constant(eps))))
-    statistics.append(rstd)
     gamma = _as_float32(weight)
     if zero_centered:
         gamma = op.Add(gamma, _constant(1.0))
     y = op.Mul(op.Mul(values, rstd), gamma)
     if bias is not None:
         y = op.Add(y, _as_float32(bias))
-    return *_quantize(y, tuple(x.shape), cast, scale), op.Transpose(op.Concat(*statistics, axis=1), perm=[1, 0])
+    return *_quantize(y, tuple(x.shape), cast, scale), op.Transpose(op.Concat(*means, rstd, axis=1), perm=[1, 0])
 
 
 def activation_quantize(x: Value, activation: str, *cast_and_scale: Any) -> Outputs:
@@ -115,11 +112,7 @@ def scaled_mm(
 
 
 def attention_forward(*_: Any) -> NoReturn:
-    """Not supported: attention casts tile by tile inside the softmax, for which ONNX has no nodes.
-
-    Raises:
-        NotImplementedError: Always.
-    """
+    """Not supported: attention casts tile by tile inside the softmax, for which ONNX has no nodes."""
     raise NotImplementedError(
         "FP8 attention is not exported to ONNX: it casts tile by tile inside the softmax. Export under a recipe with "
         "fp8_dpa=False: attention is then exported in high precision, and linear layers in FP8"
@@ -141,11 +134,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _quantize(x: Value, shape: tuple[Any, Any], cast: Cast, scale: Value | None) -> Outputs:
-    """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks.
-
-    Raises:
-        ValueError: If the opset does not support the cast.
-    """
+    """Cast float32 ``x`` of ``shape`` with ``scale``, with its own scale if that is 0 or None, or in blocks."""
     layout = cast.layout
     _check_opset(layout)
     data, scale_inv, data_t, scale_inv_t = _empty(cast), _empty(), _empty(cast), _empty()
@@ -217,13 +206,18 @@ def _placed(scale_inv: Value, layout: Layout, rows: Any) -> tuple[Value, dict[st
         return scale_inv, {}
     if layout.has_one_scale_per_row:
         return op.Reshape(scale_inv, _constant([-1], np.int64)), {"axis": 0}
-    block_rows, block_columns = layout.block
-    assert block_rows is not None
-    assert block_columns is not None
+    block_rows, block_columns = _block_of(layout)
     if block_rows > 1:  # ONNX blocks one axis only
         of_row = np.arange(rows) // block_rows
         scale_inv = op.Gather(scale_inv, _constant(of_row, np.int64), axis=0)
     return scale_inv, {"axis": 1, "block_size": block_columns}
+
+
+def _block_of(layout: Layout) -> tuple[int, int]:
+    rows, columns = layout.block
+    assert rows is not None
+    assert columns is not None
+    return rows, columns
 
 
 def _empty(cast: Cast | None = None) -> Value:
@@ -259,12 +253,8 @@ def _own_scale_inv(x: Value, shape: tuple[Any, Any], cast: Cast) -> Value:
     """``scale_inv`` of float32 ``x`` from its own amaxes, in the layout's shape.
 
     An E8M0 scale of 2**-127, for a block of zeros or tiny values, becomes 2**-126, float32's smallest normal number, as
-    does that of a NaN: zeros stay zeros, and NaN elements NaN.
-
-    Args:
-        x: float32 ``[rows, columns]``.
-        shape: rows, which may be dynamic if a block has one row, and columns.
-        cast: the cast.
+    does that of a NaN: zeros stay zeros, and NaN elements NaN. ``shape`` is rows, which may be dynamic if a block has
+    one row, and columns.
     """
     amax = _amax(x, shape, cast.layout)
     if cast.layout.scale_dtype == E8M0_DTYPE:
@@ -283,9 +273,7 @@ def _amax(x: Value, shape: tuple[Any, Any], layout: Layout) -> Value:
         return op.ReduceMax(magnitude, keepdims=0)
     if layout.has_one_scale_per_row:
         return op.ReduceMax(magnitude, _constant([1], np.int64), keepdims=1)
-    block_rows, block_columns = layout.block
-    assert block_rows is not None
-    assert block_columns is not None
+    block_rows, block_columns = _block_of(layout)
     rows, columns = shape
     missing = [0, -columns % block_columns]
     grid = [ceil_div(columns, block_columns), block_columns]

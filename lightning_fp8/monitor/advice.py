@@ -20,7 +20,6 @@ class RecipeLoss:
     """The errors of one recipe in each cast, in its worst sample of a run.
 
     Attributes:
-        recipe: the recipe's name.
         flushed: the share of nonzero values that become 0, ``[n]``; NaN for a cast that was not sampled.
         decibels: the ratio of signal to noise, ``[n]``.
     """
@@ -54,10 +53,6 @@ def what_if_losses(record: Record) -> list[RecipeLoss]:
 
 
 def cheapest(losses: list[RecipeLoss]) -> RecipeLoss | None:
-    """The first of ``losses``, which are ordered by cost, that is within the budget for every cast.
-
-    If none is, the one with the fewest casts over the budget. None if no cast was sampled.
-    """
+    """The first of ``losses``, ordered by cost, with the fewest casts over the budget; None if no cast was sampled."""
     known = [each for each in losses if each.is_known]
-    fitting = (each for each in known if not each.over_budget())
-    return next(fitting, min(known, key=lambda each: len(each.over_budget()), default=None))
+    return min(known, key=lambda each: len(each.over_budget()), default=None)

@@ -184,22 +184,17 @@ class Alarms:
         self,
         interval: Interval,
         bits: Array,
-        *,
         warm_up: int = WARM_UP,
         ran_unobserved: NDArray[np.bool_] | None = None,
         sampled_step: int | None = None,
     ) -> list[Alarm]:
-        """Check the next interval.
+        """The new alarms of the next interval.
 
         Args:
             bits: :func:`lightning_fp8.monitor.casts.clipped_bits` of its steps.
             warm_up: the last step, counted from 1, in which clipping is not an alarm.
-            ran_unobserved: bool ``[n]``, casts of layers that ran in FP8 without gradients, see
-                :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
+            ran_unobserved: bool ``[n]``, :meth:`lightning_fp8.monitor.casts.Casts.ran_unobserved`.
             sampled_step: the step that was sampled, counted from 1. ``None`` is the first one.
-
-        Returns:
-            The alarms that are new.
         """
         self._intervals += 1
         before = len(self.found)
@@ -280,24 +275,19 @@ class Alarms:
             share = interval["clipped_steps"][cast] / max(updates[cast], 1)
             if share > CLIPPED_STEPS and interval["clipped_bits"][cast] > CLIPPED_BITS:
                 yield _Finding("clips", cast, share, f"in {share:.0%} of the steps")
-            if (standing := self._stands(interval, cast)) is not None:
-                yield standing
-
-    def _stands(self, interval: Interval, cast: int) -> _Finding | None:
-        bits = interval["off_bits"][cast]
-        if interval["casts"][cast] > 0 and not interval["updates"][cast]:
-            return _Finding("standing scale", cast, 0.0, "no update saw its amax")
-        if bits > STANDING_BITS:
-            return _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from that of its history")
-        return None
+            bits = interval["off_bits"][cast]
+            if sampled[cast] and not updates[cast]:
+                yield _Finding("standing scale", cast, 0.0, "no update saw its amax")
+            elif bits > STANDING_BITS:
+                yield _Finding("standing scale", cast, bits, f"its scale is {bits:.1f} bits from that of its history")
 
     def _raise(self, rule: Rule, findings: Sequence[_Finding], interval: Interval) -> None:
         """Add an alarm for the casts that have none of this rule yet, and update existing alarms of others."""
-        known = {name: alarm for alarm in self.found if alarm.rule == rule for name in alarm.casts}
+        of_rule = [alarm for alarm in self.found if alarm.rule == rule]
+        known = {name: alarm for alarm in of_rule for name in alarm.casts}
         new = [each for each in findings if self._names[each.cast] not in known]
-        for alarm in [alarm for alarm in self.found if alarm.rule == rule]:
-            again = [each for each in findings if known.get(self._names[each.cast]) is alarm]
-            if again:
+        for alarm in of_rule:
+            if again := [each for each in findings if known.get(self._names[each.cast]) is alarm]:
                 worst = max(again, key=lambda each: each.amount)
                 alarm.last_step, alarm.times = interval.last_step, alarm.times + 1
                 if worst.amount > alarm.amount:
@@ -308,11 +298,8 @@ class Alarms:
         names = [self._names[each.cast] for each in new]
         layers, streaks = _layers(names), [self._streaks[rule, each.cast] for each in new]
         first, times = min(each.first_step for each in streaks), max(each.length for each in streaks)
-        value, amount = new[0].value, new[0].amount
-        alarm = Alarm(
-            "layer", rule, layers, names, first, interval.last_step, times, value, *_TEXT[rule], layers, amount
-        )
-        self.found.append(alarm)
+        told = new[0].value, *_TEXT[rule], layers, new[0].amount
+        self.found.append(Alarm("layer", rule, layers, names, first, interval.last_step, times, *told))
 
 
 def _layers(casts: Sequence[str]) -> list[str]:

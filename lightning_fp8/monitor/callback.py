@@ -118,10 +118,7 @@ class FP8Monitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises:
-        ValueError: If the Trainer has several monitors, which would replace each other's samples, or if ``path`` is a
-            folder.
-        """
+        """Refuse several monitors, which would replace each other's samples, and a folder as ``path``."""
         if sum(isinstance(each, FP8Monitor) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("the Trainer has several FP8Monitor callbacks; pass one")
         self._refuse_folder()
@@ -188,7 +185,9 @@ class FP8Monitor(Callback):
                 loss = loss * trainer.accumulate_grad_batches
             self._loss = loss if self._loss is None else self._loss + loss
             self._losses += 1
-        self._end_of_sample(trainer)
+        if self._in_sample and self._sampler is not None and trainer.global_step > self._sampled_step:
+            self._sampler.end()
+            self._in_sample = False
         if trainer.global_step - self._start >= self.every_n_steps:
             self._report(trainer)
             if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
@@ -198,7 +197,6 @@ class FP8Monitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.record is None:
             return
-        self._end_of_sample(trainer, force=True)
         if trainer.global_step > self._start:
             self._report(trainer)
         self._save(trainer)
@@ -233,12 +231,6 @@ class FP8Monitor(Callback):
         self._trace = self._sampler = None
         self._casts = Casts([], [], [], [])  # keeps no model alive
 
-    def _end_of_sample(self, trainer: Trainer, *, force: bool = False) -> None:
-        if self._in_sample and (force or trainer.global_step > self._sampled_step):
-            assert self._sampler is not None
-            self._sampler.end()
-            self._in_sample = False
-
     def _report(self, trainer: Trainer) -> None:
         assert self.record is not None
         values, bits, ran, loss = self._of_all_ranks(*self._figures(trainer.global_step - self._start), trainer)
@@ -250,8 +242,7 @@ class FP8Monitor(Callback):
         if self._alarms is None:
             return
         warm_up, sampled_step = self._run_start + WARM_UP, self._sampled_step + 1
-        new = self._alarms.see(interval, bits, warm_up=warm_up, ran_unobserved=ran, sampled_step=sampled_step)
-        for alarm in new:
+        for alarm in self._alarms.see(interval, bits, warm_up, ran, sampled_step):
             rank_zero_warn(str(alarm))
         self._log(trainer, interval)
 
@@ -259,9 +250,8 @@ class FP8Monitor(Callback):
         """The figures of this rank's casts ``[n, len(FIELDS)]``, and the bits that each step clipped ``[steps, n]``."""
         assert self.record is not None
         assert self._sampler is not None
-        n = len(self.record.names)
         counts, losses, exponents = self._sampler.read()
-        rows = StepRows(np.zeros((0, n)), np.zeros((0, n))) if self._trace is None else self._trace.read(steps)
+        rows = StepRows.zeros(0, len(counts)) if self._trace is None else self._trace.read(steps)
         bits = clipped_bits(rows, self._largest)
         values = step_figures(rows, bits, self._fp8_max, self._start + 1)
         if self._trace is not None and isinstance(self._recipe, DelayedScaling):
@@ -277,10 +267,7 @@ class FP8Monitor(Callback):
     def _of_all_ranks(
         self, values: Array, bits: Array, trainer: Trainer
     ) -> tuple[Array, Array, NDArray[np.bool_], float]:
-        """The figures, the clipped bits of each step, the casts that ran unobserved, and the mean loss of all ranks.
-
-        It runs one collective.
-        """
+        """The figures, clipped bits, casts that ran unobserved, and the mean loss of all ranks, by one collective."""
         ran = self._casts.ran_unobserved()
         losses = np.array([0.0 if self._loss is None else float(self._loss), float(self._losses)])
         own: list[Array] = [values, bits, ran.astype(np.float64), losses]
@@ -366,12 +353,8 @@ def _unused(path: Path) -> Path:
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    versions = {
-        "lightning_fp8": __version__,
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "Python": platform.python_version(),
-    }
+    versions = {"lightning_fp8": __version__, "torch": torch.__version__, "lightning": lightning.__version__}
+    versions["Python"] = platform.python_version()
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda), **versions}
     return {"device": f"{device.type} (FP8 is emulated)", **versions}

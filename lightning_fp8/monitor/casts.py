@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from lightning_fp8.ops.sample import COUNTS, EXPONENTS, LOSSES, SAMPLED_RECIPES
 
 _MORE_STEPS = 16
 """Rows in addition to those of an interval: one batch may step several times. More are allocated when needed."""
+
+_SAMPLE_SHAPES = (len(COUNTS),), (len(SAMPLED_RECIPES), len(LOSSES)), (EXPONENTS,)
+"""Of a cast's counts, losses and exponents."""
 
 
 class Casts(NamedTuple):
@@ -56,6 +59,11 @@ class StepRows(NamedTuple):
 
     amax: Array
     scale: Array
+
+    @classmethod
+    def zeros(cls, steps: int, casts: int) -> StepRows:
+        """Rows in which no cast ran."""
+        return cls(np.zeros((steps, casts)), np.zeros((steps, casts)))
 
 
 class StepTrace:
@@ -104,7 +112,7 @@ class StepTrace:
         for pair in self._rows.values():
             for rows in pair:
                 rows.zero_()
-        found = StepRows(np.zeros((steps, len(self._slots))), np.zeros((steps, len(self._slots))))
+        found = StepRows.zeros(steps, len(self._slots))
         for column, slot in enumerate(self._slots):
             for values, known in zip(found, of_history.get(slot.history, ())):
                 values[: len(known), column] = known[:, slot.index]
@@ -140,9 +148,8 @@ class Sampler:
         if not self._samples:
             # One tensor for each cast: compiled code would treat two views of one tensor as one input.
             for slot in self._slots:
-                shapes = (len(COUNTS),), (len(SAMPLED_RECIPES), len(LOSSES)), (EXPONENTS,)
-                on = slot.scale.device
-                self._samples.append(Sample(*(torch.zeros(shape, dtype=torch.float64, device=on) for shape in shapes)))
+                like: Any = {"dtype": torch.float64, "device": slot.scale.device}
+                self._samples.append(Sample(*(torch.zeros(shape, **like) for shape in _SAMPLE_SHAPES)))
         for slot, sample in zip(self._slots, self._samples):
             slot.sample = sample if what_if else Sample(sample.counts)
 
@@ -153,13 +160,9 @@ class Sampler:
 
     def read(self) -> tuple[Array, Array, Array]:
         """Return and clear counts ``[n, 8]``, losses ``[n, 4, 4]`` and exponents ``[n, 256]``."""
-        n = len(self._slots)
         if not self._samples:
-            return (
-                np.zeros((n, len(COUNTS))),
-                np.zeros((n, len(SAMPLED_RECIPES), len(LOSSES))),
-                np.zeros((n, EXPONENTS)),
-            )
+            counts, losses, exponents = (np.zeros((len(self._slots), *shape)) for shape in _SAMPLE_SHAPES)
+            return counts, losses, exponents
         counts, losses, exponents = (torch.stack(each).cpu().numpy() for each in zip(*self._samples))
         for sample in self._samples:
             for each in sample:
@@ -200,9 +203,7 @@ def off_bits(rows: StepRows, window: Array, fp8_max: Array, recipe: DelayedScali
 def step_figures(rows: StepRows, bits: Array, fp8_max: Array, first_step: int) -> Array:
     """The figures of an interval that are known in every step with delayed scaling, ``[n, len(FIELDS)]``.
 
-    Args:
-        bits: the result of :func:`clipped_bits`.
-        first_step: the number of the step of the first row.
+    ``bits`` are :func:`clipped_bits`, and ``first_step`` is the number of the first row's step.
     """
     values = empty_values(rows.amax.shape[1])
     if not len(rows.amax):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,10 +40,8 @@ def lost(record: Record) -> Any:
             )
             axis.set_title(f"{of_role.lower()}: {title}", loc="left", size=9)
             axis.set_facecolor("#f1f3f6")
-            few = len(casts) <= 40 and role == "input"
-            axis.set_yticks(
-                range(len(casts)) if few else [], [record.layer(each) for each in casts] if few else [], size=6
-            )
+            named = casts if len(casts) <= 40 and role == "input" else []
+            axis.set_yticks(range(len(named)), [record.layer(each) for each in named], size=6)
         figure.colorbar(image, ax=row, pad=0.01)
     for axis in axes[-1]:
         axis.set_xlabel("step")
@@ -54,21 +53,20 @@ def log_figure(loggers: list[Any], record: Record, step: int) -> None:
 
     There is no figure without matplotlib, or for a run without casts.
     """
-    takers = [each for each in loggers if _takes(each)]
-    if not takers or not record.names or not record.intervals or find_spec("matplotlib") is None:
-        return
-    figure = lost(record)
-    for logger in takers:
-        if hasattr(logger, "log_image"):
-            logger.log_image(key=NAME, images=[figure], step=step)
-        elif hasattr(logger.experiment, "add_figure"):
-            logger.experiment.add_figure(NAME, figure, step)
-        else:
-            logger.experiment.log_figure(logger.run_id, figure, f"{NAME}.png")
+    takers = [taker for each in loggers if (taker := _taker(each, step))]
+    if takers and record.names and record.intervals and find_spec("matplotlib") is not None:
+        figure = lost(record)
+        for take in takers:
+            take(figure)
 
 
-def _takes(logger: Any) -> bool:
+def _taker(logger: Any, step: int) -> Callable[[Any], object] | None:
+    """The function that logs a figure; None if ``logger`` takes none."""
     if hasattr(logger, "log_image"):
-        return True
-    experiment = getattr(logger, "experiment", None)
-    return hasattr(experiment, "add_figure") or (hasattr(experiment, "log_figure") and hasattr(logger, "run_id"))
+        return lambda figure: logger.log_image(key=NAME, images=[figure], step=step)
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "add_figure"):
+        return lambda figure: experiment.add_figure(NAME, figure, step)
+    if hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):
+        return lambda figure: experiment.log_figure(logger.run_id, figure, f"{NAME}.png")
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -66,20 +66,23 @@ class Interval:
     @property
     def flushed_share(self) -> Array:
         """The share of nonzero finite values that became 0, for each cast; NaN if it was not sampled."""
-        return _ratio(self["flushed"], self["elements"] - self["zeros"] - self["nonfinite"])
+        nonzero = self["elements"] - self["zeros"] - self["nonfinite"]
+        return _ratio(self["flushed"], nonzero, nonzero > 0)
 
     @property
     def decibels(self) -> Array:
         """The ratio of signal to noise of each cast; NaN if it was not sampled, inf without noise."""
-        with np.errstate(divide="ignore"):
-            decibels: Array = 10.0 * np.log10(_ratio(self["signal"], self["noise"], where=self["signal"] > 0))
-        return decibels
+        return _decibels(self["signal"], self["noise"])
 
 
-def _ratio(a: Array, b: Array, where: Any = True) -> Array:
+def _ratio(a: Array, b: Array, where: NDArray[np.bool_]) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
-        result: Array = np.where((a + b > 0) & where, a / b, np.nan)
-    return result
+        return np.where(where, a / b, np.nan)
+
+
+def _decibels(signal: Array, noise: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.asarray(10.0 * np.log10(_ratio(signal, noise, signal > 0)))
 
 
 def empty_values(casts: int) -> Array:
@@ -128,8 +131,7 @@ class Record:
         losses: float64 ``[n, 4, 2]``, for each cast and each of :attr:`recipes` the largest share of nonzero values
             that became 0 in a what-if sample, and the least ratio of signal to noise in decibels; NaN if unknown.
         exponents: float64 ``[n, 256]``, the histogram of the biased exponents of float32 in these samples.
-        layers: the rows of the table of layers, as dictionaries.
-        alarms: the alarms, as dictionaries.
+        layers, alarms: the rows of the table of layers, and the alarms, as dictionaries.
         environment: the device and versions.
     """
 
@@ -171,11 +173,7 @@ class Record:
         return layer_of_slot(self.names[cast])
 
     def total(self) -> Interval:
-        """All intervals merged to one.
-
-        Raises:
-            ValueError: If there are no intervals.
-        """
+        """All intervals merged to one. It raises a ValueError if there are none."""
         if not self.intervals:
             raise ValueError("the record has no interval")
         return merged(self.intervals)
@@ -190,19 +188,12 @@ class Record:
     def add_losses(self, counts: Array) -> None:
         """Add the errors of other recipes in one interval, ``[n, 4, 4]`` by :data:`lightning_fp8.ops.sample.LOSSES`."""
         nonzero, flushed, signal, noise = np.moveaxis(counts, -1, 0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(nonzero > 0, flushed / nonzero, np.nan)
-            decibels = np.where(signal > 0, 10 * np.log10(signal / noise), np.nan)
-        self.losses[..., 0] = np.fmax(self.losses[..., 0], share)
-        self.losses[..., 1] = np.fmin(self.losses[..., 1], decibels)
+        self.losses[..., 0] = np.fmax(self.losses[..., 0], _ratio(flushed, nonzero, nonzero > 0))
+        self.losses[..., 1] = np.fmin(self.losses[..., 1], _decibels(signal, noise))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record as an ``.npz`` file. An existing file is replaced atomically."""
-        described = {
-            "version": VERSION,
-            "fields": FIELDS,
-            **{name: getattr(self, name) for name in _DESCRIBED},
-        }
+        described = {"version": VERSION, "fields": FIELDS, **{name: getattr(self, name) for name in _DESCRIBED}}
         steps = [[each.first_step, each.last_step] for each in self.intervals]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part, open(part, "wb") as file:
@@ -235,8 +226,7 @@ class Record:
                 raise ValueError("it has no description; FP8Monitor writes fp8_monitor.npz into the log_dir")
             described = json.loads(str(arrays["description"]))
             _require(described, {"version": int}, "its description")
-            version = described["version"]
-            if version <= VERSION:
+            if (version := described["version"]) <= VERSION:
                 _require(described, {"fields": [str], **_DESCRIBED}, "its description")
                 return cls._from_arrays(described, arrays)
         except OSError:
@@ -332,9 +322,8 @@ def _require(value: Any, expected: Any, what: str) -> None:
             _require(value[key], of_key, f"{what}[{key!r}]")
 
 
-def merged(intervals: Iterable[Interval]) -> Interval:
+def merged(parts: Sequence[Interval]) -> Interval:
     """Merge consecutive intervals. The loss is the mean over their steps; NaN if one of them is NaN."""
-    parts = list(intervals)
     steps = [each.last_step - each.first_step + 1 for each in parts]
     loss = sum(each.loss * number for each, number in zip(parts, steps)) / sum(steps)
     return Interval(parts[0].first_step, parts[-1].last_step, loss, combined([each.values for each in parts]))

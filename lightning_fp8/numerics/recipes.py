@@ -311,7 +311,8 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
 
     Args:
         recipe: a recipe object; a name (``"delayed"``, ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``,
-            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; or a mapping of Megatron-LM's keys
+            ``"mxfp8"``); a mapping of ``name`` (default ``"delayed"``) and fields; one of ``class_path`` and
+            ``init_args``, as in YAML; or a mapping of Megatron-LM's keys
             (``fp8``, ``fp8_recipe``, ``fp8_margin``, ``fp8_interval``, ``fp8_amax_history_len``,
             ``fp8_amax_compute_algo``, ``fp8_dot_product_attention``, ``fp8_multi_head_attention``).
 
@@ -325,6 +326,8 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
         fields = dict(recipe)
         if any(key in fields for key in _MEGATRON_KEYS) or _is_mxfp8(fields.get("fp8_format")):
             return _from_megatron(fields)
+        if "class_path" in fields:  # a configuration that LightningCLI could not make
+            return _from_class_path(**fields)
         return _from_fields(_class_of(fields.pop("name", "delayed")), fields)
     if isinstance(recipe, type) and recipe in RECIPES.values():
         raise TypeError(f"recipe is the class {recipe.__name__}; make one: {recipe.__name__}()")
@@ -337,6 +340,14 @@ def _class_of(name: Any) -> type[Recipe]:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")
     return RECIPES[name]
+
+
+def _from_class_path(class_path: Any, init_args: Any = None, **others: Any) -> Recipe:
+    classes = {f"lightning_fp8.{cls.__name__}": cls for cls in RECIPES.values()}
+    if class_path not in classes:
+        named = f"{_quoted(classes)}, or name instead: {_quoted(RECIPES)}"
+        raise ValueError(f"class_path={class_path!r} is no recipe; use one of {named}")
+    return _from_fields(classes[class_path], {**(init_args or {}), **others})
 
 
 def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:

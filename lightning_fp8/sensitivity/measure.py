@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -220,19 +221,13 @@ def _square(x: Tensor) -> float:
 
 
 def _groups(layers: Sequence[str], group: str) -> dict[str, tuple[str, ...]]:
-    """The names of layers, by the name of their group."""
+    """The names of layers, by the name of their group: of a block, the name up to its first number."""
     found: dict[str, tuple[str, ...]] = {}
     for name in layers:
-        of = name if group == "layer" else _block_of(name)
+        block = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+        of = block[0] if block and group == "block" else name
         found[of] = (*found.get(of, ()), name)
     return found
-
-
-def _block_of(name: str) -> str:
-    """The name up to its first number: ``model.layers.3``; the whole name if it has none."""
-    parts = name.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
 def _among(name: str, rows: Collection[str]) -> bool:
@@ -262,11 +257,7 @@ def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
 
 
 def _loss_of(model: nn.Module) -> Loss:
-    """The default loss of a model.
-
-    Raises:
-        TypeError: When it is called, if the model does not return a loss.
-    """
+    """The default loss of a model. Calling it raises a TypeError if the model does not return a loss."""
     if callable(getattr(model, "training_step", None)):
 
         def of_lightning(copied: Any, batch: Any) -> Tensor:

@@ -40,8 +40,7 @@ class Check:
     Attributes:
         budget: the requested error.
         skip: the layers in BF16.
-        predicted: the error that is predicted from the rows.
-        measured: the measured error of the gradient.
+        predicted, measured: the error of the gradient that the rows predict, and the measured one.
     """
 
     budget: float
@@ -110,13 +109,12 @@ class Sensitivity:
             f"{'all layers in FP8':<50}{self.all_error:>21.3%}  {1:>7.1%}",
             f"{f'the default: {len(self.default_skip)} layers in BF16':<50}{self.default_error:>21.3%}  {kept:>7.1%}",
         ]
-        if self.check is not None:
-            text = f"skip, below: {len(self.check.skip)} layers in BF16"
-            share = self.flops_in_fp8(self.check.skip)
+        if check := self.check:
+            text = f"skip, below: {len(check.skip)} layers in BF16"
             lines += [
-                f"{text:<50}{self.check.measured:>21.3%}  {share:>7.1%}",
-                f"predicted: {self.check.predicted:.3%}; asked for: {self.check.budget:.3%}",
-                f"skip={self.check.skip!r}",
+                f"{text:<50}{check.measured:>21.3%}  {self.flops_in_fp8(check.skip):>7.1%}",
+                f"predicted: {check.predicted:.3%}; asked for: {check.budget:.3%}",
+                f"skip={check.skip!r}",
             ]
         return "\n".join(lines)
 
@@ -146,10 +144,9 @@ class Sensitivity:
             if found.pop("version") > VERSION:
                 raise ValueError("a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8")
             rows = tuple(Row(**{**each, "layers": tuple(each["layers"])}) for each in found.pop("rows"))
-            check = found.pop("check")
-            skip = tuple(found.pop("default_skip"))
-            made = None if check is None else Check(**{**check, "skip": tuple(check["skip"])})
-            return cls(rows=rows, check=made, default_skip=skip, **found)
+            if (check := found.pop("check")) is not None:
+                check = Check(**{**check, "skip": tuple(check["skip"])})
+            return cls(rows=rows, check=check, default_skip=tuple(found.pop("default_skip")), **found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             said = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} is not a result of measure_sensitivity: {said}") from None
@@ -169,10 +166,7 @@ class Sensitivity:
         figure = Figure(figsize=(8, 1.2 + 0.24 * len(rows)), layout="constrained")
         axes: Any = figure.subplots()
         axes.barh([_short(row.name, 40) for row in rows], [100 * row.error for row in rows], color="#0b5cad")
-        for error, text, style in (
-            (self.all_error, "all layers", "-"),
-            (self.default_error, "default", "--"),
-        ):
+        for error, text, style in ((self.all_error, "all layers", "-"), (self.default_error, "default", "--")):
             axes.axvline(100 * error, color="#b45309", linestyle=style, label=f"{text}: {error:.2%}")
         axes.set_xlabel(f"error of the gradient with only this in FP8, %, recipe {self.recipe}")
         axes.legend(loc="lower right")
@@ -195,9 +189,7 @@ def _with_inf(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_budget(budget: float) -> None:
-    """Raises:
-    ValueError: If ``budget`` is not a positive number.
-    """
+    """Raise a ValueError if ``budget`` is not a positive number."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
         raise ValueError(
             f"budget={budget!r} must be a positive number: the relative error of the gradient, 0.01 for 1 %"

@@ -166,11 +166,7 @@ def _refuse(name: str, value: Any, unsupported: dict[str, _Unsupported]) -> None
 
 
 def refuse_in_forward(**asked: Any) -> None:
-    """Check the arguments of a forward of which only the default is supported.
-
-    Raises:
-        NotImplementedError: If an argument differs from its default. The message has an alternative.
-    """
+    """Raise a NotImplementedError, with an alternative, if an argument of a forward differs from its default."""
     for name, value in asked.items():
         _refuse(name, value, _UNSUPPORTED_IN_FORWARD)
 

@@ -30,6 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,17 +70,12 @@ def slots_of_gemms(gemms: Iterable[tuple[int, str]], roles: Sequence[Role]) -> d
     Args:
         gemms: the index of each GEMM in the state, with its name in this package: the name of the module, followed by
             the GEMM's name if the module has several.
-        roles: the roles of the module.
     """
     return {slot_name(name, role): (role, gemm) for gemm, name in gemms for role in roles}
 
 
 def slots_of_state(module_name: str, num_gemms: int) -> dict[str, tuple[Role, int]]:
-    """:func:`slots_of_gemms` for a state without a model.
-
-    A state of one GEMM is considered a linear layer's, of two GEMMs LayerNormMLP's (``fc1`` and ``fc2``), and of
-    three GEMMs attention's. States of more GEMMs have no slots.
-    """
+    """:func:`slots_of_gemms` without a model: of 1 GEMM a linear layer's, of 2 LayerNormMLP's, of 3 attention's."""
     if num_gemms == ATTENTION_GEMMS:
         return slots_of_gemms([(0, module_name)], ATTENTION_ROLES)
     halves = [f"{module_name}.{half}".lstrip(".") for half in ("fc1", "fc2")]
@@ -187,11 +183,8 @@ def rows_of_projections(
     """The rows of each projection of attention, by the name of its module.
 
     Args:
-        heads: the number of query heads.
-        groups: the number of key and value heads.
-        channels: the number of channels of a head.
+        heads, groups: the numbers of query heads, and of key and value heads.
         self_attention: whether one module projects one tensor to queries, keys and values.
-        interleaved: see :class:`ProjectionRows`.
         input_layernorm: whether the module that projects to queries has a norm.
     """
     query, key_value = {"query": heads // groups}, {"key": 1, "value": 1}
@@ -203,11 +196,7 @@ def rows_of_projections(
 
 
 def has_split_parameters(projection: str, fuse_qkv_params: bool) -> bool:
-    """Whether the projection has one parameter for each of its outputs, named after the output, as ``query_weight``.
-
-    It never does if it is ``query_layer``. Any other projection, including ``layernorm_query``, does unless
-    ``fuse_qkv_params`` is set.
-    """
+    """Whether the projection has one parameter for each of its outputs, as ``query_weight``: never ``query_layer``."""
     return not fuse_qkv_params and projection != "query_layer"
 
 
@@ -245,9 +234,8 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
     mapped to None. For example, if ``model.`` is removed, ``model.head.weight`` becomes ``head.weight``, and a
     ``head.weight`` of the LightningModule itself is mapped to None.
     """
-    strips = ["", *_leading_paths(file_names)]
-    prepends = ["", *sorted({f"{name}." for name in modules if name.count(".") <= 1 and name})]
-    named = modules - {""}
+    strips, named = ["", *_leading_paths(file_names)], modules - {""}
+    prepends = ["", *sorted(f"{name}." for name in named if name.count(".") <= 1)]
 
     def renamed(name: str, strip: str, prepend: str) -> str:
         return prepend + name.removeprefix(strip) if name.startswith(strip) else name
@@ -258,9 +246,7 @@ def prefix_renamer(file_names: list[str], model_keys: set[str], modules: set[str
 
     if fits("", "") == len(file_names):
         return lambda name: name
-    strip, prepend = max(
-        ((strip, prepend) for strip in strips for prepend in prepends), key=lambda pair: (fits(*pair), not any(pair))
-    )
+    strip, prepend = max(product(strips, prepends), key=lambda pair: (fits(*pair), not any(pair)))
     taken = {renamed(name, strip, prepend) for name in file_names if name.startswith(strip)}
     return lambda name: None if not name.startswith(strip) and name in taken else renamed(name, strip, prepend)
 

@@ -54,8 +54,7 @@ class TEState:
 
     Attributes:
         writer: the versions of Transformer Engine that write this format.
-        forward: the forward state; ``None`` if the module had no FP8 state.
-        backward: the backward state; ``None`` if the module had no FP8 state.
+        forward, backward: the states of both directions; ``None`` if the module had no FP8 state.
         recipe_name: the class name of the recipe, if the format has one.
         dropped: the number of infinite or NaN amaxes, which were read as 0.
     """
@@ -72,17 +71,12 @@ class TEState:
         return -(-len(self.forward.scale) // FORWARD_SLOTS) if self.forward else 0
 
     def tensor_state(self, role: Role, gemm: int = 0) -> TensorState:
-        """The state of one tensor of GEMM ``gemm``.
-
-        Raises:
-            CheckpointError: If the state does not have the column.
-        """
+        """The state of one tensor of GEMM ``gemm``. It raises a CheckpointError if the state has no column for it."""
         direction, index = column_of(role, gemm)
         te_columns = self.forward if direction == "fwd" else self.backward
         if te_columns is None or index >= len(te_columns.scale):
             raise CheckpointError(f"its FP8 state has no column for {role.value!r}")
-        scale = te_columns.scale[index].item()
-        amax_history = te_columns.amax_history[:, index]
+        scale, amax_history = te_columns.scale[index].item(), te_columns.amax_history[:, index]
         return TensorState(0.0 if scale == 1.0 and not amax_history.any() else scale, amax_history)
 
     def tensor_states(self, slots: Mapping[str, tuple[Role, int]]) -> dict[str, TensorState]:
@@ -91,11 +85,7 @@ class TEState:
 
 
 def te_states_in(state_dict: Mapping[Any, Any]) -> Iterator[tuple[str, TEState]]:
-    """Transformer Engine's states by key. Values that other modules store under such keys are ignored.
-
-    Raises:
-        CheckpointError: If a state is damaged. The message has its key.
-    """
+    """Transformer Engine's states by key; a damaged one raises an error with its key. Others' values are ignored."""
     for key, value in state_dict.items():
         if isinstance(key, str) and is_state(key):
             try:
@@ -146,11 +136,7 @@ def read_te_state(value: Any) -> TEState:
 
 
 def require_stored(key: str, value: Tensor) -> None:
-    """Check that a tensor stores each of its values, so that a copy does not take more memory.
-
-    Raises:
-        CheckpointError: If it does not.
-    """
+    """Raise a CheckpointError unless a tensor stores each of its values: else a copy would take more memory."""
     if value.is_meta or value.layout != torch.strided:
         raise CheckpointError(f"{key} is a tensor on {value.device} of layout {value.layout}; it must hold values")
     stored = value.untyped_storage().nbytes() // value.element_size()
@@ -163,21 +149,18 @@ def _from_pickle(data: bytes) -> TEState:
     if state is None:
         return TEState("0.6 to 0.11 or 2.0 to 2.3, without FP8")
     if isinstance(state, dict) and ("forward" in state or "backward" in state):
-        merged: dict[Any, Any] = {}
-        for direction in (state.get("forward"), state.get("backward")):
-            if isinstance(direction, dict):
-                merged |= {key: item for key, item in direction.items() if key != "extra_fp8_variables"}
-        return _from_dict(merged, "2.0 or later (te.ops)")
+        directions = (state.get("forward"), state.get("backward"))
+        items = [item for each in directions if isinstance(each, dict) for item in each.items()]
+        return _from_dict(dict(items), "2.0 or later (te.ops)")
     return _from_dict(state, "2.0 or later" if isinstance(state, dict) and "recipe" in state else "0.6 to 0.11")
 
 
 def _version_1(state: Any) -> str:
-    extra = state.get("extra_fp8_variables") if isinstance(state, dict) else None
-    if isinstance(state, dict) and "global_fp8_buffer" in state:
+    of_state = state if isinstance(state, dict) else {}
+    if "global_fp8_buffer" in of_state:
         return "0.12 to 1.5"
-    if isinstance(extra, dict) and "buffer_index_and_autocast_key" in extra:
-        return "1.6 to 1.7"
-    return "1.6 to 1.13"
+    extra = of_state.get("extra_fp8_variables")
+    return "1.6 to 1.7" if isinstance(extra, dict) and "buffer_index_and_autocast_key" in extra else "1.6 to 1.13"
 
 
 def _from_dict(state: Any, writer: str) -> TEState:
@@ -198,10 +181,8 @@ def _columns(state: Mapping[Any, Any], direction: str) -> tuple[Columns, int]:
     scale = _float32(state, f"scale_{direction}", 1)
     amax_history = _float32(state, f"amax_history_{direction}", 2)
     if amax_history.shape[1] != len(scale):
-        raise CheckpointError(
-            f"amax_history_{direction} has shape {tuple(amax_history.shape)} for {len(scale)} values of "
-            f"scale_{direction}"
-        )
+        shape = f"shape {tuple(amax_history.shape)} for {len(scale)} values of scale_{direction}"
+        raise CheckpointError(f"amax_history_{direction} has {shape}")
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CheckpointError(f"scale_{direction} holds zero, negative, infinite or NaN values")
     if bool((amax_history < 0).any()):

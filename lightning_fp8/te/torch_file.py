@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -88,17 +89,30 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
         CheckpointError: If the file is not a checkpoint, is damaged, or holds what is not supported.
         OSError: If the file cannot be opened.
     """
+    storages: list[tuple[int, int]] = []
+    restore = torch.serialization.default_restore_location
+
+    def noted(storage: Any, location: str) -> Any:
+        if storage.nbytes():
+            storages.append((storage.data_ptr(), storage.nbytes()))
+        return restore(storage, location)
+
     with path.open("rb") as file:
         try:
             if file.read(4) != _ZIP_SIGNATURE:
                 return torch.load(path, map_location="cpu", weights_only=True), []
-            _stored_records(zipfile.ZipFile(file))
+            records = _stored_records(zipfile.ZipFile(file))
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             for name in refused:
                 _refuse_primary_weight(name)
             classes = {name: _INERT.get(name) or _unread(name) for name in refused}
-            with torch.serialization.safe_globals([(made, name) for name, made in classes.items()]):
+            # Not map_location=noted: torch refuses functions for subclasses of tensors.
+            with (
+                torch.serialization.safe_globals([(made, name) for name, made in classes.items()]),
+                patch.object(torch.serialization, "default_restore_location", noted),
+            ):
                 value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            _require_whole_records(storages, records)
         except CheckpointError:
             raise
         except Exception as error:  # damaged files raise many types of errors
@@ -107,6 +121,18 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
                 "torch.save's defaults"
             ) from None
     return value, sorted(classes.keys() - _INERT)
+
+
+def _require_whole_records(storages: list[tuple[int, int]], records: dict[str, zipfile.ZipInfo]) -> None:
+    """Raise a CheckpointError unless the mapped storages ``(address, bytes)`` are the records, one each."""
+    of_storages = [(info.header_offset, info.file_size) for name, info in records.items() if "/data/" in name]
+    sizes = [size for _, size in sorted(of_storages) if size]
+    claims = [size for _, size in sorted(storages)]
+    if len(claims) != len(sizes):
+        raise CheckpointError(f"its tensors name {len(claims)} storages, and it has {len(sizes)}; save it again")
+    for claim, size in zip(claims, sizes):
+        if claim != size:
+            raise CheckpointError(f"a tensor claims {claim} bytes and has {size}")
 
 
 def _unread(name: str) -> type[Unread]:
@@ -143,13 +169,7 @@ class Global:
 
 @dataclass
 class Standin:
-    """The content of an object whose class is not imported.
-
-    Attributes:
-        name: ``module.Class``.
-        args: the arguments of the constructor.
-        state: the attributes.
-    """
+    """The content of an object whose class, ``module.Class``, is not imported: arguments and attributes."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -178,7 +198,6 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler, with the opcodes that create objects replaced by methods of this class.
 
     Args:
-        stream: one pickle. It is positioned after its end.
         spend: charges what the functions that the pickle calls copy.
         storage: None refuses storages outside the pickle.
         nested: refuse storages in bytes, because the pickle is inside one.
@@ -250,16 +269,21 @@ class _Unpickler(pickle._Unpickler):
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _set_items(self.stack[-1], [key, value])
+        self.set_items([key, value])
 
     def load_setitems(self) -> None:
-        items = self.pop_mark()
-        _set_items(self.stack[-1], items)
+        self.set_items(self.pop_mark())
 
     def load_dict(self) -> None:
         items = self.pop_mark()
         self.append({})
-        _set_items(self.stack[-1], items)
+        self.set_items(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            raise TypeError(f"{type(target).__name__} is given items")
+        target.update(zip(_checked_keys(items[::2], "a dictionary's key"), items[1::2], strict=True))
 
     def load_additems(self) -> None:
         items, target = self.pop_mark(), self.stack[-1]
@@ -285,20 +309,12 @@ _Unpickler.dispatch = _Methods(
 )
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
-    if not isinstance(target, dict):
-        raise TypeError(f"{type(target).__name__} is given items")
-    target.update(zip(_checked_keys(items[::2], "a dictionary's key"), items[1::2], strict=True))
-
-
 def _checked_keys(keys: list[Any], what: str) -> list[Any]:
     """Check ``keys`` before they are hashed, because integers of more than 64 bits can be chosen to collide."""
     for key in keys:
         if not isinstance(key, _KEYS):
-            raise CheckpointError(
-                f"{what} that is neither text nor number is not supported: a {type(key).__name__}; save the file "
-                "without it"
-            )
+            unlike = f"{what} that is neither text nor number is not supported: a {type(key).__name__}"
+            raise CheckpointError(f"{unlike}; save the file without it")
         if isinstance(key, int) and key.bit_length() > 64:
             raise CheckpointError(f"{what} that has {key.bit_length()} bits is not supported: at most 64 are read")
     return keys
@@ -357,11 +373,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 def read_archive(data: bytes) -> Any:
-    """The value of the bytes of a ``torch.save`` file, with the limits of :func:`read_pickle`.
-
-    Raises:
-        CheckpointError: If a name is refused, an opcode is not supported, or the data is damaged.
-    """
+    """The value of the bytes of a ``torch.save`` file, with the limits and errors of :func:`read_pickle`."""
     read = _read_zip if data.startswith(_ZIP_SIGNATURE) else _read_legacy
     return read(io.BytesIO(data), _budget(len(data)))
 
@@ -391,11 +403,7 @@ def _unpickle(stream: io.BytesIO, spend: Spend, storage: GetStorage | None = Non
 
 
 def _stored_records(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The records of an archive by name.
-
-    Raises:
-        CheckpointError: If one is compressed, as none of torch.save is.
-    """
+    """The records of an archive by name. A CheckpointError refuses compressed ones, which torch.save does not write."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
             raise CheckpointError(f"the archive's {info.filename[:200]!r} is compressed; torch.save does not compress")

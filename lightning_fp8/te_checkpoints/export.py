@@ -90,10 +90,10 @@ def _columns(slots_of_gemms: Sequence[Mapping[Role, Slot]], num_gemms: int) -> d
         return None
     length = max(1, *(len(slot.history.amax_history) for slots in slots_of_gemms for slot in slots.values()))
     te_columns = {}
+    on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for direction, slots_of_gemm in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
-        width = slots_of_gemm * num_gemms
-        te_columns[f"scale_{direction}"] = torch.ones(width, dtype=torch.float32, device="cpu")
-        te_columns[f"amax_history_{direction}"] = torch.zeros(length, width, dtype=torch.float32, device="cpu")
+        te_columns[f"scale_{direction}"] = torch.ones(slots_of_gemm * num_gemms, **on_cpu)
+        te_columns[f"amax_history_{direction}"] = torch.zeros(length, slots_of_gemm * num_gemms, **on_cpu)
     for gemm, slots in enumerate(slots_of_gemms):
         for role, slot in slots.items():
             direction, index = column_of(role, gemm)
@@ -116,8 +116,7 @@ def _value(
         state = {"recipe": _te_recipe(recipe, length), **state}
     else:
         state |= {f"scale_inv_{way}": te_columns[f"scale_{way}"].reciprocal() for way in ("fwd", "bwd")}
-        extra["fp8_max_fwd"] = recipe.fp8_format.forward.max
-        extra["fp8_max_bwd"] = recipe.fp8_format.backward.max
+        extra |= {"fp8_max_fwd": recipe.fp8_format.forward.max, "fp8_max_bwd": recipe.fp8_format.backward.max}
         if version < (1, 6):
             state |= {"global_fp8_buffer": {}, "global_fp8_state": {}}
     return _packed({**state, "extra_fp8_variables": extra}, version)

@@ -17,7 +17,7 @@ from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.scaled import LINEAR_ROLES
 from lightning_fp8.te.keys import is_state, prefix_of
 from lightning_fp8.te.torch_file import CheckpointError
-from lightning_fp8.te_checkpoints.remap import FP8Roles, LoadReport, Remapped, remap
+from lightning_fp8.te_checkpoints.remap import FP8Roles, LoadReport, Remapped, first_few, remap
 from lightning_fp8.te_checkpoints.tensor_parallel import whole_shapes
 
 
@@ -58,11 +58,7 @@ def load_te_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: 
 def take_te_states(
     model: nn.Module, state_dict: dict[str, Any], fp8_roles: FP8Roles, strict: bool
 ) -> tuple[dict[str, Any] | None, LoadReport]:
-    """Rename ``state_dict`` in place for ``model.load_state_dict``, and return its FP8 state, or None, and the report.
-
-    Raises:
-        CheckpointError: See :func:`load_te_state_dict`.
-    """
+    """Rename ``state_dict`` in place for ``load_state_dict``, and return its FP8 state, or None, and the report."""
     remapped = remap(state_dict, model, fp8_roles)
     report = check_fit(model, remapped, strict)
     state_dict.clear()
@@ -87,9 +83,6 @@ def planned_fp8_roles(model: nn.Module, plan: ConversionSummary) -> FP8Roles:
 
 def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
     """Check a state dict before loading, because ``nn.Module.load_state_dict`` copies matching keys before it raises.
-
-    Returns:
-        The report, with the missing and the unexpected keys.
 
     Raises:
         CheckpointError: If keys are missing or unexpected (``strict``), if shapes differ, or if torch cannot copy a
@@ -159,8 +152,7 @@ def _note_of_norms(model: nn.Module, file_params: Mapping[str, Any]) -> str:
             suspects.append(f"{prefix_of(name)}{leaf}")
     if not suspects:
         return ""
-    more = f" and {len(suspects) - 5} more" if len(suspects) > 5 else ""
     return (
-        f"nearer to 0 than to 1 on average: {', '.join(suspects[:5])}{more}; if they were saved with "
+        f"nearer to 0 than to 1 on average: {first_few(suspects)}; if they were saved with "
         "zero_centered_gamma=True, build the norms with it, too, or add 1"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,18 +91,21 @@ class LoadReport:
         counts = Counter(entry.outcome for entry in self.entries)
         numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome.__args__)  # type: ignore[attr-defined]
         written_by = f" written by {'; '.join(self.writers)}" if self.writers else ""
+        others = [entry for entry in self.entries if entry.outcome != "loaded"]
         lines = [f"Transformer Engine state{written_by}: {numbers}"]
-        lines += [
-            f"  {entry.key}: {entry.outcome}, {entry.reason}" for entry in self.entries if entry.outcome != "loaded"
-        ]
-        for keys, what in (
-            (self.missing_keys, "not in the file, and as they were"),
-            (self.unexpected_keys, "not in the model"),
-        ):
-            if keys:
-                more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-                lines.append(f"  {what}: {', '.join(keys[:5])}{more}")
-        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+        lines += [f"  {entry.key}: {entry.outcome}, {entry.reason}" for entry in others]
+        if self.missing_keys:
+            lines.append(f"  not in the file, and as they were: {first_few(self.missing_keys)}")
+        if self.unexpected_keys:
+            lines.append(f"  not in the model: {first_few(self.unexpected_keys)}")
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(lines)
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first five names, and the number of others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,6 @@ class Remapped:
     Attributes:
         state_dict: the parameters by the model's keys, without Transformer Engine's states.
         fp8_state: a state in the format of ``AmaxHistory.state_dict``; ``None`` if the file has none for the model.
-        report: the report on each state.
         beside: names outside the model's part of the file that equal names of parameters inside it.
     """
 
@@ -155,8 +157,6 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
         else:
             te_states.append((key, name, read_state_of(key, value)))
     states, entries = _by_module(te_states, modules)
-
-    renamed = dict(_renamed(parameters, modules, set(model_keys)))
     tensor_states: dict[str, TensorState] = {}
     for owner, (key, state) in states.items():
         if is_grouped(owner, parameters):
@@ -168,7 +168,8 @@ def remap(state_dict: Mapping[str, Any], model: nn.Module, fp8_roles: FP8Roles) 
     missing = [name for name in fp8_roles if not tensor_states.keys() & _slots_of(name, fp8_roles[name], modules)]
     reported = {owner for owner, (_, state) in states.items() if state.forward is None}
     entries += [Entry(name, "defaulted", "not in the file") for name in missing if name not in reported]
-    result = {model_keys.get(name, name): value for name, value in renamed.items()} | passthrough
+    renamed = _renamed(parameters, modules, set(model_keys))
+    result = {model_keys.get(name, name): value for name, value in renamed} | passthrough
     return Remapped(result, _history_state(tensor_states), LoadReport(tuple(entries)), tuple(beside))
 
 
@@ -222,7 +223,8 @@ def _translate(
     if isinstance(attention := modules.get(parent), MultiheadAttention):  # it has the order of rows
         own_params = attention.projection_parameters(projection, te_params)
         return {f"{prefix}{last}": value for last, value in own_params.items()}
-    stems = list(dict.fromkeys(_stem_and_leaf(last)[0] for last in te_params))
+    names = {last: _stem_and_leaf(last) for last in te_params}
+    stems = list(dict.fromkeys(stem for stem, _ in names.values()))
     of_norm, of_gemms = [s for s in stems if s == _NORM], [s for s in stems if s != _NORM]
     module = modules[owner]
     if isinstance(module, (nn.Linear, LinearLayer)) and not of_norm:
@@ -232,7 +234,6 @@ def _translate(
     if len(of_norm) not in (0, len(norms)) or len(of_gemms) not in (0, len(linears)):
         return None
     targets = dict(zip([*of_norm, *of_gemms], [*norms[: len(of_norm)], *linears]))
-    names = {last: _stem_and_leaf(last) for last in te_params}
     translated = {f"{targets[stem]}.{leaf}": te_params[last] for last, (stem, leaf) in names.items()}
     return translated if translated.keys() <= model_keys else None
 
@@ -269,19 +270,13 @@ def _split_or_join(
 
 def _linears(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """The names of the linear layers that represent a module: the module itself, or the layers inside it."""
-    return [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and (name == owner or name.startswith(prefix_of(owner)))
-    ]
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    return [name for name in linears if name == owner or name.startswith(prefix_of(owner))]
 
 
 def _norms(owner: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    return [
-        name
-        for name, module in modules.items()
-        if name.startswith(prefix_of(owner)) and type(module).__name__.endswith("Norm")
-    ]
+    norms = [name for name, module in modules.items() if type(module).__name__.endswith("Norm")]
+    return [name for name in norms if name.startswith(prefix_of(owner))]
 
 
 # --- States -----------------------------------------------------------------------------------------------------------
@@ -347,15 +342,12 @@ def _history_state(named_states: Mapping[str, TensorState]) -> dict[str, Any] | 
     """The states as one amax history. Shorter histories are padded at their old end."""
     if not named_states:
         return None
-    length = max(len(tensor_state.amax_history) for tensor_state in named_states.values())
+    states = named_states.values()
+    length = max(len(state.amax_history) for state in states)
     on_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    amax_history = torch.zeros(length, len(named_states), **on_cpu)
-    for index, tensor_state in enumerate(named_states.values()):
-        amax_history[length - len(tensor_state.amax_history) :, index] = tensor_state.amax_history
-    return {
-        "version": STATE_VERSION,
-        "names": list(named_states),
-        "scale": torch.tensor([tensor_state.scale for tensor_state in named_states.values()], **on_cpu),
-        "amax_history": amax_history,
-        "updates": 0,
-    }
+    scale = torch.tensor([state.scale for state in states], **on_cpu)
+    amax_history = torch.zeros(length, len(states), **on_cpu)
+    for index, state in enumerate(states):
+        amax_history[length - len(state.amax_history) :, index] = state.amax_history
+    values = {"scale": scale, "amax_history": amax_history}
+    return {"version": STATE_VERSION, "names": list(named_states), **values, "updates": 0}

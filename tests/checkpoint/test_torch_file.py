@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fp8 import Linear, load_te_state_dict
 from lightning_fp8.cli.checkpoint import convert, inspect
@@ -239,17 +240,40 @@ def test_what_torch_would_run_or_unpack_is_refused(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / "file.pt")
 
 
-def test_a_storage_that_claims_more_than_its_record_is_refused() -> None:
-    """Older torch.load reads on beyond the record."""
-    data, edited = io.BytesIO(saved({"a": torch.arange(7.0)})), io.BytesIO()
+@pytest.mark.parametrize("claim", [1, 6, 8, 9, 40, 200])
+def test_a_storage_that_claims_other_bytes_than_its_record_is_refused(claim: int, tmp_path: Path) -> None:
+    """Older torch.load reads on beyond the record, and a mapped file is read as far as it claims."""
+    data, edited = io.BytesIO(saved({"a": torch.arange(7.0), "b": torch.ones(9), "c": torch.zeros(0)})), io.BytesIO()
     with zipfile.ZipFile(data) as source, zipfile.ZipFile(edited, "w") as target:
         for info in source.infolist():
             record = source.read(info)
             target.writestr(
-                info.filename, record.replace(b"K\x07", b"K\xc8") if "data.pkl" in info.filename else record
+                info.filename,
+                record.replace(b"K\x07", b"K" + bytes([claim])) if "data.pkl" in info.filename else record,
             )
-    with pytest.raises(CheckpointError, match="claims 200 torch.float32 and has 28 bytes"):
+    with pytest.raises(CheckpointError, match=f"claims {claim} torch.float32 and has 28 bytes"):
         read_archive(edited.getvalue())
+    (tmp_path / "a.pt").write_bytes(edited.getvalue())
+    with pytest.raises(CheckpointError, match=f"claims {4 * claim} bytes and has 28|out of bounds|damaged"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+def test_subclasses_of_tensors_are_read(tmp_path: Path) -> None:
+    pair = TwoTensor(torch.ones(4), torch.arange(4.0))
+    torch.save({"a": pair}, tmp_path / "a.pt")
+    with torch.serialization.safe_globals([TwoTensor]):
+        value, unread = load_checkpoint(tmp_path / "a.pt")
+    assert not unread
+    assert torch.equal(value["a"].b, pair.b)
+
+
+def test_a_storage_that_no_tensor_names_is_refused(tmp_path: Path) -> None:
+    """As many storages as records, of the same sizes: only then is each compared with its own."""
+    torch.save({"a": torch.arange(7.0)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        archive.writestr("a/data/1", b"12345678")
+    with pytest.raises(CheckpointError, match="name 1 storages, and it has 2"):
+        load_checkpoint(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("zipped", [True, False])

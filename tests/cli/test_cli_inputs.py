@@ -68,10 +68,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"the class {path}": (
             {"recipe": {"class_path": path}},
-            "DelayedScaling has no field 'class_path'; its fields are 'fp8_dpa'",
+            f"class_path='{path}' is no recipe; use one of 'lightning_fp8.DelayedScaling'",
         )
         for path in ("torch.nn.Linear", "lightning_fp8.DelayedScalin", "recipes.nowhere.DelayedScaling")
     },
+    "an option of a class": (
+        {"recipe": {"class_path": "lightning_fp8.DelayedScaling", "init_args": {"history_len": 16}}},
+        "DelayedScaling has no field 'history_len'; its fields are 'fp8_dpa'",
+    ),
 }
 
 

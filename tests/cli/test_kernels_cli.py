@@ -127,7 +127,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     def build(*args: Any) -> dict[str, str]:
         asked.append(args)
-        kernels._write_manifest(tmp_path, "90a", {"key": "a kernel"})
+        (tmp_path / kernels.MANIFEST).write_text('{"key": {"name": "a kernel"}}')
         return {}
 
     monkeypatch.setattr(kernels, "build", build)

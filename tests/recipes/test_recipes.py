@@ -107,3 +107,17 @@ def test_recipes_refuse_a_name_that_is_not_theirs_and_a_format_that_is_no_format
         DelayedScaling(name="rowwise")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'HYBRID'.*Format.HYBRID"):
         DelayedScaling(fp8_format="HYBRID")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"class_path": "torch.nn.Linear"}, r"'torch.nn.Linear' is no recipe; use .*'lightning_fp8.DelayedScaling'"),
+        ({"class_path": 3}, r"class_path=3 is no recipe; .*, or name instead: 'delayed'"),
+        ({"class_path": "lightning_fp8.DelayedScaling", "init_args": {"len": 1}}, "DelayedScaling has no field 'len'"),
+        ({"class_path": "lightning_fp8.MXFP8BlockScaling", "len": 1}, "MXFP8BlockScaling has no field 'len'"),
+    ],
+)
+def test_a_class_path_that_lightning_cli_could_not_make(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_recipe(given)

@@ -37,6 +37,11 @@ class Scale:
     log: bool = False
     dark_is_low: bool = False
 
+    def drawn(self, values: Array) -> dict[str, Any]:
+        """``values [rows, columns]``, and what the script needs to read them."""
+        scale = {"low": self.low, "high": self.high, "unit": self.unit, "log": self.log, "darkIsLow": self.dark_is_low}
+        return {**scale, "cells": self.encoded(values)}
+
     def encoded(self, values: Array) -> str:
         """``values [rows, columns]`` row by row, in base64; NaN and, of a logarithm, 0 are nothing."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -52,10 +57,9 @@ FLUSHED = Scale(-5.0, 0.0, "of its values", log=True)
 HEAD_ROOM = Scale(-8.0, 8.0, "bits", dark_is_low=True)
 
 
-def folded(record: Record, columns: int = COLUMNS) -> list[Interval]:
-    """The intervals of ``record``, neighbours merged so that there are at most ``columns``."""
-    intervals = record.intervals
-    size = -(-len(intervals) // columns) if intervals else 1
+def folded(intervals: list[Interval]) -> list[Interval]:
+    """``intervals``, neighbours merged so that there are at most :data:`COLUMNS`."""
+    size = max(1, -(-len(intervals) // COLUMNS))
     return [merged(intervals[index : index + size]) for index in range(0, len(intervals), size)]
 
 
@@ -75,13 +79,12 @@ def grids(record: Record, intervals: list[Interval]) -> list[dict[str, Any]]:
         room = stacked(intervals, "head_room")
         kinds.insert(0, ("Clipped", np.where(clipped > 0, clipped, np.nan), CLIPPED, "bits beyond the largest value"))
         kinds.append(("Head room", room, HEAD_ROOM, "binades between the amax and the largest value; below 0: clipped"))
-    found = []
-    for title, values, scale, meaning in kinds:
-        for role, of_role in ROLES.items():
-            casts = [index for index, each in enumerate(record.roles) if each == role]
-            if casts:
-                found.append(_grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record))
-    return found
+    return [
+        _grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record)
+        for title, values, scale, meaning in kinds
+        for role, of_role in ROLES.items()
+        if (casts := [index for index, each in enumerate(record.roles) if each == role])
+    ]
 
 
 def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scale, record: Record) -> dict[str, Any]:
@@ -91,12 +94,7 @@ def _grid(title: str, meaning: str, casts: list[int], values: Array, scale: Scal
         "title": title,
         "meaning": meaning,
         "rows": [record.layer(cast) for cast in casts],
-        "low": scale.low,
-        "high": scale.high,
-        "unit": scale.unit,
-        "log": scale.log,
-        "darkIsLow": scale.dark_is_low,
-        "cells": scale.encoded(values[casts]),
+        **scale.drawn(values[casts]),
         "worst": [
             [record.layer(casts[row]), float(worst[row])] for row in order[:8].tolist() if np.isfinite(worst[row])
         ],
@@ -114,13 +112,8 @@ def lines_of(record: Record, intervals: list[Interval]) -> dict[str, Any]:
     if not known.size:
         return {}
     binades = Scale(float(known.min()) - 1, float(known.max()) + 1, "log2")
-    return {
-        "names": record.names,
-        "low": binades.low,
-        "high": binades.high,
-        "amax": binades.encoded(amax),
-        "scale": binades.encoded(scale),
-    }
+    ends = {"low": binades.low, "high": binades.high}
+    return {"names": record.names, **ends, "amax": binades.encoded(amax), "scale": binades.encoded(scale)}
 
 
 FIRST_EXPONENT, EXPONENTS = -48, 80
@@ -149,22 +142,18 @@ def exponents_of(record: Record) -> dict[str, Any]:
         [_SMALLEST[name] - float(np.log2(each)), float(np.log2(_LARGEST[name] / each))] if each > 0 else None
         for name, each in zip(record.formats, scale)
     ]
-    return {
-        "names": record.names,
-        "first": FIRST_EXPONENT,
-        "columns": EXPONENTS,
-        "low": SHARES.low,
-        "high": SHARES.high,
-        "log": True,
-        "cells": SHARES.encoded(shares),
-        "range": ranges,
-    }
+    axis = {"names": record.names, "first": FIRST_EXPONENT, "columns": EXPONENTS, "range": ranges}
+    return {**axis, **SHARES.drawn(shares)}
 
 
 def drawn(record: Record, other: Record | None) -> dict[str, Any]:
     """All that the script draws."""
-    intervals = folded(record)
-    runs = [{"label": label(each), "points": loss_points(each)} for each in (record, other) if each is not None]
+    intervals = folded(record.intervals)
+    losses = [
+        {"label": label(run), "points": [[at.last_step, at.loss] for at in run.intervals if np.isfinite(at.loss)]}
+        for run in (record, other)
+        if run is not None
+    ]
     events = [
         {"step": alarm["first_step"], "text": f"{alarm['rule']}: {alarm['value']}"}
         for alarm in record.alarms
@@ -172,7 +161,7 @@ def drawn(record: Record, other: Record | None) -> dict[str, Any]:
     ]
     return {
         "steps": [[each.first_step, each.last_step] for each in intervals],
-        "loss": runs,
+        "loss": losses,
         "events": events,
         "grids": grids(record, intervals),
         "lines": lines_of(record, intervals),
@@ -183,8 +172,3 @@ def drawn(record: Record, other: Record | None) -> dict[str, Any]:
 def label(record: Record) -> str:
     """What a run is called."""
     return f"FP8, {record.recipe}" if record.names else record.recipe or "BF16"
-
-
-def loss_points(record: Record) -> list[list[float]]:
-    """Pairs of a step and the mean loss of the interval that ends with it."""
-    return [[each.last_step, each.loss] for each in record.intervals if np.isfinite(each.loss)]

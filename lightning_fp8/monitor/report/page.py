@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -38,12 +39,7 @@ def page(record: Record, other: Record | None = None) -> str:
         "data": json.dumps(_finite(drawn(record, other)), separators=(",", ":")).replace("<", "\\u003c"),
         "script": (here / "page.js").read_text(encoding="utf-8"),
     }
-    before, *rest = template.split("{{")
-    pieces = [before]
-    for piece in rest:
-        name, _, after = piece.partition("}}")
-        pieces += [parts[name], after]
-    return "".join(pieces)
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], template)
 
 
 def _finite(value: object) -> object:
@@ -75,13 +71,9 @@ def alarms(record: Record) -> str:
     for alarm in record.alarms:
         first, last = alarm["first_step"], alarm["last_step"]
         when = f"step {first}" if first == last else f"steps {first} to {last}"
-        hit = ", ".join(alarm["casts"][:6]) + (
-            f" and {len(alarm['casts']) - 6} more" if len(alarm["casts"]) > 6 else ""
-        )
-        skip = ""
-        if alarm["skip"]:
-            text = f"skip=({', '.join(repr(each) for each in alarm['skip'])},)"
-            skip = f"<dt>Keep in BF16</dt><dd><code>{escape(text)}</code></dd>"
+        more = f" and {len(alarm['casts']) - 6} more" if len(alarm["casts"]) > 6 else ""
+        hit, skip = ", ".join(alarm["casts"][:6]) + more, f"skip={tuple(alarm['skip'])!r}"
+        skip = f"<dt>Keep in BF16</dt><dd><code>{escape(skip)}</code></dd>" if alarm["skip"] else ""
         found.append(
             f"<li><h3>{escape(alarm['rule'])}, {when}: {escape(alarm['value'])}</h3><dl>"
             f"<dt>Where</dt><dd>{escape(hit)}</dd><dt>Cause</dt><dd>{escape(alarm['cause'])}</dd>"
@@ -142,22 +134,20 @@ def casts(record: Record) -> str:
     total, measured = record.total(), measured_loss(record)
     share = np.nan_to_num(measured.flushed)
     order = np.lexsort((-share, -total["clipped_bits"]))[:MOST_ROWS]
-    rows = []
-    for cast in order.tolist():
-        bits, at = total["clipped_bits"][cast], int(total["clipped_at"][cast])
-        rows.append(
-            (
-                record.names[cast],
-                f"{bits:.2f}" if bits else "0",
-                str(at) if at else "",
-                str(int(total["clipped_steps"][cast])),
-                _number(total["head_room"][cast], ".2f"),
-                _number(measured.flushed[cast], ".3%"),
-                _number(measured.decibels[cast], ".1f"),
-                _number(total["amax"][cast], ".3g"),
-                _number(total["scale"][cast], ".3g"),
-            )
+    rows = [
+        (
+            record.names[cast],
+            f"{bits:.2f}" if (bits := total["clipped_bits"][cast]) else "0",
+            str(at) if (at := int(total["clipped_at"][cast])) else "",
+            str(int(total["clipped_steps"][cast])),
+            _number(total["head_room"][cast], ".2f"),
+            _number(measured.flushed[cast], ".3%"),
+            _number(measured.decibels[cast], ".1f"),
+            _number(total["amax"][cast], ".3g"),
+            _number(total["scale"][cast], ".3g"),
         )
+        for cast in order.tolist()
+    ]
     heading = (
         "cast", "clipped, bits", "in step", "steps clipped", "least head room, bits", "most flushed", "least dB",
         "largest amax", "last scale",

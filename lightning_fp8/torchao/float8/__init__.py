@@ -7,30 +7,18 @@ those of the recipes ``tensorwise`` and ``rowwise``.
 from lightning_fp8.foreign_names import add_absent_modules, answering
 from lightning_fp8.torchao.answers import MODULES, NAMES
 from lightning_fp8.torchao.float8 import config, float8_linear, float8_linear_utils, fsdp_utils
-from lightning_fp8.torchao.float8.config import (
-    CastConfig,
-    Float8GemmConfig,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    ScalingGranularity,
-    ScalingType,
-)
+from lightning_fp8.torchao.float8.config import *  # noqa: F403
 from lightning_fp8.torchao.float8.float8_linear_utils import convert_to_float8_training
 from lightning_fp8.torchao.float8.fsdp_utils import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
-    "CastConfig",
-    "Float8GemmConfig",
-    "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "ScalingGranularity",
-    "ScalingType",
     "config",
     "convert_to_float8_training",
     "float8_linear",
     "float8_linear_utils",
     "fsdp_utils",
     "precompute_float8_dynamic_scale_for_fsdp",
+    *config.__all__,
 ]
 
 __getattr__ = answering(__name__, NAMES.get)

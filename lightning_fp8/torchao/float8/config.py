@@ -130,23 +130,20 @@ class Float8LinearConfig:
             return
         if not isinstance(value, CastConfig):
             raise TypeError(f"{name}={value!r} must be a CastConfig{', or None' if other_product else ''}")
+        why = ""
         if other_product and value != getattr(self, f"cast_config_{tensor}"):
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported: a tensor is cast for both of its products alike; leave it out"
+            why = "a tensor is cast for both of its products alike; leave it out"
+        elif value.scaling_type is not ScalingType.DYNAMIC:
+            why = (
+                "a single product cannot be kept in high precision; keep the whole layer in high precision by "
+                "module_filter_fn"
             )
-        if value.scaling_type is not ScalingType.DYNAMIC:
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported: a single product cannot be kept in high precision; keep the whole "
-                "layer in high precision by module_filter_fn"
-            )
-        if value.scaling_granularity is not self.cast_config_input.scaling_granularity:
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported: all tensors of a layer must have the same granularity"
-            )
-        if value.target_dtype not in (None, E4M3.dtype, *([E5M2.dtype] if tensor == "grad_output" else ())):
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported: inputs and weights are cast to E4M3, gradients to E4M3 or E5M2"
-            )
+        elif value.scaling_granularity is not self.cast_config_input.scaling_granularity:
+            why = "all tensors of a layer must have the same granularity"
+        elif value.target_dtype not in (None, E4M3.dtype, *([E5M2.dtype] if tensor == "grad_output" else ())):
+            why = "inputs and weights are cast to E4M3, gradients to E4M3 or E5M2"
+        if why:
+            raise NotImplementedError(f"{name}={value!r} is not supported: {why}")
 
     def recipe(self) -> Float8CurrentScaling | Float8RowwiseScaling:
         """The recipe that it describes."""

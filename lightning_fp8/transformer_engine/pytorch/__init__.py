@@ -23,51 +23,29 @@ from lightning_fp8.transformer_engine.pytorch.attention import (
 from lightning_fp8.transformer_engine.pytorch.distributed import checkpoint
 from lightning_fp8.transformer_engine.pytorch.export import onnx_export
 from lightning_fp8.transformer_engine.pytorch.graph import make_graphed_callables
-from lightning_fp8.transformer_engine.pytorch.module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
-from lightning_fp8.transformer_engine.pytorch.quantization import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
-)
+from lightning_fp8.transformer_engine.pytorch.module import *  # noqa: F403
+from lightning_fp8.transformer_engine.pytorch.quantization import *  # noqa: F403
 from lightning_fp8.transformer_engine.pytorch.transformer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
     "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
     "MultiheadAttention",
-    "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "attention",
-    "autocast",
     "checkpoint",
     "distributed",
     "export",
     "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_default_recipe",
     "graph",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
     "make_graphed_callables",
     "module",
     "onnx_export",
     "quantization",
-    "quantized_model_init",
     "transformer",
+    *module.__all__,
+    *quantization.__all__,
 ]
 
 __getattr__ = answering(__name__, PYTORCH.get)
@@ -77,11 +55,11 @@ _FILES = {
     "attention.dot_product_attention.dot_product_attention": DotProductAttention,
     "attention.inference": InferenceParams,
     "attention.multi_head_attention": MultiheadAttention,
-    "module.layernorm": LayerNorm,
-    "module.layernorm_linear": LayerNormLinear,
-    "module.layernorm_mlp": LayerNormMLP,
-    "module.linear": Linear,
-    "module.rmsnorm": RMSNorm,
+    "module.layernorm": module.LayerNorm,
+    "module.layernorm_linear": module.LayerNormLinear,
+    "module.layernorm_mlp": module.LayerNormMLP,
+    "module.linear": module.Linear,
+    "module.rmsnorm": module.RMSNorm,
 }
 """Transformer Engine's files of one class; a package is before its files."""
 
