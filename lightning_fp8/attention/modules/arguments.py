@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention.function import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.notices import say_once
 
@@ -51,11 +52,18 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     """The scale, or ``1 / sqrt(channels)`` if it is None.
 
     Raises:
-        ValueError, TypeError: If it is not a finite number above 0.
+        TypeError: If it is not a number.
+        ValueError: If it is not finite, or not above 0, for which torch's attention returns NaN.
     """
     if softmax_scale is None:
         return float(channels**-0.5)
-    require_softmax_scale(softmax_scale)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(
+            f"softmax_scale={softmax_scale!r} must be finite and above 0; pass None for 1 / sqrt(channels of a head), "
+            "or negate the queries for a negative scale"
+        )
     return float(softmax_scale)
 
 
@@ -163,3 +171,56 @@ def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor)
     batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
     if batch is not None and q.shape[batch] != k.shape[batch]:
         raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")
+
+
+def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
+    """Check, if the values are on the host, that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
+
+    Raises:
+        ValueError: If one has.
+    """
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{of}={max_seqlen}, and cu_seqlens_{of} has a sequence of {longest} rows; "
+            f"pass {longest}, or None"
+        )
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the host can read the values of ``x`` without waiting for a GPU."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
+    """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
+
+    Values are checked only on the host: reading them from a GPU would wait for it.
+
+    Raises:
+        ValueError: If it is missing, not integers ``[B + 1]``, or of another batch, if it does not rise from 0, or if
+            it exceeds the number of rows.
+    """
+    if cu_seqlens is None:
+        if qkv_format == "thd":
+            raise ValueError(f"qkv_format='thd' needs {name}, where each sequence starts; pass integers [B + 1]")
+        return
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be int32 or int64 [B + 1]: 0 first, then "
+            "where each sequence ends"
+        )
+    if sequences is not None and len(cu_seqlens) != sequences + 1:
+        raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
+    if not is_known(cu_seqlens):
+        return
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}={starts} does not rise from 0; it is the sequences' lengths added up, 0 first")
+    longest = starts[-1] if qkv_format == "thd" else max(lengths, default=0)
+    if longest > rows:
+        what = "ends at row" if qkv_format == "thd" else "has a sequence of length"
+        raise ValueError(f"{name}={starts} {what} {longest}; the tensor has {rows} rows in {qkv_format!r}")

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms
 from lightning_fp8.attention.context_parallel import (
+    CodesFunction,
     ContextParallel,
     attention_of_gathered,
-    fp8_attention_of_codes,
     has_whole_blocks,
 )
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
@@ -159,7 +159,7 @@ class CoreAttention(FP8Module):
             if sbhd:
                 q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             if of_codes:
-                o = fp8_attention_of_codes(ranks, q, k, v, band, self.softmax_scale, self.center_keys)
+                o = CodesFunction.apply(q, k, v, ranks, band, self.softmax_scale, self.center_keys)
             else:
                 attend_piece = self._fp8_piece if in_fp8 else partial(self._high_precision_piece, call.extras)
                 o = attention_of_gathered(ranks, q, k, v, band, attend_piece)
