@@ -67,18 +67,16 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     return float(softmax_scale)
 
 
-def checked_length(name: str, length: Any) -> int | None:
+def check_lengths(**lengths: Any) -> None:
     """Raises:
-    TypeError: If it is neither None nor an integer.
-    ValueError: If it is less than 0.
+    TypeError: If one is neither None nor an integer.
+    ValueError: If one is less than 0.
     """
-    if length is None:
-        return None
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
-    if length < 0:
-        raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
-    return length
+    for name, length in lengths.items():
+        if isinstance(length, bool) or not (length is None or isinstance(length, int)):
+            raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
+        if length is not None and length < 0:
+            raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
 
 
 said: dict[Any, str] = {}
@@ -114,17 +112,6 @@ def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, 
     return (first[0] if first else q), k, v
 
 
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises:
-    TypeError: If dtypes differ, and torch.autocast does not convert them to one.
-    """
-    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
-        raise TypeError(
-            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
-            "run in torch.autocast"
-        )
-
-
 def check_tensors(attention_mask: Any, **given: Any) -> None:
     """Raises:
     TypeError: If ``attention_mask`` is not a tensor, a pair of tensors or None, or if one of ``given`` is not a tensor
@@ -144,7 +131,8 @@ def check_tensors(attention_mask: Any, **given: Any) -> None:
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
-    TypeError: If a tensor is not dense, or not of a floating-point dtype.
+    TypeError: If a tensor is not dense, or not of a floating-point dtype; if dtypes differ, and torch.autocast does not
+        convert them to one.
     ValueError: If dimensions, heads or channels are not the layer's.
     """
     letters = {"sbhd": "[s, b, h, d]", "bshd": "[b, s, h, d]", "thd": "[t, h, d]"}[qkv_format]
@@ -171,6 +159,11 @@ def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor)
     batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
     if batch is not None and q.shape[batch] != k.shape[batch]:
         raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
+        raise TypeError(
+            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
+            "run in torch.autocast"
+        )
 
 
 def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
