@@ -352,10 +352,8 @@ def _in_sequence(x: Tensor, dim: int, ranks: ContextParallel) -> Tensor:
 
 def _gathered_codes(own: Sequence[Tensor], batch: int, ranks: ContextParallel) -> tuple[Codes, Codes]:
     """Gathered codes of keys and values, by chunk: ``[H, B, 2 n, ...]``, data as bytes and scales of blocks."""
-    parts = []
-    for part in own:
-        by_sequence = part.view(torch.uint8) if part.dtype != torch.float32 else part
-        parts.append(by_sequence.unflatten(1, (batch, by_sequence.shape[1] // batch)))
+    parts = [part if part.dtype == torch.float32 else part.view(torch.uint8) for part in own]
+    parts = [part.unflatten(1, (batch, part.shape[1] // batch)) for part in parts]
     whole = [_in_sequence(each, 2, ranks) for each in _gathered(parts, ranks)]
     chunks = [each.unflatten(2, (2 * ranks.size, each.shape[2] // (2 * ranks.size))) for each in whole]
     return Codes(*chunks[:2]), Codes(*chunks[2:])

@@ -62,6 +62,23 @@ class TensorParallel:
             size = ranks
         return cls(size, group, size > 1 and parallel.get("sequence_parallel", False))
 
+    @classmethod
+    def of_several_layers(cls, parallel: ParallelArguments) -> TensorParallel:
+        """:meth:`asked` for a module of several layers, which ``set_parallel_mode`` shards.
+
+        Raises:
+            ValueError: If there is sequence parallelism without ``set_parallel_mode``.
+        """
+        asked = cls.asked(parallel)
+        if parallel.get("set_parallel_mode", False):
+            return asked
+        if asked.sequence:
+            raise ValueError(
+                f"sequence_parallel=True with tp_size={asked.size} needs set_parallel_mode=True, which shards "
+                "the linear layers over the ranks"
+            )
+        return ALONE
+
     def with_group(self, group: dist.ProcessGroup | None) -> TensorParallel:
         """A copy with another group.
 
@@ -112,17 +129,6 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-def require_parallel_mode(parallel: ParallelArguments, tensor_parallel: TensorParallel) -> None:
-    """Raises:
-    ValueError: If a module of several layers has sequence parallelism without ``set_parallel_mode``.
-    """
-    if tensor_parallel.sequence and not parallel.get("set_parallel_mode", False):
-        raise ValueError(
-            f"sequence_parallel=True with tp_size={tensor_parallel.size} needs set_parallel_mode=True, which shards "
-            "the linear layers over the ranks"
-        )
-
-
 class GroupTaker(nn.Module):
     """A module with Transformer Engine's ``set_tensor_parallel_group``, which also sets the group of its children."""
 
@@ -163,11 +169,9 @@ class CutLayer(GroupTaker, LinearLayer):
             ValueError: If a size is not divisible by the number of ranks.
         """
         self.tensor_parallel = tensor_parallel
-        parameters = {name: self._parameters[name] for name in cuts}
-        self.cuts = {name: cuts[name] for name, parameter in parameters.items() if parameter is not None}
+        self.cuts = {name: cut for name, cut in cuts.items() if self._parameters[name] is not None}
         for name, cut in self.cuts.items():
-            whole = parameters[name]
-            assert whole is not None
+            whole: Any = self._parameters[name]
             try:
                 piece = cut.piece(whole.detach(), tensor_parallel.rank, tensor_parallel.size)
             except ValueError as error:
@@ -207,18 +211,15 @@ class CutLayer(GroupTaker, LinearLayer):
 
         Ranks with the same seed get shards of the parameters that a single process would have.
         """
-        pieces = {name: self._parameters[name] for name in self.cuts}
+        pieces: dict[str, Any] = {name: self._parameters[name] for name in self.cuts}
         for name, piece in pieces.items():
-            assert piece is not None
             shape = self.cuts[name].whole_shape(piece.shape, self.tensor_parallel.size)
             self._parameters[name] = nn.Parameter(piece.new_empty(shape), piece.requires_grad)
         try:
             yield
             with torch.no_grad():
                 for name, piece in pieces.items():
-                    whole = self._parameters[name]
-                    assert piece is not None
-                    assert whole is not None
+                    whole: Any = self._parameters[name]
                     piece.copy_(self.cuts[name].piece(whole, self.tensor_parallel.rank, self.tensor_parallel.size))
         finally:
             self._parameters.update(pieces)

@@ -16,7 +16,7 @@ from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, require_parallel_mode
+from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel
 from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
 from lightning_fp8.transformer.arguments import (
     AttentionArguments,
@@ -143,10 +143,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
         self.layer_number = layer_number
 
-        asked = TensorParallel.asked(parallel)
-        require_parallel_mode(parallel, asked)
-        self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
-        if asked.sequence and drop_path_rate:
+        self.tensor_parallel = TensorParallel.of_several_layers(parallel)
+        if self.tensor_parallel.sequence and drop_path_rate:
             raise ValueError(
                 f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: each rank would drop "
                 "other samples; pass drop_path_rate=0.0, or sequence_parallel=False"
@@ -189,7 +187,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
                 zero_centered_gamma=zero_centered_gamma,
                 params_dtype=params_dtype,
                 device=device,
-                sequence_parallel=asked.sequence,
+                sequence_parallel=self.tensor_parallel.sequence,
             )
             self.layernorm.tensor_parallel = self.tensor_parallel
 

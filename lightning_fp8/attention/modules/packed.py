@@ -19,16 +19,14 @@ def heads_of(x: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor
     longest = rows if longest is None else min(max(longest, 1), rows)
     lengths = starts[1:] - starts[:-1]
     rises = (starts[0] == 0) & (starts[-1] <= rows) & (lengths >= 0).all()
-    torch._assert_async(rises, _RISES)  # type: ignore[call-overload]
-    torch._assert_async((lengths <= longest).all(), _LONGEST)  # type: ignore[call-overload]
+    wrong = "cu_seqlens must be the sequences' lengths added up, 0 first, and end at or before the tensor's last row"
+    torch._assert_async(rises, wrong)  # type: ignore[call-overload]
+    too_long = "a sequence has more rows than max_seqlen_q or max_seqlen_kv says; pass its length, or None"
+    torch._assert_async((lengths <= longest).all(), too_long)  # type: ignore[call-overload]
     index = torch.arange(longest, device=x.device)
     places = (starts[:-1, None] + index).clamp(max=rows - 1)
     out = x[places].masked_fill((index >= lengths[:, None])[..., None, None], 0)
     return out.transpose(1, 2), lengths
-
-
-_RISES = "cu_seqlens must be the sequences' lengths added up, 0 first, and end at or before the tensor's last row"
-_LONGEST = "a sequence has more rows than max_seqlen_q or max_seqlen_kv says; pass its length, or None"
 
 
 def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:

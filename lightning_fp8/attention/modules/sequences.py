@@ -111,14 +111,12 @@ class Sequences(NamedTuple):
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
         """Each as ``[B, H, L, D]``, and the sequences' lengths."""
-        of_q, of_kv = (self.cu_seqlens_q, self.max_seqlen_q), (self.cu_seqlens_kv, self.max_seqlen_kv)
-        (q, q_lengths), (k, k_lengths), (v, _) = (
-            self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv))
-        )
-        lengths = (
-            None if q_lengths is None or k_lengths is None else Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
-        )
-        return (q, k, v), lengths
+        q, q_lengths = self._to_heads(q, self.cu_seqlens_q, self.max_seqlen_q)
+        k, k_lengths = self._to_heads(k, self.cu_seqlens_kv, self.max_seqlen_kv)
+        v, _ = self._to_heads(v, self.cu_seqlens_kv, self.max_seqlen_kv)
+        if q_lengths is None or k_lengths is None:
+            return (q, k, v), None
+        return (q, k, v), Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
 
     def _to_heads(self, x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor | None]:
         if self.qkv_format == "thd" and cu_seqlens is not None and torch.compiler.is_compiling():

@@ -351,16 +351,6 @@ def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cen
     return ""
 
 
-def require_operands(q: Heads, k: Heads, v: Heads) -> None:
-    """Raises:
-    ValueError: If shapes or dtypes do not match.
-    """
-    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
-        raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")
-    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
-        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
-
-
 def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
     assert codes.data is not None
     return codes.data.view(E4M3.dtype), codes.scale_inv
@@ -394,7 +384,10 @@ def _forward_plan(
     call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(key, qkv_format, sequences) for key in (q_key, k_key, v_key))
-    require_operands(q, k, v)
+    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
+        raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")
+    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
+        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
     require_kernel(device, q.head_dim)
     return ForwardPlan(device, LaunchedProblem.of(q, k, call, call_key[2] is not None), q, k, v)
 

@@ -139,7 +139,7 @@ class LayerNormLinear(NormedLayer):
         context = self._begin(x, weight, is_first_microbatch)
         normalized = self._normalized(x)
         y = self._product_of_piece(normalized, weight, bias, context, is_first_microbatch)
-        return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
+        return self._returned(y, bias, normalized if self.return_layernorm_output else None)
 
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None

@@ -91,12 +91,6 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
             weight, bias = sum_gradients(weight, bias, group=self.tensor_parallel.over("column").group)
         return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
-    def _given_norm(self, normalized: Tensor) -> Tensor:
-        """The norm's output as the forward returns it, gathered if that is requested."""
-        if not (self.return_layernorm_output_gathered and self.tensor_parallel.sequence):
-            return normalized
-        return gathered(normalized, self.tensor_parallel.over("column"))
-
     def _shaped(self, outputs: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
         """y and the norm's output, which is None without ``return_layernorm_output``, for an input of ``shape``."""
         y, normalized = outputs if self.return_layernorm_output else (outputs, None)
@@ -107,5 +101,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
 
     def _returned(self, y: Tensor, bias: Any, normalized: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
         """The result of the forward: y, or a tuple of y and the other outputs that are requested."""
+        if normalized is not None and self.return_layernorm_output_gathered and self.tensor_parallel.sequence:
+            normalized = gathered(normalized, self.tensor_parallel.over("column"))
         more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y
