@@ -91,18 +91,13 @@ def fp8_attention(
     The caller has asked :func:`why_not_fp8`, and checked shapes and values.
 
     Args:
-        q: bfloat16, float16 or float32, any strides: ``bshd [B, L, H, D]``, ``sbhd [L, B, H, D]`` or ``thd [T, H, D]``,
-            sequences one after the other. D is at most 256.
-        k, v: the same with ``H / G`` heads; query head ``h`` uses head ``h // G``.
-        qkv_format: the name of the format.
+        q, k, v, qkv_format, softmax_scale, cu_seqlens_q, cu_seqlens_kv: see
+            :mod:`lightning_fp8.attention.ops.attention`. k and v have ``H / G`` heads; query head ``h`` uses head
+            ``h // G``.
         band: the keys that each query attends to; None is all keys of its sequence.
-        softmax_scale: None is ``1 / sqrt(D)``.
-        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: for ``thd``, the start of each sequence; for other formats,
-            the cumulative lengths. Later rows are padding: their results are 0, and they have no gradient.
         max_seqlen_q: for ``thd``, an upper bound of the lengths of query sequences, which saves memory on a GPU. A
             longer sequence is a device assertion there. None is T.
-        center_keys: subtract a mean over the sequence from keys before they are cast. Softmax does not change;
-            roundings do.
+        center_keys: subtract a mean over the sequence from keys before they are cast.
         slots: entries of an amax history for q, k and v together, for the output, and for their gradients.
         observe: whether to collect amaxes in ``slots``.
 

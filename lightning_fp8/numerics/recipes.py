@@ -123,8 +123,7 @@ class RecipeFields:
                     f"{name}={value!r} does not belong to {type(self).__name__}, whose name is {expected!r}"
                 )
             elif name == "fp8_format" and not isinstance(value, Format):
-                names = ", ".join(f"Format.{format.name}" for format in self._formats)
-                raise TypeError(f"{name}={value!r} is not a Format; use one of {names}")
+                raise TypeError(f"{name}={value!r} is not a Format; use one of {', '.join(map(repr, self._formats))}")
             elif name == "fp8_format" and value not in self._formats:
                 names = ", ".join(format.name for format in self._formats)
                 raise ValueError(f"{name}={value.name} is not supported by {expected!r}; use one of {names}")

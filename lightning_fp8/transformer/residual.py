@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.attention.modules.packed import sequence_of
+
 
 def add_branch(
     residual: Tensor, branch: Tensor, dropout: float, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None
@@ -42,7 +44,5 @@ def _kept(x: Tensor, drop_path: float, qkv_format: str, cu_seqlens: Tensor | Non
         return kept[:, None, None]
     if cu_seqlens is None:
         return kept[:, None]
-    starts = cu_seqlens.to(x.device)
-    row = torch.arange(len(x), dtype=starts.dtype, device=x.device)
-    sequence = torch.searchsorted(starts, row, right=True) - 1
-    return kept[sequence.clamp(0, samples - 1)][:, None]
+    row = torch.arange(len(x), device=x.device)
+    return kept[sequence_of(row, cu_seqlens.to(x.device))][:, None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_number, require_positive
+from lightning_fp8.attention.modules.packed import sequence_of
 from lightning_fp8.numerics.scaling import FLOAT32_MAX
 from lightning_fp8.te.keys import INV_FREQ
 
@@ -163,7 +164,7 @@ def _angles_of_rows(
             raise ValueError("rotary_pos_emb with sequences of 'thd' needs cu_seqlens_q and cu_seqlens_kv")
         row = torch.arange(t.shape[0], device=t.device)
         starts = cu_seqlens.to(t.device)
-        sequence = (torch.searchsorted(starts, row.to(starts.dtype), right=True) - 1).clamp(0, len(starts) - 2)
+        sequence = sequence_of(row, starts)
         position = row - starts[sequence]
         ends = starts.diff() if lengths is None else lengths.to(t.device)
         if start_positions is not None:

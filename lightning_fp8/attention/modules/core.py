@@ -71,7 +71,10 @@ class CoreAttention(FP8Module):
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
         if recipe_wants_fp8 and self.fp8 and context.enabled:
-            reason = reason or self._why_not_tensors(q, k, v, call.sequences.qkv_format)
+            key_rows = k.shape[1 if call.sequences.qkv_format == "bshd" else 0]
+            of_codes = self.context_parallel is not None and has_whole_blocks(key_rows)
+            dtype = autocast_dtype(q.device.type)
+            reason = reason or why_not_fp8(q, k, v, dtype=dtype, center_keys=self.center_keys, of_codes=of_codes)
             if reason:
                 arguments.tell(f"DotProductAttention runs in high precision: {reason}")
         if not recipe_wants_fp8:
@@ -87,12 +90,6 @@ class CoreAttention(FP8Module):
         if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
             return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
-
-    def _why_not_tensors(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> str:
-        key_rows = k.shape[1 if qkv_format == "bshd" else 0]
-        of_codes = self.context_parallel is not None and has_whole_blocks(key_rows)
-        dtype = autocast_dtype(q.device.type)
-        return why_not_fp8(q, k, v, dtype=dtype, center_keys=self.center_keys, of_codes=of_codes)
 
     def _note(self, context: FP8Context, in_fp8: bool, reason: str) -> None:
         """Record a forward."""
@@ -161,8 +158,8 @@ class CoreAttention(FP8Module):
             if of_codes:
                 o = CodesFunction.apply(q, k, v, ranks, band, self.softmax_scale, self.center_keys)
             else:
-                attend_piece = self._fp8_piece if in_fp8 else partial(self._high_precision_piece, call.extras)
-                o = attention_of_gathered(ranks, q, k, v, band, attend_piece)
+                piece = partial(self._piece, None if in_fp8 else call.extras)
+                o = attention_of_gathered(ranks, q, k, v, band, piece)
             return o.transpose(0, 1).contiguous() if sbhd else o
 
         return self._observing(attend, q, k, v) if observe else attend(q, k, v)
@@ -178,10 +175,9 @@ class CoreAttention(FP8Module):
         ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
-    def _fp8_piece(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
-        return fp8_attention(q, k, v, band=band, softmax_scale=self.softmax_scale, center_keys=self.center_keys)
-
-    def _high_precision_piece(self, extras: Extras, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+    def _piece(self, extras: Extras | None, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+        if extras is None:
+            return fp8_attention(q, k, v, band=band, softmax_scale=self.softmax_scale, center_keys=self.center_keys)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return attention(q, k, v, self.softmax_scale, band, None, extras).transpose(1, 2)
 

@@ -35,7 +35,7 @@ def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
         return o.new_zeros(rows, o.shape[1], o.shape[3])
     starts = cu_seqlens.to(o.device)
     row = torch.arange(rows, device=o.device)
-    sequence = _sequence_of(row, starts)
+    sequence = sequence_of(row, starts)
     places = (row - starts[sequence]).clamp(max=o.shape[2] - 1)
     return o.transpose(1, 2)[sequence, places].masked_fill((row >= starts[-1])[:, None, None], 0)
 
@@ -52,9 +52,9 @@ def rows_between_gaps(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
         return row
     fits = (cu_seqlens.diff() <= padded.diff()).all() & (padded[0] >= 0) & (padded[-1] <= rows)
     torch._assert_async(fits, "cu_seqlens and cu_seqlens_padded do not fit together or exceed the rows")
-    return (row + (padded - cu_seqlens)[_sequence_of(row, cu_seqlens)]).clamp(max=rows - 1)
+    return (row + (padded - cu_seqlens)[sequence_of(row, cu_seqlens)]).clamp(max=rows - 1)
 
 
-def _sequence_of(row: Tensor, starts: Tensor) -> Tensor:
+def sequence_of(row: Tensor, starts: Tensor) -> Tensor:
     """Which sequence holds each row; the last one where none does."""
     return torch.bucketize(row, starts[1:].contiguous(), right=True).clamp(max=len(starts) - 2)

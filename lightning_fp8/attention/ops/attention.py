@@ -254,8 +254,8 @@ def reference_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: Attention
     q8, v8 = cast(q_heads, False, q_lengths), cast(v_heads, False, k_lengths)
     k8 = cast(k_heads, centered, k_lengths, rows_of_mean(band))
     o, m, l = forward(q8, k8, v8, call.softmax_scale_of(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
-    of_queries = Packing.of(q, qkv_format, call.cu_seqlens_q)
-    of_keys = Packing.of(k, qkv_format, call.cu_seqlens_kv)
+    of_queries = Packing(q, qkv_format, call.cu_seqlens_q)
+    of_keys = Packing(k, qkv_format, call.cu_seqlens_kv)
     codes = of_queries.pack_codes(q8), of_keys.pack_codes(k8), of_keys.pack_codes(v8)
     kept = Kept(of_queries.pack(m, -torch.inf), of_queries.pack(l), *(tensor for pair in codes for tensor in pair))
     return from_heads(o, qkv_format, call.cu_seqlens_q, len(q)), kept
@@ -269,8 +269,8 @@ def reference_attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: in
     lengths = None
     if q_lengths is not None and call.cu_seqlens_kv is not None:
         lengths = Lengths(q_lengths, call.cu_seqlens_kv.diff())
-    of_queries = Packing.of(do, qkv_format, call.cu_seqlens_q)
-    of_keys = Packing.of(do, qkv_format, call.cu_seqlens_kv, key_rows)
+    of_queries = Packing(do, qkv_format, call.cu_seqlens_q)
+    of_keys = Packing(do, qkv_format, call.cu_seqlens_kv, key_rows)
     q8 = of_queries.unpack_codes(kept.q8, kept.q_scale_inv)
     k8, v8 = of_keys.unpack_codes(kept.k8, kept.k_scale_inv), of_keys.unpack_codes(kept.v8, kept.v_scale_inv)
     m, l = of_queries.unpack(kept.m, -torch.inf), of_queries.unpack(kept.l)  # noqa: E741

@@ -70,15 +70,15 @@ attention_forward_of_codes: Callable[..., tuple[Tensor, QueriesKept]] = attentio
 def reference_attention_cast(x: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`~lightning_fp8.attention.ops.casts.cast`, in packed rows."""
     heads, _ = to_heads(x, "bshd", None)
-    return tuple(Packing.of(x, "bshd", None).pack_codes(cast(heads)))  # type: ignore[return-value]
+    return tuple(Packing(x, "bshd", None).pack_codes(cast(heads)))  # type: ignore[return-value]
 
 
 def reference_attention_forward_of_codes(
     q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
     """:func:`~lightning_fp8.attention.ops.reference.forward`, from and to packed rows."""
-    of_queries = Packing.of(q, "bshd", None)
-    of_keys = Packing.of(q, "bshd", None, key_rows)
+    of_queries = Packing(q, "bshd", None)
+    of_keys = Packing(q, "bshd", None, key_rows)
     q8 = cast(to_heads(q, "bshd", None)[0])
     keys, values = of_keys.unpack_codes(k8, k_scale_inv), of_keys.unpack_codes(v8, v_scale_inv)
     softmax_scale, band = call.softmax_scale_of(q.shape[-1]), call.attention.band
