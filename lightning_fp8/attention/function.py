@@ -121,12 +121,12 @@ def fp8_attention(
     tables = None
     is_kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # by autograd, for the backward pass
     if cu_seqlens_q is not None and cu_seqlens_kv is not None and is_kept and sequence_tables.on_card(q.device):
-        rows = [x.shape[1 if qkv_format == "bshd" else 0] for x in (q, k)]
+        query_rows, key_rows = (x.shape[1 if qkv_format == "bshd" else 0] for x in (q, k))
         (tables,) = sequence_tables.shared(
             q.device,
             (cu_seqlens_q, cu_seqlens_kv),
-            (attention, *rows),
-            lambda: (attention_tables(cu_seqlens_q, cu_seqlens_kv, attention, *rows, q.device),),
+            (attention, query_rows, key_rows),
+            lambda: (attention_tables(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, q.device),),
         )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, attention, softmax_scale, cu_seqlens_q, of_keys, tables, slots)

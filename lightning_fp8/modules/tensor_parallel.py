@@ -79,18 +79,6 @@ class TensorParallel:
             )
         return ALONE
 
-    def with_group(self, group: dist.ProcessGroup | None) -> TensorParallel:
-        """A copy with another group.
-
-        Raises:
-            ValueError: If ``group`` does not have :attr:`size` ranks.
-        """
-        if self.size > 1 and group is not None and (ranks := dist.get_world_size(group)) != self.size:
-            raise ValueError(
-                f"tp_group has {ranks} ranks, but the module has tp_size={self.size}; pass a group of that size"
-            )
-        return replace(self, group=group)
-
     def over(self, mode: Mode) -> Parallel:
         """The parallel arguments of a linear layer with this ``mode``.
 
@@ -147,7 +135,12 @@ class GroupTaker(nn.Module):
             raise TypeError(
                 f"tp_group={tp_group!r} must be a process group of torch.distributed; for a mesh pass mesh.get_group()"
             )
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+        size = self.tensor_parallel.size
+        if size > 1 and tp_group is not None and (ranks := dist.get_world_size(tp_group)) != size:
+            raise ValueError(
+                f"tp_group has {ranks} ranks, but the module has tp_size={size}; pass a group of that size"
+            )
+        self.tensor_parallel = replace(self.tensor_parallel, group=tp_group)
         for child in self.children():
             if isinstance(child, GroupTaker):
                 child.set_tensor_parallel_group(tp_group)

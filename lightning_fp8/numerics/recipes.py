@@ -365,7 +365,7 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
     name = megatron_config.get("fp8_recipe", "mxfp8" if is_mxfp8 else "delayed")
     if is_mxfp8 and name != "mxfp8":
         raise ValueError(f"fp8_recipe={name!r} with the format 'mxfp8'; leave one of them out")
-    own_format = {}
+    own_format: dict[str, Any] = {}
     if formats and not is_mxfp8:  # Megatron passes its format to every recipe; a recipe that does not support it raises
         format_name = formats[0].name if isinstance(formats[0], Format) else formats[0]
         if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:

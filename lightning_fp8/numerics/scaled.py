@@ -198,6 +198,17 @@ class ScaledTensor:
     scale_inv: Tensor
     layout: Layout
 
+    def t(self) -> ScaledTensor:
+        """The transposed operand as a view.
+
+        Raises:
+            ValueError: If the layout's blocks run along K and differ in the transposed tensor.
+        """
+        if not self.layout.transposes:
+            raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.t()
+        return ScaledTensor(self.data.t(), scale_inv, self.layout)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``data * scale_inv`` as ``[R, K]`` in ``dtype``; computed in float32."""
         rows, columns = self.data.shape

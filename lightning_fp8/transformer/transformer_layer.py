@@ -18,12 +18,7 @@ from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel
 from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
-from lightning_fp8.transformer.arguments import (
-    AttentionArguments,
-    Mask,
-    check_call,
-    check_encoder_output,
-)
+from lightning_fp8.transformer.arguments import AttentionArguments, Mask, check_call, check_encoder_output
 from lightning_fp8.transformer.multihead_attention import MultiheadAttention
 from lightning_fp8.transformer.residual import add_branch
 

@@ -296,6 +296,8 @@ def test_errors_say_what_fits() -> None:
     operands = [ops.quantize(torch.ones(2, k), Cast(E4M3, Layout.TENSOR)).rowwise for k in (3, 4)]
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 4\)"):
         ops.scaled_mm(*operands)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'1x128' cannot be transposed"):
+        ScaledTensor(torch.ones(2, 2), torch.ones(2, 1), Layout.BLOCK_1X128).t()
 
 
 @pytest.mark.parametrize("power_2", [True, False])

@@ -20,7 +20,7 @@ from lightning_fp8.attention.context_parallel import (
 )
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.modules import arguments
-from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted, max_logits
+from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted
 from lightning_fp8.attention.modules.sequences import Sequences
 from lightning_fp8.attention.ops import Band, Lengths
 from lightning_fp8.fp8_region import FP8Context
@@ -83,21 +83,17 @@ class CoreAttention(FP8Module):
             reason = "this module has fp8=False"
         in_fp8 = context.enabled and not reason
         if not (recomputing or torch.compiler.is_compiling()):
-            self._note(context, in_fp8, reason)
+            if self._last_context is not context:
+                self._last_context = context  # slow in a module, so only where it changes
+            if context.enabled and self.reason != reason:
+                self.reason = reason
+            (self._record or self.record).note(in_fp8, self.training)
         observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
         if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
             return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
-
-    def _note(self, context: FP8Context, in_fp8: bool, reason: str) -> None:
-        """Record a forward."""
-        if self._last_context is not context:
-            self._last_context = context  # slow in a module, so only where it changes
-        if context.enabled and self.reason != reason:
-            self.reason = reason
-        (self._record or self.record).note(in_fp8, self.training)
 
     def _fp8(self, call: CoreCall, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
@@ -196,11 +192,6 @@ class CoreAttention(FP8Module):
         heads, lengths = sequences.to_heads(*sequences.without_gaps(*qkv))
         scores = (*heads[0].shape[:3], heads[1].shape[2])
         return heads, lengths, fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
-
-    def max_logits(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The largest score of each head, float32 ``[heads]``."""
-        (q, k, _), lengths, extras = self._heads(call, q, k, v)
-        return max_logits(q, k, self.softmax_scale, call.band, lengths, extras)
 
     def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker

@@ -305,7 +305,8 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             output = core(q, k, v).flatten(-2)
         if not self.return_max_logit:
             return output  # type: ignore[no-any-return]
-        return output, self.max_logits(call, q, k, v).to(output.dtype)
+        (q, k, _), lengths, extras = self._heads(call, q, k, v)
+        return output, high_precision.max_logits(q, k, self.softmax_scale, band, lengths, extras).to(output.dtype)
 
     def _check_context_parallel(
         self, qkv_format: str, mask_type: str, bias_type: str, band: Band, q: Tensor, k: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Sequences(NamedTuple):
             with_gaps = [each for each in cu_seqlens_padded if each is not None]
             cu_seqlens_padded = (with_gaps[0], with_gaps[-1]) if with_gaps else (None, None)
         given = of_q, of_kv
-        masks = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+        masks: Any = padding if isinstance(padding, (tuple, list)) else (padding, padding)
         if batch is not None and of_q is None and padding is not None:
             of_q, of_kv = (_of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(masks, (q, k)))
         sequences = None if batch is None else q.shape[batch]
@@ -91,7 +91,8 @@ class Sequences(NamedTuple):
             if gaps is not None:
                 check_cu_seqlens(f"cu_seqlens_{of}_padded", gaps, qkv_format, None, x.shape[0])
             rows_of_sequences.append(None if gaps is None else _between(cu, gaps, x.shape[0]))
-        return cls(qkv_format, of_q, of_kv, *rows_of_sequences, q.shape[0], *max_seqlens)
+        of_sequences_q, of_sequences_kv = rows_of_sequences
+        return cls(qkv_format, of_q, of_kv, of_sequences_q, of_sequences_kv, q.shape[0], *max_seqlens)
 
     def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that belong to a sequence."""

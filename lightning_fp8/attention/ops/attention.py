@@ -99,12 +99,10 @@ class AttentionCall(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The fields as the op's arguments."""
         return *self.attention.options(), self.softmax_scale, self.cu_seqlens_q, self.cu_seqlens_kv, self.tables
 
     @classmethod
     def from_flat(cls, *flat: Any) -> AttentionCall:
-        """The inverse of :attr:`flat`."""
         options = _OPTIONS.count(",") + 1
         return cls(Attention.from_flat(*flat[:options]), *flat[options:])
 
@@ -136,12 +134,10 @@ class Kept(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
-        """The fields as the op's arguments."""
         return tuple(self)
 
     @classmethod
     def from_flat(cls, *flat: Tensor) -> Kept:
-        """The inverse of :attr:`flat`."""
         return cls(*flat)
 
 

@@ -14,7 +14,7 @@ from lightning_fp8.arguments import one_dtype, rows_by_name
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, positive
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
@@ -73,7 +73,8 @@ class LayerNormLinear(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self._keep(in_features=in_features, out_features=out_features)
+        self.in_features = positive("in_features", in_features)
+        self.out_features = positive("out_features", out_features)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)

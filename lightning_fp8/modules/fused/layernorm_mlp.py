@@ -17,15 +17,13 @@ from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, positive
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments
 from lightning_fp8.weights.model_init import keep_weights_in_fp8
-
-_NO_OVERRIDE = "LayerNormMLP; use LayerNormLinear, an activation and Linear"
 
 
 class LayerNormMLP(NormedLayer):
@@ -75,9 +73,6 @@ class LayerNormMLP(NormedLayer):
     kind = "LayerNormMLP"
     weight_names = ("fc1_weight", "fc2_weight")
     bias_names = ("fc1_bias", "fc2_bias")
-    hidden_size: int
-    ffn_hidden_size: int
-    checkpoint: bool
     fc1_weight: Tensor
     fc1_bias: Any
     fc2_weight: Tensor
@@ -109,7 +104,8 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self._keep(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.hidden_size = positive("hidden_size", hidden_size)
+        self.ffn_hidden_size = positive("ffn_hidden_size", ffn_hidden_size)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.fuse_wgrad_accumulation, self.checkpoint = fuse_wgrad_accumulation, checkpoint
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
@@ -203,7 +199,7 @@ class LayerNormMLP(NormedLayer):
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         products, dtype = self._products(x, weights, tensors, context, is_first_microbatch)
         fc1, fc2 = products
-        self._refuse_backward_override(fc1, _NO_OVERRIDE)
+        self._refuse_backward_override(fc1, "LayerNormMLP; use LayerNormLinear, an activation and Linear")
         if self.activation in ops.ACTIVATIONS:
             mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
             return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)

@@ -24,6 +24,14 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else without_gradient(tensor) for tensor in tensors]
 
 
+def positive(name: str, size: Any) -> int:
+    """Raises:
+    ValueError: If the size is not a positive integer.
+    """
+    require_positive(name, plain(size))
+    return int(size)
+
+
 class NormedLayer(PassesContextParallelGroup, CutLayer):
     """One or several linear layers that read the output of a norm.
 
@@ -39,16 +47,6 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     layer_norm_bias: Any
     return_layernorm_output: bool
     return_layernorm_output_gathered: bool
-
-    def _keep(self, **sizes: Any) -> None:
-        """Set the sizes of the constructor as attributes.
-
-        Raises:
-            ValueError: If one is not a positive integer.
-        """
-        for name, size in sizes.items():
-            require_positive(name, plain(size))
-            setattr(self, name, plain(size))
 
     def _register_norm(self, norm: Norm, size: int, parallel: ParallelArguments, **factory: Any) -> None:
         """Register ``layer_norm_weight [size]`` and, for LayerNorm, ``layer_norm_bias [size]``."""
