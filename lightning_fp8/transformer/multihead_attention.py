@@ -266,9 +266,8 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
             of_q, of_k = angles_of_both(rotary)
-            (starts_q, lengths_q), (starts_kv, lengths_kv) = (
-                _starts_and_lengths(call, *names) for names in (("q", "kv"), ("kv", "q"))
-            )
+            starts_q, lengths_q = _starts_and_lengths(call, "q", "kv")
+            starts_kv, lengths_kv = _starts_and_lengths(call, "kv", "q")
             position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"
             if batch is not None and self.qkv_format == "thd":
@@ -292,11 +291,8 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         """Load projections, including those that were saved with the other value of ``fuse_qkv_params``."""
         for projection in self.projection_rows:
             projection_prefix = f"{prefix}{projection}."
-            parameters = {
-                key.removeprefix(projection_prefix): state_dict[key]
-                for key in [*state_dict]
-                if key.startswith(projection_prefix)
-            }
+            own = [key for key in state_dict if key.startswith(projection_prefix)]
+            parameters = {key.removeprefix(projection_prefix): state_dict[key] for key in own}
             renamed = self.projection_parameters(projection, parameters)
             if renamed.keys() != parameters.keys():
                 for name in parameters:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_number, require_positive
+from lightning_fp8.attention.modules.arguments import is_known
 from lightning_fp8.attention.modules.packed import sequence_of
 from lightning_fp8.numerics.scaling import FLOAT32_MAX
 from lightning_fp8.te.keys import INV_FREQ
@@ -170,9 +171,7 @@ def _angles_of_rows(
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
             ends = ends + start_positions.to(t.device)
-        if len(ends) and not (
-            t.is_cuda or torch.compiler.is_compiling()
-        ):  # reading the maximum would wait for the device
+        if len(ends) and is_known(ends):
             _check_positions(freqs, int(ends.max()))
         return freqs[position.clamp(0, len(freqs) - 1), 0]  # rows of padding
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]

@@ -136,10 +136,12 @@ class CoreAttention(FP8Module):
         """Attention with context parallelism, which gathers keys and values in FP8 or in high precision."""
         refuse_transforms("DotProductAttention", q, k, v)
         sbhd, band = call.sequences.qkv_format == "sbhd", call.band
-        rows = k.shape[0 if sbhd else 1]
         ranks.require_agreement(
             ranks=ranks.size, fp8=in_fp8, query_layer=tuple(q.shape), key_layer=tuple(k.shape), dtype=q.dtype, band=band
         )
+        if sbhd:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        rows = k.shape[1]
         of_codes = in_fp8 and has_whole_blocks(rows)
         if in_fp8 and not of_codes:
             arguments.tell(
@@ -149,16 +151,14 @@ class CoreAttention(FP8Module):
             )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if sbhd:
-                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            if of_codes:
-                o = CodesFunction.apply(q, k, v, ranks, band, self.softmax_scale, self.center_keys)
-            else:
+            if not of_codes:
                 piece = partial(self._piece, None if in_fp8 else call.extras)
-                o = attention_of_gathered(ranks, q, k, v, band, piece)
-            return o.transpose(0, 1).contiguous() if sbhd else o
+                return attention_of_gathered(ranks, q, k, v, band, piece)
+            o: Tensor = CodesFunction.apply(q, k, v, ranks, band, self.softmax_scale, self.center_keys)
+            return o
 
-        return self._observing(attend, q, k, v) if observe else attend(q, k, v)
+        o = self._observing(attend, q, k, v) if observe else attend(q, k, v)
+        return o.transpose(0, 1).contiguous() if sbhd else o
 
     def _observing(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``attend(q, k, v)``, with the amaxes of inputs, output and their gradients."""
