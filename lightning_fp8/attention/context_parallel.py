@@ -241,19 +241,6 @@ def attention_of_gathered(
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
-def fp8_attention_of_codes(
-    ranks: ContextParallel, q: Tensor, k: Tensor, v: Tensor, band: Band, softmax_scale: float, center_keys: bool
-) -> Tensor:
-    """FP8 attention with gathered codes of keys and values.
-
-    Args:
-        q, k, v: this rank's ``[B, L, H, D]``; L of keys :func:`has_whole_blocks`.
-        band: no limit, or causal with any ``left``.
-        center_keys: subtract from keys their mean over the whole sequence before the cast.
-    """
-    return CodesFunction.apply(q, k, v, ranks, band, softmax_scale, center_keys)  # type: ignore[no-any-return]
-
-
 class GatherFunction(torch.autograd.Function):
     """Gathers keys and values ``[B, L, H, D]`` into whole sequences; gradients are summed over ranks."""
 
@@ -269,7 +256,13 @@ class GatherFunction(torch.autograd.Function):
 
 
 class CodesFunction(torch.autograd.Function):
-    """The autograd function of :func:`fp8_attention_of_codes`."""
+    """FP8 attention with gathered codes of keys and values.
+
+    Args:
+        q, k, v: this rank's ``[B, L, H, D]``; L of keys :func:`has_whole_blocks`.
+        band: no limit, or causal with any ``left``.
+        center_keys: subtract from keys their mean over the whole sequence before the cast.
+    """
 
     @staticmethod
     def forward(
@@ -290,7 +283,7 @@ class CodesFunction(torch.autograd.Function):
         for piece in pieces_of(ranks, q.shape[1], band):
             k8, v8 = (_first(codes, piece.chunks) for codes in (keys, values))
             call = AttentionCall(Attention("bshd", piece.band, False), softmax_scale)
-            o, of_queries = attention_forward_of_codes(q[:, piece.rows], k8, v8, piece.chunks * chunk, call)
+            o, of_queries = attention_forward_of_codes(q[:, piece.rows], *k8, *v8, piece.chunks * chunk, call)
             outputs.append(o)
             kept += [o.to(torch.bfloat16), *of_queries]
         ctx.save_for_backward(*own, *kept)
@@ -359,10 +352,8 @@ def _in_sequence(x: Tensor, dim: int, ranks: ContextParallel) -> Tensor:
 
 def _gathered_codes(own: Sequence[Tensor], batch: int, ranks: ContextParallel) -> tuple[Codes, Codes]:
     """Gathered codes of keys and values, by chunk: ``[H, B, 2 n, ...]``, data as bytes and scales of blocks."""
-    parts = []
-    for part in own:
-        by_sequence = part.view(torch.uint8) if part.dtype != torch.float32 else part
-        parts.append(by_sequence.unflatten(1, (batch, by_sequence.shape[1] // batch)))
+    parts = [part if part.dtype == torch.float32 else part.view(torch.uint8) for part in own]
+    parts = [part.unflatten(1, (batch, part.shape[1] // batch)) for part in parts]
     whole = [_in_sequence(each, 2, ranks) for each in _gathered(parts, ranks)]
     chunks = [each.unflatten(2, (2 * ranks.size, each.shape[2] // (2 * ranks.size))) for each in whole]
     return Codes(*chunks[:2]), Codes(*chunks[2:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import torch
@@ -14,13 +12,13 @@ from lightning_fp8.arguments import refuse_transforms
 from lightning_fp8.attention import sequence_tables
 from lightning_fp8.attention.ops import (
     BLOCK,
-    FORMATS,
     Attention,
     AttentionCall,
     Band,
     Kept,
     attention_backward,
     attention_forward,
+    attention_tables,
     failing_kernel,
     missing_kernel,
 )
@@ -83,7 +81,6 @@ def fp8_attention(
     center_keys: bool = True,
     slots: Slots | None = None,
     observe: bool = False,
-    eligible: bool = False,
 ) -> Tensor:
     """``softmax(softmax_scale q kᵀ) v``, its seven products forward and backward of E4M3 codes.
 
@@ -91,39 +88,29 @@ def fp8_attention(
     recipe. Kept for the backward pass are the codes and scales of q, k and v, the output in BF16, and two float32
     numbers for each row.
 
+    The caller has asked :func:`why_not_fp8`, and checked shapes and values.
+
     Args:
-        q: bfloat16, float16 or float32, any strides: ``bshd [B, L, H, D]``, ``sbhd [L, B, H, D]`` or ``thd [T, H, D]``,
-            sequences one after the other. D is at most 256.
-        k, v: the same with ``H / G`` heads; query head ``h`` uses head ``h // G``.
-        qkv_format: the name of the format.
+        q, k, v, qkv_format, softmax_scale, cu_seqlens_q, cu_seqlens_kv: see
+            :mod:`lightning_fp8.attention.ops.attention`. k and v have ``H / G`` heads; query head ``h`` uses head
+            ``h // G``.
         band: the keys that each query attends to; None is all keys of its sequence.
-        softmax_scale: None is ``1 / sqrt(D)``.
-        cu_seqlens_q, cu_seqlens_kv: integers ``[B + 1]``: for ``thd``, the start of each sequence; for other formats,
-            the cumulative lengths. Later rows are padding: their results are 0, and they have no gradient.
         max_seqlen_q: for ``thd``, an upper bound of the lengths of query sequences, which saves memory on a GPU. A
             longer sequence is a device assertion there. None is T.
-        center_keys: subtract a mean over the sequence from keys before they are cast. Softmax does not change;
-            roundings do.
+        center_keys: subtract a mean over the sequence from keys before they are cast.
         slots: entries of an amax history for q, k and v together, for the output, and for their gradients.
         observe: whether to collect amaxes in ``slots``.
-        eligible: whether the caller has asked :func:`why_not_fp8`.
 
     Returns:
         A contiguous tensor with q's shape and dtype; 0 for a query that attends to no key.
 
     Raises:
         TypeError: If dtypes differ.
-        ValueError: If the dtype is not one of the three, if the format is unknown, if shapes, heads, devices or
-            ``cu_seqlens`` do not match, if ``max_seqlen_q`` is too small, if the GPU has no kernels for D, or if
-            ``softmax_scale`` is not finite and above 0.
+        ValueError: If devices differ, or if queries and keys have other numbers of channels.
         RuntimeError: If a transform of torch.func is active.
     """
-    _check(q, k, v, qkv_format, cu_seqlens_q, cu_seqlens_kv)
-    if softmax_scale is not None:
-        require_softmax_scale(softmax_scale)
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     refuse_transforms("Attention", q, k, v)
-    if not eligible and (reason := why_not_fp8(q, k, v, center_keys=center_keys)):
-        raise ValueError(f"{reason}: this does not run in FP8; use torch's scaled_dot_product_attention")
     longest = _longest(max_seqlen_q, cu_seqlens_q) if qkv_format == "thd" else None
     attention = Attention(qkv_format, band or Band(), center_keys, longest)
     if k is q:  # torch.compile takes no tensor twice
@@ -132,10 +119,14 @@ def fp8_attention(
         v = v.view_as(v)
     of_keys = None if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv
     tables = None
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None and sequence_tables.on_card(q.device) and _keeps(q, k, v):
-        row_dim = 1 if qkv_format == "bshd" else 0
-        tables = sequence_tables.shared_tables(
-            cu_seqlens_q, cu_seqlens_kv, attention, q.shape[row_dim], k.shape[row_dim], q.device
+    is_kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))  # by autograd, for the backward pass
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None and is_kept and sequence_tables.on_card(q.device):
+        query_rows, key_rows = (x.shape[1 if qkv_format == "bshd" else 0] for x in (q, k))
+        (tables,) = sequence_tables.shared(
+            q.device,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (attention, query_rows, key_rows),
+            lambda: (attention_tables(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, q.device),),
         )
     slots = slots if observe else None
     return AttentionFunction.apply(q, k, v, attention, softmax_scale, cu_seqlens_q, of_keys, tables, slots)
@@ -190,16 +181,10 @@ def _longest(max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> int | Non
     """The next power of two, of which there are few to plan and compile for."""
     if max_seqlen_q is None or cu_seqlens_q is None:
         return None
-    check_longest("q", max_seqlen_q, cu_seqlens_q)
     bound = BLOCK
     while bound < max_seqlen_q:
         bound *= 2
     return bound
-
-
-def _keeps(*tensors: Tensor) -> bool:
-    """Whether autograd keeps what a function of ``tensors`` saves."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
@@ -208,99 +193,11 @@ def _observe(slots: Slots | None, role: Role, *tensors: Tensor | None) -> None:
             ops.observe(tensor.detach(), slots[role].amax)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, qkv_format: str, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None
-) -> None:
-    if qkv_format not in FORMATS:
-        raise ValueError(f"qkv_format={qkv_format!r} is unknown; use one of {', '.join(FORMATS)}")
-    dims, shapes = 3 if qkv_format == "thd" else 4, [tuple(x.shape) for x in (q, k, v)]
-    if any(len(shape) != dims for shape in shapes):
-        raise ValueError(f"qkv_format={qkv_format!r} has {dims} dimensions; q, k and v have shapes {shapes}")
-    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q, k and v of shapes {shapes} do not fit: keys are as many as values, as wide as queries")
-    batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
-    if batch is not None and q.shape[batch] != k.shape[batch]:
-        raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")
-    if q.shape[-2] % max(k.shape[-2], 1) or (q.shape[-2] and not k.shape[-2]):
-        raise ValueError(f"{q.shape[-2]} query heads cannot share {k.shape[-2]} heads of keys and values evenly")
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device")
-    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_kv come together; pass both or neither")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"queries have {q.shape[-1]} channels and keys {k.shape[-1]}; both must have as many")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if cu_seqlens is not None and cu_seqlens.device not in (q.device, torch.device("cpu")):
             raise ValueError(f"{name} is on {cu_seqlens.device} and q on {q.device}; move it there, or to the host")
-    sequences = None if batch is None else q.shape[batch]
-    for name, x, cu_seqlens in (("cu_seqlens_q", q, cu_seqlens_q), ("cu_seqlens_kv", k, cu_seqlens_kv)):
-        check_cu_seqlens(name, cu_seqlens, qkv_format, sequences, x.shape[1 if qkv_format == "bshd" else 0])
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None and len(cu_seqlens_q) != len(cu_seqlens_kv):
-        raise ValueError(f"cu_seqlens_q has {len(cu_seqlens_q)} values and cu_seqlens_kv {len(cu_seqlens_kv)}")
-
-
-def require_softmax_scale(softmax_scale: Any) -> None:
-    """Raises:
-    TypeError: If it is not a number.
-    ValueError: If it is not finite, or not above 0, for which torch's attention returns NaN.
-    """
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(
-            f"softmax_scale={softmax_scale!r} must be finite and above 0; pass None for 1 / sqrt(channels of a head), "
-            "or negate the queries for a negative scale"
-        )
-
-
-def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
-    """Check, if the values are on the host, that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
-
-    Raises:
-        ValueError: If one has.
-    """
-    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
-        return
-    longest = int(cu_seqlens.diff().max())
-    if longest > max_seqlen:
-        raise ValueError(
-            f"max_seqlen_{of}={max_seqlen}, and cu_seqlens_{of} has a sequence of {longest} rows; "
-            f"pass {longest}, or None"
-        )
-
-
-def is_known(x: Tensor) -> bool:
-    """Whether the host can read the values of ``x`` without waiting for a GPU."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
-
-
-def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
-    """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
-
-    Values are checked only on the host: reading them from a GPU would wait for it.
-
-    Raises:
-        ValueError: If it is missing, not integers ``[B + 1]``, or of another batch, if it does not rise from 0, or if
-            it exceeds the number of rows.
-    """
-    if cu_seqlens is None:
-        if qkv_format == "thd":
-            raise ValueError(f"qkv_format='thd' needs {name}, where each sequence starts; pass integers [B + 1]")
-        return
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(
-            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be int32 or int64 [B + 1]: 0 first, then "
-            "where each sequence ends"
-        )
-    if sequences is not None and len(cu_seqlens) != sequences + 1:
-        raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
-    if not is_known(cu_seqlens):
-        return
-    starts = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-    if starts[0] != 0 or min(lengths, default=0) < 0:
-        raise ValueError(f"{name}={starts} does not rise from 0; it is the sequences' lengths added up, 0 first")
-    longest = starts[-1] if qkv_format == "thd" else max(lengths, default=0)
-    if longest > rows:
-        what = "ends at row" if qkv_format == "thd" else "has a sequence of length"
-        raise ValueError(f"{name}={starts} {what} {longest}; the tensor has {rows} rows in {qkv_format!r}")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from lightning_fp8.attention.ops import Attention, attention_tables
 from lightning_fp8.capture import is_capturing
 
 Refs = tuple[TensorWeakRef, ...]
@@ -50,23 +49,6 @@ def shared(
     made = make()
     _kept[of] = tuple(map(TensorWeakRef, sources)), tuple(map(TensorWeakRef, made))
     return made
-
-
-def shared_tables(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    attention: Attention,
-    query_rows: int,
-    key_rows: int,
-    device: torch.device,
-) -> Tensor:
-    """:func:`~lightning_fp8.attention.ops.attention_tables`, cached by :func:`shared`."""
-
-    def made() -> tuple[Tensor]:
-        return (attention_tables(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, device),)
-
-    (tables,) = shared(device, (cu_seqlens_q, cu_seqlens_kv), (attention, query_rows, key_rows), made)
-    return tables
 
 
 def _is_followed(x: Tensor) -> bool:

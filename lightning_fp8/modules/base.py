@@ -165,16 +165,7 @@ class FP8Module(nn.Module):
                 history.to(device)  # the dtype stays float32
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load Transformer Engine's ``_extra_state``, if there is one, as this module's scales and histories.
 
         Raises:
@@ -188,10 +179,9 @@ class FP8Module(nn.Module):
             try:
                 self._load_te_state(read_te_state(extra_state))
             except CheckpointError as error:
+                *_, error_msgs = args
                 error_msgs.append(f"{key}: {error}")
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_te_state(self, te_state: TEState) -> None:
         if te_state.forward is not None:

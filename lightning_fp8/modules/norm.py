@@ -59,11 +59,6 @@ def _check_input(module: nn.Module, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{type(module).__name__} normalizes {shape}, but the input has shape {tuple(x.shape)}")
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
-    dtype = None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
-    return dtype or x.dtype
-
-
 class _GammaModule(GroupTaker):
     """A norm whose weight is gamma, or gamma - 1 with ``zero_centered_gamma``."""
 
@@ -78,7 +73,8 @@ class _GammaModule(GroupTaker):
         _check_input(self, input, tuple(self.normalized_shape))
         norm = Norm(self.eps, isinstance(self, nn.RMSNorm), self.zero_centered_gamma)
         weight, bias = self._summed(self.weight, None if norm.rms else self.bias)
-        return normalize(input, weight, bias, norm, self.normalized_shape, _output_dtype(input))
+        dtype = None if input.dtype == torch.float64 else autocast_dtype(input.device.type)
+        return normalize(input, weight, bias, norm, self.normalized_shape, dtype or input.dtype)
 
     def _summed(self, *parameters: Any) -> list[Any]:
         """The parameters. With ``sequence_parallel`` their gradients are summed over the tensor-parallel group.

@@ -99,17 +99,11 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
     """
     require_module("load_fp8_state_dict", model)
     saved_names, *_ = validated_state(state)
-    names: dict[int, list[str]] = {}
-    histories: dict[int, AmaxHistory] = {}
+    names: dict[AmaxHistory, list[str]] = {}
     for name, module in fp8_modules(model):
-        history = module.history
-        if history is None:
-            continue
-        histories[id(history)] = history
-        slot_names = names.setdefault(id(history), list(history.names))
         for slot_name, slot in module.named_slots(name):
-            slot_names[slot.index] = slot_name
-    if not histories:
+            names.setdefault(slot.history, list(slot.history.names))[slot.index] = slot_name
+    if not names:
         raise ValueError("the model has no FP8 layer to load the state into; call convert_module(model) first")
     model_names = [name for slot_names in names.values() for name in slot_names]
     if saved_names and not set(saved_names) & set(model_names):
@@ -117,7 +111,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"no name in the state is a tensor of this model: the state has, for example, {saved_names[0]!r}, and the "
             f"model {model_names[0]!r}; pass the module that was saved, which may be a child or the parent of this one"
         )
-    return [name for key, history in histories.items() for name in history.load_state_dict(state, names[key], model)]
+    return [name for history, own in names.items() for name in history.load_state_dict(state, own, model)]
 
 
 def update_fp8_scales(model: nn.Module) -> None:

@@ -62,17 +62,22 @@ class TensorParallel:
             size = ranks
         return cls(size, group, size > 1 and parallel.get("sequence_parallel", False))
 
-    def with_group(self, group: dist.ProcessGroup | None) -> TensorParallel:
-        """A copy with another group.
+    @classmethod
+    def of_several_layers(cls, parallel: ParallelArguments) -> TensorParallel:
+        """:meth:`asked` for a module of several layers, which ``set_parallel_mode`` shards.
 
         Raises:
-            ValueError: If ``group`` does not have :attr:`size` ranks.
+            ValueError: If there is sequence parallelism without ``set_parallel_mode``.
         """
-        if self.size > 1 and group is not None and (ranks := dist.get_world_size(group)) != self.size:
+        asked = cls.asked(parallel)
+        if parallel.get("set_parallel_mode", False):
+            return asked
+        if asked.sequence:
             raise ValueError(
-                f"tp_group has {ranks} ranks, but the module has tp_size={self.size}; pass a group of that size"
+                f"sequence_parallel=True with tp_size={asked.size} needs set_parallel_mode=True, which shards "
+                "the linear layers over the ranks"
             )
-        return replace(self, group=group)
+        return ALONE
 
     def over(self, mode: Mode) -> Parallel:
         """The parallel arguments of a linear layer with this ``mode``.
@@ -112,17 +117,6 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-def require_parallel_mode(parallel: ParallelArguments, tensor_parallel: TensorParallel) -> None:
-    """Raises:
-    ValueError: If a module of several layers has sequence parallelism without ``set_parallel_mode``.
-    """
-    if tensor_parallel.sequence and not parallel.get("set_parallel_mode", False):
-        raise ValueError(
-            f"sequence_parallel=True with tp_size={tensor_parallel.size} needs set_parallel_mode=True, which shards "
-            "the linear layers over the ranks"
-        )
-
-
 class GroupTaker(nn.Module):
     """A module with Transformer Engine's ``set_tensor_parallel_group``, which also sets the group of its children."""
 
@@ -141,7 +135,12 @@ class GroupTaker(nn.Module):
             raise TypeError(
                 f"tp_group={tp_group!r} must be a process group of torch.distributed; for a mesh pass mesh.get_group()"
             )
-        self.tensor_parallel = self.tensor_parallel.with_group(tp_group)
+        size = self.tensor_parallel.size
+        if size > 1 and tp_group is not None and (ranks := dist.get_world_size(tp_group)) != size:
+            raise ValueError(
+                f"tp_group has {ranks} ranks, but the module has tp_size={size}; pass a group of that size"
+            )
+        self.tensor_parallel = replace(self.tensor_parallel, group=tp_group)
         for child in self.children():
             if isinstance(child, GroupTaker):
                 child.set_tensor_parallel_group(tp_group)
@@ -163,11 +162,9 @@ class CutLayer(GroupTaker, LinearLayer):
             ValueError: If a size is not divisible by the number of ranks.
         """
         self.tensor_parallel = tensor_parallel
-        parameters = {name: self._parameters[name] for name in cuts}
-        self.cuts = {name: cuts[name] for name, parameter in parameters.items() if parameter is not None}
+        self.cuts = {name: cut for name, cut in cuts.items() if self._parameters[name] is not None}
         for name, cut in self.cuts.items():
-            whole = parameters[name]
-            assert whole is not None
+            whole: Any = self._parameters[name]
             try:
                 piece = cut.piece(whole.detach(), tensor_parallel.rank, tensor_parallel.size)
             except ValueError as error:
@@ -207,18 +204,15 @@ class CutLayer(GroupTaker, LinearLayer):
 
         Ranks with the same seed get shards of the parameters that a single process would have.
         """
-        pieces = {name: self._parameters[name] for name in self.cuts}
+        pieces: dict[str, Any] = {name: self._parameters[name] for name in self.cuts}
         for name, piece in pieces.items():
-            assert piece is not None
             shape = self.cuts[name].whole_shape(piece.shape, self.tensor_parallel.size)
             self._parameters[name] = nn.Parameter(piece.new_empty(shape), piece.requires_grad)
         try:
             yield
             with torch.no_grad():
                 for name, piece in pieces.items():
-                    whole = self._parameters[name]
-                    assert piece is not None
-                    assert whole is not None
+                    whole: Any = self._parameters[name]
                     piece.copy_(self.cuts[name].piece(whole, self.tensor_parallel.rank, self.tensor_parallel.size))
         finally:
             self._parameters.update(pieces)

@@ -55,10 +55,7 @@ def _products(of_forward: MMParams) -> dict[str, _AtDefault]:
 TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
     "DelayedScaling": {
         "scaling_factor_compute_algo": _AtDefault(None, "scales are fp8_max 2**-margin / amax; leave it out"),
-        "override_linear_precision": _AtDefault(
-            (False, False, False),
-            _ONE_PRODUCT,
-        ),
+        "override_linear_precision": _AtDefault((False, False, False), _ONE_PRODUCT),
     },
     "Float8CurrentScaling": {
         "use_power_2_scales": _Renamed("power_2_scale"),

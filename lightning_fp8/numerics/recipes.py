@@ -123,8 +123,7 @@ class RecipeFields:
                     f"{name}={value!r} does not belong to {type(self).__name__}, whose name is {expected!r}"
                 )
             elif name == "fp8_format" and not isinstance(value, Format):
-                names = ", ".join(f"Format.{format.name}" for format in self._formats)
-                raise TypeError(f"{name}={value!r} is not a Format; use one of {names}")
+                raise TypeError(f"{name}={value!r} is not a Format; use one of {', '.join(map(repr, self._formats))}")
             elif name == "fp8_format" and value not in self._formats:
                 names = ", ".join(format.name for format in self._formats)
                 raise ValueError(f"{name}={value.name} is not supported by {expected!r}; use one of {names}")
@@ -370,37 +369,22 @@ def _from_megatron(megatron_config: dict[str, Any]) -> Recipe:
     for key in megatron_config:
         if key not in (*_MEGATRON_KEYS, "fp8_format"):
             raise ValueError(f"{key!r} is not a Megatron FP8 key; the keys are {_quoted(_MEGATRON_KEYS)}")
-    format_key = megatron_config.get("fp8", megatron_config.get("fp8_format", "hybrid"))
-    if "fp8" in megatron_config and "fp8_format" in megatron_config and not _is_mxfp8(megatron_config["fp8_format"]):
-        raise ValueError(
-            f"fp8={format_key!r} and fp8_format={megatron_config['fp8_format']!r} are the same field; pass one of them"
-        )
-    if _is_mxfp8(format_key) or _is_mxfp8(megatron_config.get("fp8_format")):
-        if megatron_config.get("fp8_recipe", "mxfp8") != "mxfp8":
-            raise ValueError(
-                f"fp8_recipe={megatron_config['fp8_recipe']!r} with the format 'mxfp8'; leave one of them out"
-            )
-        return _of_megatron(MXFP8BlockScaling, megatron_config)
-    format_name = format_key.name if isinstance(format_key, Format) else format_key
-    if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
-        raise ValueError(f"fp8={format_key!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
-    cls = _class_of(megatron_config.get("fp8_recipe", "delayed"))
-    if not {"fp8", "fp8_format"} & megatron_config.keys():
-        return _of_megatron(cls, megatron_config)
-    # Megatron passes its format to every recipe; a recipe that does not support it raises.
-    return _of_megatron(cls, megatron_config, fp8_format=_MEGATRON_FORMATS[format_name.lower()])
-
-
-def _of_megatron(cls: type[Recipe], megatron_config: dict[str, Any], **fields: Any) -> Recipe:
-    valid = _FIELDS[cls]
-    return cls(
-        **{
-            field: megatron_config[key]
-            for key, field in _MEGATRON_FIELDS.items()
-            if key in megatron_config and field in valid
-        },
-        **fields,
-    )
+    formats = [megatron_config[key] for key in ("fp8", "fp8_format") if key in megatron_config]
+    if len(formats) == 2 and not _is_mxfp8(formats[1]):
+        raise ValueError(f"fp8={formats[0]!r} and fp8_format={formats[1]!r} are the same field; pass one of them")
+    is_mxfp8 = any(map(_is_mxfp8, formats))
+    name = megatron_config.get("fp8_recipe", "mxfp8" if is_mxfp8 else "delayed")
+    if is_mxfp8 and name != "mxfp8":
+        raise ValueError(f"fp8_recipe={name!r} with the format 'mxfp8'; leave one of them out")
+    own_format: dict[str, Any] = {}
+    if formats and not is_mxfp8:  # Megatron passes its format to every recipe; a recipe that does not support it raises
+        format_name = formats[0].name if isinstance(formats[0], Format) else formats[0]
+        if not isinstance(format_name, str) or format_name.lower() not in _MEGATRON_FORMATS:
+            raise ValueError(f"fp8={formats[0]!r} is unknown; use one of {_quoted(_MEGATRON_FORMATS)}")
+        own_format["fp8_format"] = _MEGATRON_FORMATS[format_name.lower()]
+    cls = _class_of(name)
+    fields = {field: megatron_config[key] for key, field in _MEGATRON_FIELDS.items() if key in megatron_config}
+    return cls(**{field: value for field, value in fields.items() if field in _FIELDS[cls]}, **own_format)
 
 
 def _is_mxfp8(value: Any) -> bool:

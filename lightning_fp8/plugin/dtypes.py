@@ -162,9 +162,6 @@ def _kept(model: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
     return {id(each): each for each in kept if each is not None}
 
 
-_OF_DTYPES = re.compile(r"dtype|torch\.float32")
-
-
 @contextmanager
 def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
     """In forwards, add to errors about dtypes which buffers have another dtype than the weights.
@@ -182,7 +179,11 @@ def naming_kept_buffers(models: Mapping[nn.Module, Dtypes]) -> Iterator[None]:
             for buffer in sorted(module._non_persistent_buffers_set)
             if (values := module._buffers.get(buffer)) is not None and _is_to_cast(values, dtypes.weights, {})
         ]
-        if not kept or type(error) not in (RuntimeError, TypeError) or not _OF_DTYPES.search(str(error)):
+        if (
+            not kept
+            or type(error) not in (RuntimeError, TypeError)
+            or not re.search(r"dtype|torch\.float32", str(error))
+        ):
             raise
         raise type(error)(
             f"{error}. Buffers that are not saved keep their dtypes: {', '.join(kept[:3])}{', ...' * (len(kept) > 3)}. "

@@ -97,8 +97,7 @@ def angles_of_both(rotary_pos_emb: Any) -> tuple[Any, Any]:
             f"rotary_pos_emb is a sequence of {len(rotary_pos_emb)}; pass one tensor of angles, or a pair for "
             "queries and keys"
         )
-    of_q, of_k = rotary_pos_emb
-    return of_q, of_k
+    return rotary_pos_emb[0], rotary_pos_emb[1]
 
 
 def check_encoder_output(argument: str, value: str, crossing: str, encoder_output: object) -> None:

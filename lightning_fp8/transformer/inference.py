@@ -204,12 +204,12 @@ class InferenceParams:
         lengths = batch.lengths
         if qkv_format == "thd":
             all_k, all_v = (torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in caches)
-            return all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device)
-        all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in caches)
-        if qkv_format == "sbhd":
-            all_k, all_v = all_k.transpose(0, 1), all_v.transpose(0, 1)
-        if batch.is_even(k.shape[0 if qkv_format == "sbhd" else 1]):
-            return all_k, all_v, None, None
+        else:
+            all_k, all_v = (x[: len(lengths), : max(lengths, default=0)] for x in caches)
+            if qkv_format == "sbhd":
+                all_k, all_v = all_k.transpose(0, 1), all_v.transpose(0, 1)
+            if batch.is_even(k.shape[0 if qkv_format == "sbhd" else 1]):
+                return all_k, all_v, None, None
         return all_k, all_v, batch.cu_seqlens_q(k.device), _added_up(lengths, k.device)
 
     def _check(self, seq_ids: Sequence[Any], before_and_new: Sequence[tuple[int, int]]) -> None:

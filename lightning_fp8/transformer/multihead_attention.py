@@ -15,7 +15,7 @@ from lightning_fp8.modules.fused import LayerNormLinear
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, cut_linear, require_parallel_mode
+from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel, cut_linear
 from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
 from lightning_fp8.te.keys import has_split_parameters, rows_of_projections, split_or_joined
 from lightning_fp8.transformer.arguments import (
@@ -131,21 +131,14 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         self.fuse_qkv_params, self.qkv_weight_interleaved = fuse_qkv_params, qkv_weight_interleaved
         self.return_bias, self.layer_number = return_bias, layer_number
         sizes = head_sizes(hidden_size, num_attention_heads, kv_channels, num_gqa_groups)
-        asked = TensorParallel.asked(parallel)
-        require_parallel_mode(parallel, asked)
-        self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
+        self.tensor_parallel = TensorParallel.of_several_layers(parallel)
         self.tp_size = self.tensor_parallel.size
         interleaved = fuse_qkv_params and qkv_weight_interleaved
-        of_all_ranks, self.projection_rows = (
-            rows_of_projections(heads, groups, sizes.channels, attention_type == "self", interleaved, input_layernorm)
-            for heads, groups in (
-                (sizes.heads, sizes.groups),
-                (
-                    self.tensor_parallel.part_of("num_attention_heads", sizes.heads),
-                    self.tensor_parallel.part_of("num_gqa_groups", sizes.groups),
-                ),
-            )
-        )
+        layout = sizes.channels, attention_type == "self", interleaved, input_layernorm
+        of_all_ranks = rows_of_projections(sizes.heads, sizes.groups, *layout)
+        heads = self.tensor_parallel.part_of("num_attention_heads", sizes.heads)
+        groups = self.tensor_parallel.part_of("num_gqa_groups", sizes.groups)
+        self.projection_rows = rows_of_projections(heads, groups, *layout)
 
         shared: dict[str, Any] = {
             "bias": bias,
@@ -273,9 +266,8 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
             q, k = self._head_norms(q, k)
         if (rotary := call.get("rotary_pos_emb")) is not None:
             of_q, of_k = angles_of_both(rotary)
-            (starts_q, lengths_q), (starts_kv, lengths_kv) = (
-                _starts_and_lengths(call, *names) for names in (("q", "kv"), ("kv", "q"))
-            )
+            starts_q, lengths_q = _starts_and_lengths(call, "q", "kv")
+            starts_kv, lengths_kv = _starts_and_lengths(call, "kv", "q")
             position = None if batch is None else batch.start_positions()
             own = self.attention_type == "self"
             if batch is not None and self.qkv_format == "thd":
@@ -299,11 +291,8 @@ class MultiheadAttention(PassesContextParallelGroup, GroupTaker):
         """Load projections, including those that were saved with the other value of ``fuse_qkv_params``."""
         for projection in self.projection_rows:
             projection_prefix = f"{prefix}{projection}."
-            parameters = {
-                key.removeprefix(projection_prefix): state_dict[key]
-                for key in [*state_dict]
-                if key.startswith(projection_prefix)
-            }
+            own = [key for key in state_dict if key.startswith(projection_prefix)]
+            parameters = {key.removeprefix(projection_prefix): state_dict[key] for key in own}
             renamed = self.projection_parameters(projection, parameters)
             if renamed.keys() != parameters.keys():
                 for name in parameters:

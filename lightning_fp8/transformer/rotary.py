@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.arguments import require_bool, require_number, require_positive
+from lightning_fp8.attention.modules.arguments import is_known
+from lightning_fp8.attention.modules.packed import sequence_of
 from lightning_fp8.numerics.scaling import FLOAT32_MAX
 from lightning_fp8.te.keys import INV_FREQ
 
@@ -163,15 +165,13 @@ def _angles_of_rows(
             raise ValueError("rotary_pos_emb with sequences of 'thd' needs cu_seqlens_q and cu_seqlens_kv")
         row = torch.arange(t.shape[0], device=t.device)
         starts = cu_seqlens.to(t.device)
-        sequence = (torch.searchsorted(starts, row.to(starts.dtype), right=True) - 1).clamp(0, len(starts) - 2)
+        sequence = sequence_of(row, starts)
         position = row - starts[sequence]
         ends = starts.diff() if lengths is None else lengths.to(t.device)
         if start_positions is not None:
             position = position + start_positions.to(t.device)[sequence]
             ends = ends + start_positions.to(t.device)
-        if len(ends) and not (
-            t.is_cuda or torch.compiler.is_compiling()
-        ):  # reading the maximum would wait for the device
+        if len(ends) and is_known(ends):
             _check_positions(freqs, int(ends.max()))
         return freqs[position.clamp(0, len(freqs) - 1), 0]  # rows of padding
     length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]

@@ -6,26 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_fp8.arguments import require_bools_or_none
 from lightning_fp8.attention.modules.arguments import tell
 from lightning_fp8.attention.modules.masks import checked_window, mask_type
+from lightning_fp8.attention.modules.packed import sequence_of
 from lightning_fp8.modules.fused import LayerNormMLP
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-from lightning_fp8.modules.tensor_parallel import ALONE, GroupTaker, TensorParallel, require_parallel_mode
+from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel
 from lightning_fp8.te.arguments import ParallelArguments, PassesContextParallelGroup, checked_arguments
-from lightning_fp8.transformer.arguments import (
-    AttentionArguments,
-    Mask,
-    check_call,
-    check_encoder_output,
-)
+from lightning_fp8.transformer.arguments import AttentionArguments, Mask, check_call, check_encoder_output
 from lightning_fp8.transformer.multihead_attention import MultiheadAttention
-from lightning_fp8.transformer.residual import add_branch
 
 _SHARDING = "tp_group", "tp_size", "sequence_parallel", "set_parallel_mode", "get_rng_state_tracker"
 _EVERYWHERE = (
@@ -143,10 +139,8 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         self.hidden_dropout, self.drop_path_rate = float(hidden_dropout), float(drop_path_rate)
         self.layer_number = layer_number
 
-        asked = TensorParallel.asked(parallel)
-        require_parallel_mode(parallel, asked)
-        self.tensor_parallel = asked if parallel.get("set_parallel_mode", False) else ALONE
-        if asked.sequence and drop_path_rate:
+        self.tensor_parallel = TensorParallel.of_several_layers(parallel)
+        if self.tensor_parallel.sequence and drop_path_rate:
             raise ValueError(
                 f"drop_path_rate={drop_path_rate} with sequence_parallel=True is not supported: each rank would drop "
                 "other samples; pass drop_path_rate=0.0, or sequence_parallel=False"
@@ -189,7 +183,7 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
                 zero_centered_gamma=zero_centered_gamma,
                 params_dtype=params_dtype,
                 device=device,
-                sequence_parallel=asked.sequence,
+                sequence_parallel=self.tensor_parallel.sequence,
             )
             self.layernorm.tensor_parallel = self.tensor_parallel
 
@@ -283,9 +277,34 @@ class TransformerLayer(PassesContextParallelGroup, GroupTaker):
         """Add the branch to ``x``, or to the output of the branch's norm if the branch returns it."""
         if isinstance(branch, tuple):
             branch, x = branch
-        if not self.training:
-            return x + branch
-        return add_branch(x, branch, self.hidden_dropout, drop_path, self.self_attention.qkv_format, cu_seqlens)
+        if self.training:
+            branch = F.dropout(branch, self.hidden_dropout) if self.hidden_dropout else branch
+            if drop_path:
+                branch = branch * _kept_samples(branch, drop_path, self.self_attention.qkv_format, cu_seqlens)
+        return x + branch
 
     def extra_repr(self) -> str:
         return f"layer_type={self.layer_type!r}, hidden_dropout={self.hidden_dropout}"
+
+
+def _kept_samples(x: Tensor, drop_path: float, qkv_format: str, cu_seqlens: Tensor | None) -> Tensor:
+    """For each sample, 0 or one over the probability to keep it; broadcastable to ``x``.
+
+    A sample is a sequence of the batch; all rows of ``"thd"`` without ``cu_seqlens``, the starts of its sequences, are
+    one. Source: Huang et al., *Deep Networks with Stochastic Depth*, arXiv:1603.09382.
+    """
+    if qkv_format == "thd":
+        samples = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    else:
+        samples = x.shape[1 if qkv_format == "sbhd" else 0]
+    kept = torch.empty(samples, dtype=x.dtype, device=x.device).bernoulli_(1 - drop_path)
+    if drop_path < 1:
+        kept = kept / (1 - drop_path)
+    if qkv_format == "sbhd":
+        return kept[:, None]
+    if qkv_format == "bshd":
+        return kept[:, None, None]
+    if cu_seqlens is None:
+        return kept[:, None]
+    row = torch.arange(len(x), device=x.device)
+    return kept[sequence_of(row, cu_seqlens.to(x.device))][:, None]

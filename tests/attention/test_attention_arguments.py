@@ -1,4 +1,4 @@
-"""Arguments of DotProductAttention, of fp8_attention and of recipes: what is refused says what would do."""
+"""Arguments of DotProductAttention and of recipes: what is refused says what would do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_fp8 import DotProductAttention, MultiheadAttention, TransformerLayer, fp8_autocast, make_recipe
-from lightning_fp8.attention.function import fp8_attention
 from lightning_fp8.attention.ops import Band
 from lightning_fp8.numerics.recipes import RECIPES
 
@@ -162,18 +161,12 @@ def test_lengths_that_do_not_fit() -> None:
             with pytest.raises(ValueError, match=message), fp8_autocast(enabled, **FP8):
                 module(x, x, x, cu_seqlens_q=torch.tensor(wrong))
     cu = torch.tensor([0, 3, 6])
+    with pytest.raises(ValueError, match="cu_seqlens_q has 3 values and cu_seqlens_kv 2; both need as many"):
+        module(x, x, x, cu_seqlens_q=cu, cu_seqlens_kv=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match=r"do not fit between \[0, 2, 6\]"):
         module(x, x, x, cu_seqlens_q=cu, cu_seqlens_q_padded=torch.tensor([0, 2, 6]))
     with pytest.raises(ValueError, match="has a sequence of length 9; the tensor has 3 rows"), fp8_autocast(**FP8):
         module(X, X, X, qkv_format="bshd", attn_mask_type="padding", cu_seqlens_q=torch.tensor([0, 9, 10]))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, math.nan, math.inf])
-def test_the_function_refuses_the_same_scales(scale: float) -> None:
-    with pytest.raises(ValueError, match=f"softmax_scale={scale} must be finite and above 0"):
-        fp8_attention(X, X, X, softmax_scale=scale)
-    with pytest.raises(TypeError, match="softmax_scale='1' must be a number"):
-        fp8_attention(X, X, X, softmax_scale="1")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention.function import require_softmax_scale
 from lightning_fp8.modules.linear_layer import autocast_dtype
 from lightning_fp8.notices import say_once
 
@@ -51,26 +52,31 @@ def checked_scale(softmax_scale: Any, channels: int) -> float:
     """The scale, or ``1 / sqrt(channels)`` if it is None.
 
     Raises:
-        ValueError, TypeError: If it is not a finite number above 0.
+        TypeError: If it is not a number.
+        ValueError: If it is not finite, or not above 0, for which torch's attention returns NaN.
     """
     if softmax_scale is None:
         return float(channels**-0.5)
-    require_softmax_scale(softmax_scale)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale={softmax_scale!r} must be a number, or None for 1 / sqrt(channels of a head)")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(
+            f"softmax_scale={softmax_scale!r} must be finite and above 0; pass None for 1 / sqrt(channels of a head), "
+            "or negate the queries for a negative scale"
+        )
     return float(softmax_scale)
 
 
-def checked_length(name: str, length: Any) -> int | None:
+def check_lengths(**lengths: Any) -> None:
     """Raises:
-    TypeError: If it is neither None nor an integer.
-    ValueError: If it is less than 0.
+    TypeError: If one is neither None nor an integer.
+    ValueError: If one is less than 0.
     """
-    if length is None:
-        return None
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
-    if length < 0:
-        raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
-    return length
+    for name, length in lengths.items():
+        if isinstance(length, bool) or not (length is None or isinstance(length, int)):
+            raise TypeError(f"{name}={length!r} must be an integer, the rows of the longest sequence, or None")
+        if length is not None and length < 0:
+            raise ValueError(f"{name}={length} must be at least 0, the rows of the longest sequence")
 
 
 said: dict[Any, str] = {}
@@ -106,17 +112,6 @@ def unpacked(q: Any, k: Any, v: Any, qkv: Any, kv: Any, dim: int) -> tuple[Any, 
     return (first[0] if first else q), k, v
 
 
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises:
-    TypeError: If dtypes differ, and torch.autocast does not convert them to one.
-    """
-    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
-        raise TypeError(
-            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
-            "run in torch.autocast"
-        )
-
-
 def check_tensors(attention_mask: Any, **given: Any) -> None:
     """Raises:
     TypeError: If ``attention_mask`` is not a tensor, a pair of tensors or None, or if one of ``given`` is not a tensor
@@ -136,7 +131,8 @@ def check_tensors(attention_mask: Any, **given: Any) -> None:
 
 def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises:
-    TypeError: If a tensor is not dense, or not of a floating-point dtype.
+    TypeError: If a tensor is not dense, or not of a floating-point dtype; if dtypes differ, and torch.autocast does not
+        convert them to one.
     ValueError: If dimensions, heads or channels are not the layer's.
     """
     letters = {"sbhd": "[s, b, h, d]", "bshd": "[b, s, h, d]", "thd": "[t, h, d]"}[qkv_format]
@@ -163,3 +159,61 @@ def check_inputs(sizes: Sizes, qkv_format: str, q: Tensor, k: Tensor, v: Tensor)
     batch = {"bshd": 0, "sbhd": 1}.get(qkv_format)
     if batch is not None and q.shape[batch] != k.shape[batch]:
         raise ValueError(f"{q.shape[batch]} sequences of queries and {k.shape[batch]} of keys; both must be as many")
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q.device.type) is None:
+        raise TypeError(
+            f"query_layer, key_layer and value_layer are {q.dtype}, {k.dtype} and {v.dtype}; give all in one dtype, or "
+            "run in torch.autocast"
+        )
+
+
+def check_longest(of: str, max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
+    """Check, if the values are on the host, that no sequence has more rows; ``of`` is ``"q"`` or ``"kv"``.
+
+    Raises:
+        ValueError: If one has.
+    """
+    if max_seqlen is None or cu_seqlens is None or len(cu_seqlens) < 2 or not is_known(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{of}={max_seqlen}, and cu_seqlens_{of} has a sequence of {longest} rows; "
+            f"pass {longest}, or None"
+        )
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the host can read the values of ``x`` without waiting for a GPU."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, qkv_format: str, sequences: int | None, rows: int) -> None:
+    """Check the starts of sequences in a tensor of ``rows``: L of a padded format, T of ``thd``.
+
+    Values are checked only on the host: reading them from a GPU would wait for it.
+
+    Raises:
+        ValueError: If it is missing, not integers ``[B + 1]``, or of another batch, if it does not rise from 0, or if
+            it exceeds the number of rows.
+    """
+    if cu_seqlens is None:
+        if qkv_format == "thd":
+            raise ValueError(f"qkv_format='thd' needs {name}, where each sequence starts; pass integers [B + 1]")
+        return
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be int32 or int64 [B + 1]: 0 first, then "
+            "where each sequence ends"
+        )
+    if sequences is not None and len(cu_seqlens) != sequences + 1:
+        raise ValueError(f"{name} has {len(cu_seqlens)} values for {sequences} sequences; it must have one more")
+    if not is_known(cu_seqlens):
+        return
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    if starts[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}={starts} does not rise from 0; it is the sequences' lengths added up, 0 first")
+    longest = starts[-1] if qkv_format == "thd" else max(lengths, default=0)
+    if longest > rows:
+        what = "ends at row" if qkv_format == "thd" else "has a sequence of length"
+        raise ValueError(f"{name}={starts} {what} {longest}; the tensor has {rows} rows in {qkv_format!r}")

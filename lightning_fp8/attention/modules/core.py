@@ -13,14 +13,14 @@ from torch import Tensor
 from lightning_fp8 import fp8_region, ops
 from lightning_fp8.arguments import refuse_sharded, refuse_transforms
 from lightning_fp8.attention.context_parallel import (
+    CodesFunction,
     ContextParallel,
     attention_of_gathered,
-    fp8_attention_of_codes,
     has_whole_blocks,
 )
 from lightning_fp8.attention.function import fp8_attention, why_not_fp8
 from lightning_fp8.attention.modules import arguments
-from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted, max_logits
+from lightning_fp8.attention.modules.high_precision import Extras, attention, fitted
 from lightning_fp8.attention.modules.sequences import Sequences
 from lightning_fp8.attention.ops import Band, Lengths
 from lightning_fp8.fp8_region import FP8Context
@@ -71,7 +71,10 @@ class CoreAttention(FP8Module):
             context = self._last_context or context
         recipe_wants_fp8 = context.recipe.fp8_dpa or context.recipe.fp8_mha
         if recipe_wants_fp8 and self.fp8 and context.enabled:
-            reason = reason or self._why_not_tensors(q, k, v, call.sequences.qkv_format)
+            key_rows = k.shape[1 if call.sequences.qkv_format == "bshd" else 0]
+            of_codes = self.context_parallel is not None and has_whole_blocks(key_rows)
+            dtype = autocast_dtype(q.device.type)
+            reason = reason or why_not_fp8(q, k, v, dtype=dtype, center_keys=self.center_keys, of_codes=of_codes)
             if reason:
                 arguments.tell(f"DotProductAttention runs in high precision: {reason}")
         if not recipe_wants_fp8:
@@ -80,27 +83,17 @@ class CoreAttention(FP8Module):
             reason = "this module has fp8=False"
         in_fp8 = context.enabled and not reason
         if not (recomputing or torch.compiler.is_compiling()):
-            self._note(context, in_fp8, reason)
+            if self._last_context is not context:
+                self._last_context = context  # slow in a module, so only where it changes
+            if context.enabled and self.reason != reason:
+                self.reason = reason
+            (self._record or self.record).note(in_fp8, self.training)
         observe = torch.is_grad_enabled() and self.training and context.observe and not q.is_meta
         if in_fp8:
             return lambda q, k, v: self._fp8(call, context.recipe, observe, q, k, v)
         if recipe_wants_fp8 and self.fp8 and context.calibrating and not context.enabled and not q.is_meta:
             return lambda q, k, v: self._calibrating(call, context.recipe, q, k, v)
         return lambda q, k, v: self._high_precision(call, q, k, v)
-
-    def _why_not_tensors(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> str:
-        key_rows = k.shape[1 if qkv_format == "bshd" else 0]
-        of_codes = self.context_parallel is not None and has_whole_blocks(key_rows)
-        dtype = autocast_dtype(q.device.type)
-        return why_not_fp8(q, k, v, dtype=dtype, center_keys=self.center_keys, of_codes=of_codes)
-
-    def _note(self, context: FP8Context, in_fp8: bool, reason: str) -> None:
-        """Record a forward."""
-        if self._last_context is not context:
-            self._last_context = context  # slow in a module, so only where it changes
-        if context.enabled and self.reason != reason:
-            self.reason = reason
-        (self._record or self.record).note(in_fp8, self.training)
 
     def _fp8(self, call: CoreCall, recipe: Recipe, observe: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         refuse_sharded("DotProductAttention", query_layer=q, key_layer=k, value_layer=v)
@@ -143,10 +136,12 @@ class CoreAttention(FP8Module):
         """Attention with context parallelism, which gathers keys and values in FP8 or in high precision."""
         refuse_transforms("DotProductAttention", q, k, v)
         sbhd, band = call.sequences.qkv_format == "sbhd", call.band
-        rows = k.shape[0 if sbhd else 1]
         ranks.require_agreement(
             ranks=ranks.size, fp8=in_fp8, query_layer=tuple(q.shape), key_layer=tuple(k.shape), dtype=q.dtype, band=band
         )
+        if sbhd:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        rows = k.shape[1]
         of_codes = in_fp8 and has_whole_blocks(rows)
         if in_fp8 and not of_codes:
             arguments.tell(
@@ -156,16 +151,14 @@ class CoreAttention(FP8Module):
             )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if sbhd:
-                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            if of_codes:
-                o = fp8_attention_of_codes(ranks, q, k, v, band, self.softmax_scale, self.center_keys)
-            else:
-                attend_piece = self._fp8_piece if in_fp8 else partial(self._high_precision_piece, call.extras)
-                o = attention_of_gathered(ranks, q, k, v, band, attend_piece)
-            return o.transpose(0, 1).contiguous() if sbhd else o
+            if not of_codes:
+                piece = partial(self._piece, None if in_fp8 else call.extras)
+                return attention_of_gathered(ranks, q, k, v, band, piece)
+            o: Tensor = CodesFunction.apply(q, k, v, ranks, band, self.softmax_scale, self.center_keys)
+            return o
 
-        return self._observing(attend, q, k, v) if observe else attend(q, k, v)
+        o = self._observing(attend, q, k, v) if observe else attend(q, k, v)
+        return o.transpose(0, 1).contiguous() if sbhd else o
 
     def _observing(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``attend(q, k, v)``, with the amaxes of inputs, output and their gradients."""
@@ -178,10 +171,9 @@ class CoreAttention(FP8Module):
         ops.observe(o.detach(), slots[Role.O].amax)
         return ObserveGradFunction.apply(o, slots[Role.DO]) if o.requires_grad else o
 
-    def _fp8_piece(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
-        return fp8_attention(q, k, v, band=band, softmax_scale=self.softmax_scale, center_keys=self.center_keys)
-
-    def _high_precision_piece(self, extras: Extras, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+    def _piece(self, extras: Extras | None, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Tensor:
+        if extras is None:
+            return fp8_attention(q, k, v, band=band, softmax_scale=self.softmax_scale, center_keys=self.center_keys)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return attention(q, k, v, self.softmax_scale, band, None, extras).transpose(1, 2)
 
@@ -200,11 +192,6 @@ class CoreAttention(FP8Module):
         heads, lengths = sequences.to_heads(*sequences.without_gaps(*qkv))
         scores = (*heads[0].shape[:3], heads[1].shape[2])
         return heads, lengths, fitted(call.extras, scores, (sequences.max_seqlen_q, sequences.max_seqlen_kv))
-
-    def max_logits(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The largest score of each head, float32 ``[heads]``."""
-        (q, k, _), lengths, extras = self._heads(call, q, k, v)
-        return max_logits(q, k, self.softmax_scale, call.band, lengths, extras)
 
     def _high_precision(self, call: CoreCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         sequences, tracker = call.sequences, self._rng_state_tracker

@@ -14,7 +14,7 @@ from lightning_fp8.attention.function import why_not_heads
 from lightning_fp8.attention.modules import arguments, high_precision, masks
 from lightning_fp8.attention.modules.core import CoreAttention, CoreCall
 from lightning_fp8.attention.modules.sequences import Sequences
-from lightning_fp8.attention.ops import FORMATS
+from lightning_fp8.attention.ops import FORMATS, Band
 from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.modules.tensor_parallel import GroupTaker, TensorParallel
 from lightning_fp8.parallel.checkpoint import checkpoint
@@ -254,7 +254,6 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         q, k, v = arguments.unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         qkv_format = self.qkv_format if qkv_format is None else one_of("qkv_format", qkv_format, FORMATS)
         arguments.check_inputs(self.sizes, qkv_format, q, k, v)
-        arguments.check_dtypes(q, k, v)
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.mask_type(attn_mask_type)
         window = self.window_size if window_size is None else masks.checked_window(window_size)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
@@ -269,6 +268,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
                 attention_mask=attention_mask is not None and mask_type != "arbitrary",
                 cu_seqlens=qkv_format != "thd" and not (cu_seqlens_q is None and cu_seqlens_kv is None),
             )
+        arguments.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
         sequences = Sequences.of(
             qkv_format,
             q,
@@ -276,10 +276,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             attention_mask if "padding" in mask_type else None,
             (cu_seqlens_q, cu_seqlens_kv) if "padding" in mask_type or qkv_format == "thd" else (None, None),
             (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            (
-                arguments.checked_length("max_seqlen_q", max_seqlen_q),
-                arguments.checked_length("max_seqlen_kv", max_seqlen_kv),
-            ),
+            (max_seqlen_q, max_seqlen_kv),
         )
         if "padding" in mask_type and sequences.cu_seqlens_q is None:
             raise ValueError(f"attn_mask_type={mask_type!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
@@ -297,7 +294,7 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
         )
         band = masks.band_of(mask_type, window, diagonal)
         if self.context_parallel is not None:
-            self._check_context_parallel(qkv_format, mask_type, core_attention_bias_type, band.left, band.right, q, k)
+            self._check_context_parallel(qkv_format, mask_type, core_attention_bias_type, band, q, k)
         reason = self._why_not_fp8(mask_type, core_attention_bias_type, dropout)
         call = CoreCall(sequences, band, extras)
         core = self.way_to_run(call, reason, q, k, v)
@@ -308,34 +305,32 @@ class DotProductAttention(PassesContextParallelGroup, GroupTaker, CoreAttention)
             output = core(q, k, v).flatten(-2)
         if not self.return_max_logit:
             return output  # type: ignore[no-any-return]
-        if self.context_parallel is not None:
-            raise NotImplementedError("return_max_logit=True is not supported with context parallelism; leave it out")
-        return output, self.max_logits(call, q, k, v).to(output.dtype)
+        (q, k, _), lengths, extras = self._heads(call, q, k, v)
+        return output, high_precision.max_logits(q, k, self.softmax_scale, band, lengths, extras).to(output.dtype)
 
     def _check_context_parallel(
-        self, qkv_format: str, mask_type: str, bias_type: str, left: int | None, right: int | None, q: Tensor, k: Tensor
+        self, qkv_format: str, mask_type: str, bias_type: str, band: Band, q: Tensor, k: Tensor
     ) -> None:
         """Refuse what context parallelism does not support."""
-        if qkv_format == "thd":
-            raise NotImplementedError(
-                "qkv_format='thd' is not supported with context parallelism, whose chunks are of sequences of one "
-                "length; pass 'bshd' or 'sbhd'"
-            )
-        if mask_type not in ("no_mask", "causal"):
-            raise NotImplementedError(
-                f"attn_mask_type={mask_type!r} is not supported with context parallelism; pass 'causal' or 'no_mask', "
-                "with sequences of one length"
-            )
-        if bias_type != "no_bias":
-            raise NotImplementedError(
-                f"core_attention_bias_type={bias_type!r} is not supported with context parallelism, where a rank has "
-                "two chunks of a sequence; leave it out"
-            )
-        if mask_type == "no_mask" and (left, right) != (None, None):
-            raise NotImplementedError(
-                f"a window of {left} keys before and {right} after the diagonal with attn_mask_type='no_mask' is not "
-                "supported with context parallelism; pass 'causal', or no window"
-            )
+        window = f"a window of {band.left} keys before and {band.right} after the diagonal"
+        refused = (
+            (qkv_format == "thd", "qkv_format='thd'", ", whose sequences have one length; pass 'bshd' or 'sbhd'"),
+            (
+                mask_type not in ("no_mask", "causal"),
+                f"attn_mask_type={mask_type!r}",
+                "; pass 'causal' or 'no_mask', with sequences of one length",
+            ),
+            (
+                bias_type != "no_bias",
+                f"core_attention_bias_type={bias_type!r}",
+                ", where ranks have two chunks; leave it out",
+            ),
+            (mask_type == "no_mask" and band.limited, f"{window} with 'no_mask'", "; pass 'causal', or no window"),
+            (self.return_max_logit, "return_max_logit=True", "; leave it out"),
+        )
+        for is_given, what, instead in refused:
+            if is_given:
+                raise NotImplementedError(f"{what} is not supported with context parallelism{instead}")
         assert self.context_parallel is not None
         size, rows = self.context_parallel.size, 0 if qkv_format == "sbhd" else 1
         for name, x in (("query_layer", q), ("key_layer", k)):

@@ -97,7 +97,7 @@ def fitted(extras: Extras, scores: Sequence[int], most: tuple[int | None, int | 
         raise ValueError(
             f"alibi_slopes has shape {list(slopes.shape)}; it must be [h] or [b, h], here {list(scores[:2])}"
         )
-    return Extras(mask, bias, slopes, extras.sink, extras.dropout)
+    return extras._replace(mask=mask, bias=bias)
 
 
 def _fitted(name: str, x: Tensor | None, scores: Sequence[int], most: tuple[int | None, int | None]) -> Tensor | None:
@@ -193,9 +193,6 @@ def max_logits(
             scores = scores.masked_fill(unseen[:, None], -math.inf)
         if extras.mask is not None:
             scores = scores.masked_fill(_rows_of(extras.mask, rows), -math.inf)
-        if lengths is not None:
-            scores = scores.masked_fill(_padding(lengths.queries, num_queries)[:, :, rows], -math.inf)
-            scores = scores.masked_fill(_padding(lengths.keys, num_keys).transpose(2, 3), -math.inf)
         largest = torch.maximum(largest, scores.amax((0, 2, 3)))
     return largest
 

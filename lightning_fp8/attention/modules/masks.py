@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention.function import is_known
-from lightning_fp8.attention.modules.arguments import tell
+from lightning_fp8.attention.modules.arguments import is_known, tell
 from lightning_fp8.attention.ops import Band
 
 MASK_TYPES = (

@@ -19,16 +19,14 @@ def heads_of(x: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor
     longest = rows if longest is None else min(max(longest, 1), rows)
     lengths = starts[1:] - starts[:-1]
     rises = (starts[0] == 0) & (starts[-1] <= rows) & (lengths >= 0).all()
-    torch._assert_async(rises, _RISES)  # type: ignore[call-overload]
-    torch._assert_async((lengths <= longest).all(), _LONGEST)  # type: ignore[call-overload]
+    wrong = "cu_seqlens must be the sequences' lengths added up, 0 first, and end at or before the tensor's last row"
+    torch._assert_async(rises, wrong)  # type: ignore[call-overload]
+    too_long = "a sequence has more rows than max_seqlen_q or max_seqlen_kv says; pass its length, or None"
+    torch._assert_async((lengths <= longest).all(), too_long)  # type: ignore[call-overload]
     index = torch.arange(longest, device=x.device)
     places = (starts[:-1, None] + index).clamp(max=rows - 1)
     out = x[places].masked_fill((index >= lengths[:, None])[..., None, None], 0)
     return out.transpose(1, 2), lengths
-
-
-_RISES = "cu_seqlens must be the sequences' lengths added up, 0 first, and end at or before the tensor's last row"
-_LONGEST = "a sequence has more rows than max_seqlen_q or max_seqlen_kv says; pass its length, or None"
 
 
 def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -37,7 +35,7 @@ def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
         return o.new_zeros(rows, o.shape[1], o.shape[3])
     starts = cu_seqlens.to(o.device)
     row = torch.arange(rows, device=o.device)
-    sequence = _sequence_of(row, starts)
+    sequence = sequence_of(row, starts)
     places = (row - starts[sequence]).clamp(max=o.shape[2] - 1)
     return o.transpose(1, 2)[sequence, places].masked_fill((row >= starts[-1])[:, None, None], 0)
 
@@ -54,9 +52,9 @@ def rows_between_gaps(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
         return row
     fits = (cu_seqlens.diff() <= padded.diff()).all() & (padded[0] >= 0) & (padded[-1] <= rows)
     torch._assert_async(fits, "cu_seqlens and cu_seqlens_padded do not fit together or exceed the rows")
-    return (row + (padded - cu_seqlens)[_sequence_of(row, cu_seqlens)]).clamp(max=rows - 1)
+    return (row + (padded - cu_seqlens)[sequence_of(row, cu_seqlens)]).clamp(max=rows - 1)
 
 
-def _sequence_of(row: Tensor, starts: Tensor) -> Tensor:
+def sequence_of(row: Tensor, starts: Tensor) -> Tensor:
     """Which sequence holds each row; the last one where none does."""
     return torch.bucketize(row, starts[1:].contiguous(), right=True).clamp(max=len(starts) - 2)

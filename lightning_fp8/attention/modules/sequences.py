@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.attention.function import check_cu_seqlens, check_longest
 from lightning_fp8.attention.modules import packed
+from lightning_fp8.attention.modules.arguments import check_cu_seqlens, check_longest
 from lightning_fp8.attention.modules.masks import check_mask_beside, cu_seqlens_of
 from lightning_fp8.attention.ops import Lengths
 from lightning_fp8.attention.ops.layouts import from_heads, to_heads
@@ -59,44 +59,40 @@ class Sequences(NamedTuple):
         Raises:
             ValueError: If they do not fit the tensors.
         """
+        batch, length = {"bshd": (0, 1), "sbhd": (1, 0), "thd": (None, 0)}[qkv_format]
         of_q, of_kv = cu_seqlens
         if (of_q is None) != (of_kv is None):
-            length = 1 if qkv_format == "bshd" else 0
             if q.shape[length] != k.shape[length]:
                 raise ValueError(
                     f"{q.shape[length]} rows of queries and {k.shape[length]} of keys with only one of cu_seqlens_q "
                     "and cu_seqlens_kv; pass both"
                 )
-            of_q = of_kv if of_q is None else of_q
-            of_kv = of_q
+            of_q = of_kv = of_kv if of_q is None else of_q
             with_gaps = [each for each in cu_seqlens_padded if each is not None]
             cu_seqlens_padded = (with_gaps[0], with_gaps[-1]) if with_gaps else (None, None)
-        if qkv_format == "thd":
-            for name, cu, x, padded in zip(("cu_seqlens_q", "cu_seqlens_kv"), (of_q, of_kv), (q, k), cu_seqlens_padded):
-                check_cu_seqlens(name, cu, qkv_format, None, x.shape[0])
-                if padded is not None:
-                    check_cu_seqlens(f"{name}_padded", padded, qkv_format, None, x.shape[0])
-            for of, longest, cu in zip(("q", "kv"), max_seqlens, (of_q, of_kv)):
-                check_longest(of, longest, cu)
-            assert of_q is not None
-            assert of_kv is not None
-            _check_masks(padding, (of_q, of_kv), (None, None))
-            rows_of_sequences_q, rows_of_sequences_kv = (
-                _between(cu, padded, x.shape[0]) for cu, padded, x in zip((of_q, of_kv), cu_seqlens_padded, (q, k))
-            )
-            return cls(
-                qkv_format, of_q, of_kv, rows_of_sequences_q, rows_of_sequences_kv, q.shape[0], *max_seqlens
-            )  # fmt: skip
-        batch, length = (0, 1) if qkv_format == "bshd" else (1, 0)
         given = of_q, of_kv
-        if of_q is None and padding is not None:
-            of_q, of_kv = (
-                _of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(_pair(padding), (q, k))
-            )  # fmt: skip
-        for name, cu, x in (("cu_seqlens_q", of_q, q), ("cu_seqlens_kv", of_kv, k)):
-            check_cu_seqlens(name, cu, qkv_format, q.shape[batch], x.shape[length])
-        _check_masks(padding, given, (q.shape[length], k.shape[length]))
-        return cls(qkv_format, of_q, of_kv)
+        masks: Any = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+        if batch is not None and of_q is None and padding is not None:
+            of_q, of_kv = (_of_mask(mask, x.shape[batch], x.shape[length]) for mask, x in zip(masks, (q, k)))
+        sequences = None if batch is None else q.shape[batch]
+        for of, cu, x in (("q", of_q, q), ("kv", of_kv, k)):
+            check_cu_seqlens(f"cu_seqlens_{of}", cu, qkv_format, sequences, x.shape[length])
+        if of_q is not None and of_kv is not None and len(of_q) != len(of_kv):
+            raise ValueError(f"cu_seqlens_q has {len(of_q)} values and cu_seqlens_kv {len(of_kv)}; both need as many")
+        for of, mask, cu, x in zip(("q", "kv"), masks, given, (q, k)):
+            if mask is not None and cu is not None:
+                check_mask_beside(of, mask, cu, None if batch is None else x.shape[length])
+        if batch is not None:
+            return cls(qkv_format, of_q, of_kv)
+        rows_of_sequences = []
+        for of, cu, x, gaps, longest in zip(("q", "kv"), (of_q, of_kv), (q, k), cu_seqlens_padded, max_seqlens):
+            assert cu is not None
+            check_longest(of, longest, cu)
+            if gaps is not None:
+                check_cu_seqlens(f"cu_seqlens_{of}_padded", gaps, qkv_format, None, x.shape[0])
+            rows_of_sequences.append(None if gaps is None else _between(cu, gaps, x.shape[0]))
+        of_sequences_q, of_sequences_kv = rows_of_sequences
+        return cls(qkv_format, of_q, of_kv, of_sequences_q, of_sequences_kv, q.shape[0], *max_seqlens)
 
     def without_gaps(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows that belong to a sequence."""
@@ -116,14 +112,12 @@ class Sequences(NamedTuple):
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Lengths | None]:
         """Each as ``[B, H, L, D]``, and the sequences' lengths."""
-        of_q, of_kv = (self.cu_seqlens_q, self.max_seqlen_q), (self.cu_seqlens_kv, self.max_seqlen_kv)
-        (q, q_lengths), (k, k_lengths), (v, _) = (
-            self._to_heads(x, *of) for x, of in ((q, of_q), (k, of_kv), (v, of_kv))
-        )
-        lengths = (
-            None if q_lengths is None or k_lengths is None else Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
-        )
-        return (q, k, v), lengths
+        q, q_lengths = self._to_heads(q, self.cu_seqlens_q, self.max_seqlen_q)
+        k, k_lengths = self._to_heads(k, self.cu_seqlens_kv, self.max_seqlen_kv)
+        v, _ = self._to_heads(v, self.cu_seqlens_kv, self.max_seqlen_kv)
+        if q_lengths is None or k_lengths is None:
+            return (q, k, v), None
+        return (q, k, v), Lengths(q_lengths.to(q.device), k_lengths.to(q.device))
 
     def _to_heads(self, x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor | None]:
         if self.qkv_format == "thd" and cu_seqlens is not None and torch.compiler.is_compiling():
@@ -139,22 +133,6 @@ class Sequences(NamedTuple):
         )
 
 
-def _pair(padding: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of queries, and of keys."""
-    of_q, of_kv = padding if isinstance(padding, (tuple, list)) else (padding, padding)
-    return of_q, of_kv
-
-
-def _check_masks(
-    padding: Tensor | tuple[Tensor, Tensor] | None, cu_seqlens: Pair, rows: tuple[int | None, ...]
-) -> None:
-    """:func:`check_mask_beside` of both, where both are given."""
-    if padding is not None:
-        for of, mask, cu, held in zip(("q", "kv"), _pair(padding), cu_seqlens, rows):
-            if cu is not None:
-                check_mask_beside(of, mask, cu, held)
-
-
 def _of_mask(mask: Tensor, sequences: int, max_seqlen: int) -> Tensor:
     """:func:`cu_seqlens_of`, one tensor for all layers."""
     (starts,) = shared(
@@ -163,13 +141,11 @@ def _of_mask(mask: Tensor, sequences: int, max_seqlen: int) -> Tensor:
     return starts
 
 
-def _between(cu_seqlens: Tensor, padded: Tensor | None, rows: int) -> Tensor | None:
+def _between(cu_seqlens: Tensor, padded: Tensor, rows: int) -> Tensor:
     """The rows that belong to a sequence, where each starts at ``padded`` and is as long as in ``cu_seqlens``.
 
     In compiled code as many as the tensor's ``rows``: see :func:`packed.rows_between_gaps`.
     """
-    if padded is None:
-        return None
     if padded.shape != cu_seqlens.shape:
         raise ValueError(f"{len(cu_seqlens)} cu_seqlens and {len(padded)} of them with padding; both must be as many")
     if torch.compiler.is_compiling():

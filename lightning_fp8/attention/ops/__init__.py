@@ -6,8 +6,7 @@ The specification defines the numerics with heads as an outer dimension, ``[B, H
     o, m, l = forward(q8, k8, v8, softmax_scale, band)
     dq, dk, dv = backward(cast(do), q8, k8, v8, o, m, l, softmax_scale, band)
 
-The ops take Transformer Engine's formats and include the casts. Whatever else a GPU needs (transposed copies,
-statistics) stays inside them. See :mod:`lightning_fp8.attention.ops.attention`.
+The ops include the casts; see :mod:`lightning_fp8.attention.ops.attention`.
 """
 
 from lightning_fp8.attention.ops.attention import (

@@ -17,7 +17,7 @@ ceil(L / 128) 128`` for a padded batch. In ``thd``, sequence ``b`` starts at blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,12 +99,10 @@ class AttentionCall(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """The fields as the op's arguments."""
         return *self.attention.options(), self.softmax_scale, self.cu_seqlens_q, self.cu_seqlens_kv, self.tables
 
     @classmethod
     def from_flat(cls, *flat: Any) -> AttentionCall:
-        """The inverse of :attr:`flat`."""
         options = _OPTIONS.count(",") + 1
         return cls(Attention.from_flat(*flat[:options]), *flat[options:])
 
@@ -136,65 +134,11 @@ class Kept(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
-        """The fields as the op's arguments."""
         return tuple(self)
 
     @classmethod
     def from_flat(cls, *flat: Tensor) -> Kept:
-        """The inverse of :attr:`flat`."""
         return cls(*flat)
-
-
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    """``softmax(c q kᵀ) v`` of high-precision tensors, which the op casts to FP8.
-
-    Args:
-        q, k, v: bfloat16, float16 or float32, in the format of ``call.attention``.
-
-    Returns:
-        ``o`` in q's dtype and format, and what :func:`attention_backward` needs.
-
-    Raises:
-        ValueError: If the format is unknown, or if heads, lengths, devices or ``cu_seqlens`` do not match.
-    """
-    return _attention_forward(q, k, v, call)  # type: ignore[no-any-return]
-
-
-def attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
-    """The gradients of q, k and v in ``do``'s dtype.
-
-    Args:
-        do: the gradient of ``o``.
-        o: the output of the forward op, or its BF16 copy: it is rounded to BF16.
-        kept: the second result of the forward op.
-        key_rows: L of keys and values; T in ``thd``.
-
-    Raises:
-        ValueError: If ``do`` and ``o`` have different shapes.
-    """
-    return _attention_backward(do, o, kept, key_rows, call)  # type: ignore[no-any-return]
-
-
-def attention_tables(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    attention: Attention,
-    query_rows: int,
-    key_rows: int,
-    device: torch.device,
-) -> Tensor:
-    """The tables of a batch's lengths that GPU kernels read in both passes, reusable by all calls with these arguments.
-
-    Args:
-        query_rows, key_rows: L of queries and of keys; T in ``thd``.
-        device: the queries' device.
-
-    Returns:
-        int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
-    """
-    return _attention_tables(  # type: ignore[no-any-return]
-        cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows, device
-    )
 
 
 def _check_call(call: AttentionCall) -> None:
@@ -219,6 +163,17 @@ def _check_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: Atte
 
 @op("attention_forward", check=_check_forward)
 def attention_forward_op(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
+    """``softmax(c q kᵀ) v`` of high-precision tensors, which the op casts to FP8.
+
+    Args:
+        q, k, v: bfloat16, float16 or float32, in the format of ``call.attention``.
+
+    Returns:
+        ``o`` in q's dtype and format, and what :func:`attention_backward` needs.
+
+    Raises:
+        ValueError: If the format is unknown, or if heads, lengths, devices or ``cu_seqlens`` do not match.
+    """
     qkv_format = call.attention.qkv_format
     queries, keys = row_space(q, qkv_format, call.cu_seqlens_q), row_space(k, qkv_format, call.cu_seqlens_kv)
     codes = []
@@ -232,6 +187,17 @@ def attention_forward_op(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -
 
 @op("attention_backward", check=_check_backward)
 def attention_backward_op(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
+    """The gradients of q, k and v in ``do``'s dtype.
+
+    Args:
+        do: the gradient of ``o``.
+        o: the output of the forward op, or its BF16 copy: it is rounded to BF16.
+        kept: the second result of the forward op.
+        key_rows: L of keys and values; T in ``thd``.
+
+    Raises:
+        ValueError: If ``do`` and ``o`` have different shapes.
+    """
     heads, _, channels = kept.k8.shape
     rows = {"thd": (key_rows,), "bshd": (do.shape[0], key_rows), "sbhd": (key_rows, do.shape[1])}
     shape = (*rows[call.attention.qkv_format], heads, channels)
@@ -247,13 +213,22 @@ def attention_tables_op(
     key_rows: int,
     device: torch.device,
 ) -> Tensor:
+    """The tables of a batch's lengths that GPU kernels read in both passes, reusable by all calls with these arguments.
+
+    Args:
+        query_rows, key_rows: L of queries and of keys; T in ``thd``.
+        device: the queries' device.
+
+    Returns:
+        int32, for :attr:`AttentionCall.tables`. It does not follow later changes of ``cu_seqlens``.
+    """
     spaces = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
     return cu_seqlens_q.new_empty(joined_numel(*spaces, rows_of_mean(attention.band)), dtype=torch.int32, device=device)
 
 
-_attention_forward = attention_forward_op.call
-_attention_backward = attention_backward_op.call
-_attention_tables = attention_tables_op.call
+attention_forward: Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Kept]] = attention_forward_op.call
+attention_backward: Callable[[Tensor, Tensor, Kept, int, AttentionCall], Gradients] = attention_backward_op.call
+attention_tables: Callable[[Tensor, Tensor, Attention, int, int, torch.device], Tensor] = attention_tables_op.call
 
 
 def spaces_of(
@@ -275,8 +250,8 @@ def reference_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: Attention
     q8, v8 = cast(q_heads, False, q_lengths), cast(v_heads, False, k_lengths)
     k8 = cast(k_heads, centered, k_lengths, rows_of_mean(band))
     o, m, l = forward(q8, k8, v8, call.softmax_scale_of(q.shape[-1]), band, lengths, q.dtype)  # noqa: E741
-    of_queries = Packing.of(q, qkv_format, call.cu_seqlens_q)
-    of_keys = Packing.of(k, qkv_format, call.cu_seqlens_kv)
+    of_queries = Packing(q, qkv_format, call.cu_seqlens_q)
+    of_keys = Packing(k, qkv_format, call.cu_seqlens_kv)
     codes = of_queries.pack_codes(q8), of_keys.pack_codes(k8), of_keys.pack_codes(v8)
     kept = Kept(of_queries.pack(m, -torch.inf), of_queries.pack(l), *(tensor for pair in codes for tensor in pair))
     return from_heads(o, qkv_format, call.cu_seqlens_q, len(q)), kept
@@ -290,8 +265,8 @@ def reference_attention_backward(do: Tensor, o: Tensor, kept: Kept, key_rows: in
     lengths = None
     if q_lengths is not None and call.cu_seqlens_kv is not None:
         lengths = Lengths(q_lengths, call.cu_seqlens_kv.diff())
-    of_queries = Packing.of(do, qkv_format, call.cu_seqlens_q)
-    of_keys = Packing.of(do, qkv_format, call.cu_seqlens_kv, key_rows)
+    of_queries = Packing(do, qkv_format, call.cu_seqlens_q)
+    of_keys = Packing(do, qkv_format, call.cu_seqlens_kv, key_rows)
     q8 = of_queries.unpack_codes(kept.q8, kept.q_scale_inv)
     k8, v8 = of_keys.unpack_codes(kept.k8, kept.k_scale_inv), of_keys.unpack_codes(kept.v8, kept.v_scale_inv)
     m, l = of_queries.unpack(kept.m, -torch.inf), of_queries.unpack(kept.l)  # noqa: E741

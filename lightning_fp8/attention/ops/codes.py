@@ -6,13 +6,14 @@ takes codes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.attention.ops.attention import AttentionCall
-from lightning_fp8.attention.ops.casts import Codes, cast
+from lightning_fp8.attention.ops.casts import cast
 from lightning_fp8.attention.ops.layouts import Packing, from_heads, row_space, to_heads
 from lightning_fp8.attention.ops.reference import forward
 from lightning_fp8.numerics.formats import E4M3
@@ -28,34 +29,13 @@ class QueriesKept(NamedTuple):
     q_scale_inv: Tensor
 
 
-def attention_cast(x: Tensor) -> Codes:
+@op("attention_cast")
+def attention_cast_op(x: Tensor) -> tuple[Tensor, Tensor]:
     """Cast keys or values ``[B, L, H, D]`` to codes in blocks of a head and 128 rows.
 
     Returns:
         E4M3 ``[H, R, D]`` and float32 ``[H, R / 128]``, in packed rows: see :class:`~lightning_fp8.attention.ops.Kept`.
     """
-    return Codes(*_attention_cast(x))
-
-
-def attention_forward_of_codes(
-    q: Tensor, k8: Codes, v8: Codes, key_rows: int, call: AttentionCall
-) -> tuple[Tensor, QueriesKept]:
-    """``softmax(c q kᵀ) v`` of high-precision queries and the codes of keys and values.
-
-    Args:
-        q: bfloat16, float16 or float32 ``[B, L, H, D]``.
-        k8, v8: results of :func:`attention_cast`.
-        key_rows: L of keys and values.
-        call: the call's options. Its format must be ``bshd``, without ``cu_seqlens``; ``centered`` is ignored.
-
-    Returns:
-        ``o`` in q's dtype, and what the backward op needs of queries.
-    """
-    return _attention_forward_of_codes(q, *k8, *v8, key_rows, call)  # type: ignore[no-any-return]
-
-
-@op("attention_cast")
-def attention_cast_op(x: Tensor) -> tuple[Tensor, Tensor]:
     space, (heads, channels) = row_space(x, "bshd", None), x.shape[-2:]
     codes = x.new_empty((heads, space.total, channels), dtype=E4M3.dtype)
     return codes, x.new_empty((heads, space.blocks), dtype=torch.float32)
@@ -65,6 +45,17 @@ def attention_cast_op(x: Tensor) -> tuple[Tensor, Tensor]:
 def attention_forward_of_codes_op(
     q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
+    """``softmax(c q kᵀ) v`` of high-precision queries and the codes of keys and values.
+
+    Args:
+        q: bfloat16, float16 or float32 ``[B, L, H, D]``.
+        k8, k_scale_inv, v8, v_scale_inv: results of :func:`attention_cast`.
+        key_rows: L of keys and values.
+        call: the call's options. Its format must be ``bshd``, without ``cu_seqlens``; ``centered`` is ignored.
+
+    Returns:
+        ``o`` in q's dtype, and what the backward op needs of queries.
+    """
     space, (heads, channels) = row_space(q, "bshd", None), q.shape[-2:]
     m, l = (q.new_empty((heads, space.total), dtype=torch.float32) for _ in range(2))  # noqa: E741
     codes = q.new_empty((heads, space.total, channels), dtype=E4M3.dtype)
@@ -72,22 +63,22 @@ def attention_forward_of_codes_op(
     return q.new_empty((*q.shape[:-1], v8.shape[-1])), QueriesKept(m, l, codes, q_scale_inv)
 
 
-_attention_cast = attention_cast_op.call
-_attention_forward_of_codes = attention_forward_of_codes_op.call
+attention_cast: Callable[[Tensor], tuple[Tensor, Tensor]] = attention_cast_op.call
+attention_forward_of_codes: Callable[..., tuple[Tensor, QueriesKept]] = attention_forward_of_codes_op.call
 
 
 def reference_attention_cast(x: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`~lightning_fp8.attention.ops.casts.cast`, in packed rows."""
     heads, _ = to_heads(x, "bshd", None)
-    return tuple(Packing.of(x, "bshd", None).pack_codes(cast(heads)))  # type: ignore[return-value]
+    return tuple(Packing(x, "bshd", None).pack_codes(cast(heads)))  # type: ignore[return-value]
 
 
 def reference_attention_forward_of_codes(
     q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
     """:func:`~lightning_fp8.attention.ops.reference.forward`, from and to packed rows."""
-    of_queries = Packing.of(q, "bshd", None)
-    of_keys = Packing.of(q, "bshd", None, key_rows)
+    of_queries = Packing(q, "bshd", None)
+    of_keys = Packing(q, "bshd", None, key_rows)
     q8 = cast(to_heads(q, "bshd", None)[0])
     keys, values = of_keys.unpack_codes(k8, k_scale_inv), of_keys.unpack_codes(v8, v_scale_inv)
     softmax_scale, band = call.softmax_scale_of(q.shape[-1]), call.attention.band

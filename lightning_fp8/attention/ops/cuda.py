@@ -114,7 +114,6 @@ class Heads(NamedTuple):
         return self._replace(heads=heads, space=space, strides=(of_sequence, of_row, self.head_dim), aligned=True)
 
     def shape(self, qkv_format: str) -> tuple[int, ...]:
-        """The shape of the tensor."""
         batch, rows = self.space.sequences, self.space.length_or_total
         outer = {"thd": (rows,), "bshd": (batch, rows), "sbhd": (rows, batch)}[qkv_format]
         return *outer, self.heads, self.head_dim
@@ -196,7 +195,6 @@ def rows_on(
 
 
 def visible(band: Band) -> Visible:
-    """Converts ``band`` for launches."""
     return Visible(band.left, band.right, band.bottom_right)
 
 
@@ -351,16 +349,6 @@ def _failing_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cen
     return ""
 
 
-def require_operands(q: Heads, k: Heads, v: Heads) -> None:
-    """Raises:
-    ValueError: If shapes or dtypes do not match.
-    """
-    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
-        raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")
-    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
-        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
-
-
 def _kept(codes: PackedCodes) -> tuple[Tensor, Tensor]:
     assert codes.data is not None
     return codes.data.view(E4M3.dtype), codes.scale_inv
@@ -371,7 +359,6 @@ def _packed(data: Tensor, scale_inv: Tensor) -> PackedCodes:
 
 
 def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Kept]:
-    """Implements the op ``attention_forward``."""
     q, k, v = map(_with_channels_side_by_side, (q, k, v))
     plan = _forward_plan(
         q.device, q.is_cuda and current_device(), tensor_key(q), tensor_key(k), tensor_key(v), _call_key(call)
@@ -380,7 +367,6 @@ def attention_forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, call: AttentionCa
 
 
 def attention_backward_on_cuda(do: Tensor, o: Tensor, kept: Kept, key_rows: int, call: AttentionCall) -> Gradients:
-    """Implements the op ``attention_backward``."""
     do = _with_channels_side_by_side(do)
     heads = kept.k8.shape[0]
     plan = _backward_plan(do.device, do.is_cuda and current_device(), tensor_key(do), heads, key_rows, _call_key(call))
@@ -394,7 +380,10 @@ def _forward_plan(
     call, qkv_format, sequences = _call_of(call_key)
     check_not_empty((*q_key[1], *k_key[1], *v_key[1], sequences))
     q, k, v = (Heads.of(key, qkv_format, sequences) for key in (q_key, k_key, v_key))
-    require_operands(q, k, v)
+    if (k.space, k.heads) != (v.space, v.heads) or q.space.sequences != k.space.sequences:
+        raise ValueError(f"keys ({k}) and values ({v}) need equal shapes, and as many sequences as queries ({q})")
+    if len({(heads.dtype, heads.head_dim) for heads in (q, k, v)}) > 1:
+        raise ValueError(f"queries ({q}), keys ({k}) and values ({v}) need the same dtype and number of channels")
     require_kernel(device, q.head_dim)
     return ForwardPlan(device, LaunchedProblem.of(q, k, call, call_key[2] is not None), q, k, v)
 
@@ -412,7 +401,6 @@ def _backward_plan(
 
 
 def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Implements the op ``attention_cast``."""
     x = _with_channels_side_by_side(x)
     return _cast_plan(x.device, x.is_cuda and current_device(), tensor_key(x))(x)
 
@@ -420,7 +408,6 @@ def attention_cast_on_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
 def attention_forward_of_codes_on_cuda(
     q: Tensor, k8: Tensor, k_scale_inv: Tensor, v8: Tensor, v_scale_inv: Tensor, key_rows: int, call: AttentionCall
 ) -> tuple[Tensor, QueriesKept]:
-    """Implements the op ``attention_forward_of_codes``."""
     q = _with_channels_side_by_side(q)
     plan = _forward_of_codes_plan(
         q.device, q.is_cuda and current_device(), tensor_key(q), k8.shape[0], key_rows, _call_key(call)
@@ -478,7 +465,6 @@ def tables_of_lengths(
     key_rows: int,
     device: torch.device,
 ) -> Tensor:
-    """Implements the op ``attention_tables``."""
     queries, keys = spaces_of(cu_seqlens_q, cu_seqlens_kv, attention, query_rows, key_rows)
     _, band, _, longest_query = attention
     if longest_query is not None:  # memory was allocated for this length

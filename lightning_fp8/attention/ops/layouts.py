@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuda_kernels.attention.host.tiles import PackedRows, RowSpace, packed_rows
+from cuda_kernels.attention.host.tiles import RowSpace, packed_rows
 from lightning_fp8.attention.ops.casts import BLOCK, Codes
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -44,11 +44,9 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: If ``cu_seqlens`` does not rise from 0 to at most T.
     """
-    lengths = _lengths(cu_seqlens, len(x))
-    longest = max(lengths.tolist(), default=0)
-    out = x.new_zeros(len(lengths), longest, *x.shape[1:])
-    out[_places(lengths, longest)] = x[: int(lengths.sum())]
-    return out.transpose(1, 2).contiguous(), lengths
+    starts, lengths = _starts_and_lengths(cu_seqlens, len(x))
+    places = _Places(starts, lengths, max(lengths.tolist(), default=0))
+    return places.unpack(x.transpose(0, 1), 0), lengths
 
 
 def pack(x: Tensor, cu_seqlens: Tensor, rows: int | None = None) -> Tensor:
@@ -56,26 +54,17 @@ def pack(x: Tensor, cu_seqlens: Tensor, rows: int | None = None) -> Tensor:
 
     ``rows`` is T; rows after the last sequence are 0. None is the end of the last sequence.
     """
-    packed_rows = int(cu_seqlens[-1])
-    rows = packed_rows if rows is None else rows
-    lengths = _lengths(cu_seqlens, rows)
-    packed = x.transpose(1, 2)[_places(lengths, x.shape[2])]
-    if rows == packed_rows:
-        return packed
-    return torch.cat([packed, packed.new_zeros(rows - packed_rows, *packed.shape[1:])])
+    rows = int(cu_seqlens[-1]) if rows is None else rows
+    places = _Places(*_starts_and_lengths(cu_seqlens, rows), x.shape[2])
+    return places.pack(x, rows, 0).transpose(0, 1).contiguous()
 
 
-def _lengths(cu_seqlens: Tensor, rows: int) -> Tensor:
+def _starts_and_lengths(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     starts = cu_seqlens.cpu().long()
     lengths = starts[1:] - starts[:-1]
     if len(starts) == 0 or starts[0] != 0 or starts[-1] > rows or (lengths < 0).any():
         raise ValueError(f"cu_seqlens={starts.tolist()} does not rise from 0 to at most the tensor's {rows} rows")
-    return lengths
-
-
-def _places(lengths: Tensor, longest: int) -> Tensor:
-    """True for the rows of a padded batch ``[B, L]`` that are not padding."""
-    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+    return starts[:-1], lengths
 
 
 def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> RowSpace:
@@ -89,23 +78,15 @@ def row_space(x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int |
 
 
 class Packing:
-    """``[B, H, L, ...]`` to packed rows, as in :class:`Kept`, and back.
+    """``[B, H, L, ...]`` of a tensor in a format to packed rows, as in :class:`Kept`, and back."""
 
-    Args:
-        packed: the rows of the batch.
-    """
-
-    def __init__(self, packed: PackedRows) -> None:
+    def __init__(self, x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> None:
+        packed = packed_rows(row_space(x, qkv_format, cu_seqlens, rows), cu_seqlens, x.device)
         self._space = packed.space
         self._longest = max(packed.lengths.tolist(), default=0) if packed.space.ragged else packed.space.length_or_total
         self._rows = _Places(packed.starts, packed.lengths, self._longest)
         blocks = -(-packed.lengths // BLOCK)
         self._blocks = _Places(packed.starts // BLOCK, blocks, -(-self._longest // BLOCK))
-
-    @classmethod
-    def of(cls, x: Tensor, qkv_format: str, cu_seqlens: Tensor | None, rows: int | None = None) -> Packing:
-        """The packing of a tensor in a format; see :func:`row_space`."""
-        return cls(packed_rows(row_space(x, qkv_format, cu_seqlens, rows), cu_seqlens, x.device))
 
     def pack(self, x: Tensor, padding: float = 0.0) -> Tensor:
         """``[B, H, L]`` to ``[H, R]``; unused rows are ``padding``."""

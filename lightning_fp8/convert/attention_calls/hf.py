@@ -83,9 +83,8 @@ def attention(
     compare(owner, query, key, band.right == 0, plain=lengths[0] is None and band.left is None)
     q, k, v = (in_autocast_dtype(x).transpose(1, 2) for x in (query, key, value))
     of_queries, of_keys = lengths
-    return fp8_attention(
-        q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=of_queries, cu_seqlens_kv=of_keys, eligible=True
-    ), None
+    o = fp8_attention(q, k, v, band=band, softmax_scale=scaling, cu_seqlens_q=of_queries, cu_seqlens_kv=of_keys)
+    return o, None
 
 
 def _lengths(key_mask: Tensor, queries: int) -> tuple[Tensor, Tensor]:

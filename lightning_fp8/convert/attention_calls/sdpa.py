@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
     compare(owner, query, key, is_causal)
     # [..., heads, rows, channels] to [batch, rows, heads, channels]
     q, k, v = (in_autocast_dtype(_with_batch(x)).transpose(1, 2) for x in (query, key, value))
-    o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale, eligible=True)
+    o = fp8_attention(q, k, v, band=_CAUSAL if is_causal else _EVERYTHING, softmax_scale=scale)
     return o.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
 

@@ -14,7 +14,7 @@ from lightning_fp8.arguments import one_dtype, rows_by_name
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_linear import LayerNormLinearFunction
 from lightning_fp8.functions.norm import Norm
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, positive
 from lightning_fp8.modules.initialization import InitMethod
 from lightning_fp8.modules.tensor_parallel import TensorParallel, cut_linear
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments, refuse_in_forward
@@ -73,7 +73,8 @@ class LayerNormLinear(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self._keep(in_features=in_features, out_features=out_features)
+        self.in_features = positive("in_features", in_features)
+        self.out_features = positive("out_features", out_features)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         split_rows = None if parameters_split is None else rows_by_name(parameters_split, self.out_features)
@@ -139,7 +140,7 @@ class LayerNormLinear(NormedLayer):
         context = self._begin(x, weight, is_first_microbatch)
         normalized = self._normalized(x)
         y = self._product_of_piece(normalized, weight, bias, context, is_first_microbatch)
-        return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
+        return self._returned(y, bias, normalized if self.return_layernorm_output else None)
 
     def _fused(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, context: FP8Context, is_first_microbatch: bool | None

@@ -17,15 +17,13 @@ from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.layernorm_mlp import MLP, LayerNormMLPFunction
 from lightning_fp8.functions.norm import Norm
 from lightning_fp8.modules.fused.activations import activation_function, activation_named
-from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached
+from lightning_fp8.modules.fused.normed_layer import NormedLayer, detached, positive
 from lightning_fp8.modules.initialization import InitMethod
-from lightning_fp8.modules.tensor_parallel import TensorParallel, require_parallel_mode
+from lightning_fp8.modules.tensor_parallel import TensorParallel
 from lightning_fp8.ops.activation import is_gated
 from lightning_fp8.parallel.pieces import Cut
 from lightning_fp8.te.arguments import ParallelArguments, checked_arguments
 from lightning_fp8.weights.model_init import keep_weights_in_fp8
-
-_NO_OVERRIDE = "LayerNormMLP; use LayerNormLinear, an activation and Linear"
 
 
 class LayerNormMLP(NormedLayer):
@@ -75,9 +73,6 @@ class LayerNormMLP(NormedLayer):
     kind = "LayerNormMLP"
     weight_names = ("fc1_weight", "fc2_weight")
     bias_names = ("fc1_bias", "fc2_bias")
-    hidden_size: int
-    ffn_hidden_size: int
-    checkpoint: bool
     fc1_weight: Tensor
     fc1_bias: Any
     fc2_weight: Tensor
@@ -109,7 +104,8 @@ class LayerNormMLP(NormedLayer):
         **parallel: Unpack[ParallelArguments],
     ) -> None:
         super().__init__()
-        self._keep(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.hidden_size = positive("hidden_size", hidden_size)
+        self.ffn_hidden_size = positive("ffn_hidden_size", ffn_hidden_size)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.fuse_wgrad_accumulation, self.checkpoint = fuse_wgrad_accumulation, checkpoint
         factory: Any = {"device": device, "dtype": one_dtype(params_dtype, dtype, ops.HIGH_PRECISION)}
@@ -122,9 +118,8 @@ class LayerNormMLP(NormedLayer):
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, columns, **factory)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
         self._initialize(parallel, init_method, output_layer_init_method)
-        tensor_parallel = TensorParallel.asked(parallel)
-        require_parallel_mode(parallel, tensor_parallel)
-        if parallel.get("set_parallel_mode") and tensor_parallel.size > 1:
+        tensor_parallel = TensorParallel.of_several_layers(parallel)
+        if tensor_parallel.size > 1:
             self.ffn_hidden_size = tensor_parallel.part_of("ffn_hidden_size", self.ffn_hidden_size)
             fc1 = Cut(0, 2 if is_gated(self.activation) else 1)
             self.parallel_mode = "column"
@@ -156,49 +151,40 @@ class LayerNormMLP(NormedLayer):
         Raises:
             TypeError, ValueError: See :meth:`lightning_fp8.Linear.forward`.
         """
-        if self.parallel_mode is not None:
-            return self._forward_of_piece(inp, is_first_microbatch)
+        return (self._forward if self.parallel_mode is None else self._forward_of_piece)(inp, is_first_microbatch)
+
+    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
+        """A rank of a sharded module activates its own features between the two linear layers."""
         weights = self.fc1_weight, self.fc2_weight  # read once: a parametrization computes them on each access
-        context = self._begin(inp, weights[0], is_first_microbatch, weights[1])
-        biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
-        if context.enabled and self.fp8:
-            y, normalized = self._fused(inp, weights, biases, context, is_first_microbatch)
-        else:
-            calibrating = context.calibrating and not context.enabled and self.fp8
-            matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
-
-            def multiply(gemm: int, x: Tensor) -> Tensor:
-                if calibrating:
-                    return self._calibrating_forward(x, matrices[gemm], biases[gemm], gemm)
-                return F.linear(x, matrices[gemm], biases[gemm])
-
-            y, normalized = self._step_by_step(inp, multiply, calibrating)
-        return self._returned(y, self.fc2_bias, normalized)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_of_piece(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor | None, ...]:
-        """The forward of a sharded module: each rank activates its own features between the two linear layers."""
-        weights = self.fc1_weight, self.fc2_weight
         context = self._begin(x, weights[0], is_first_microbatch, weights[1])
         biases = self.fc1_bias, None if self.return_bias else self.fc2_bias
+        in_fp8, is_piece = context.enabled and self.fp8, self.parallel_mode is not None
+        if in_fp8 and not is_piece:
+            y, normalized = self._fused(x, weights, biases, context, is_first_microbatch)
+            return self._returned(y, self.fc2_bias, normalized)
         calibrating = context.calibrating and not context.enabled and self.fp8
         products: list[Any] = [None, None]
         matrices, dtype = [*weights], x.dtype
-        if context.enabled and self.fp8:
+        if in_fp8:
             others = *biases, self.layer_norm_weight
             products, dtype = self._products(x, weights, others, context, is_first_microbatch)
         else:
             matrices = [self._redirected(weight, is_first_microbatch, gemm) for gemm, weight in enumerate(weights)]
 
         def multiply(gemm: int, x: Tensor) -> Tensor:
+            weight, bias = matrices[gemm], biases[gemm]
+            if not is_piece:
+                return self._calibrating_forward(x, weight, bias, gemm) if calibrating else F.linear(x, weight, bias)
             if calibrating:
-                self._observe(gemm, x, matrices[gemm])
-            y = self._multiply(("column", "row")[gemm], x, matrices[gemm], biases[gemm], products[gemm], dtype)
+                self._observe(gemm, x, weight)
+            y = self._multiply(("column", "row")[gemm], x, weight, bias, products[gemm], dtype)
             return self._observed(gemm, y) if calibrating else y
 
         y, normalized = self._step_by_step(x, multiply, calibrating)
         bias = self._returned_bias(self.fc2_bias, "row") if self.return_bias else None
-        return self._returned(y, bias, self._given_norm(normalized) if self.return_layernorm_output else None)
+        return self._returned(y, bias, normalized if self.return_layernorm_output else None)
+
+    _forward_of_piece = torch.compiler.disable(_forward)
 
     def _fused(
         self,
@@ -213,7 +199,7 @@ class LayerNormMLP(NormedLayer):
         tensors = x.reshape(-1, self.hidden_size), self.layer_norm_weight, self.layer_norm_bias, *parameters
         products, dtype = self._products(x, weights, tensors, context, is_first_microbatch)
         fc1, fc2 = products
-        self._refuse_backward_override(fc1, _NO_OVERRIDE)
+        self._refuse_backward_override(fc1, "LayerNormMLP; use LayerNormLinear, an activation and Linear")
         if self.activation in ops.ACTIVATIONS:
             mlp = MLP(self.norm, self.activation, fc1, fc2, dtype, self.checkpoint, self.return_layernorm_output)
             return self._shaped(LayerNormMLPFunction.apply(mlp, *detached(*tensors)), x.shape)

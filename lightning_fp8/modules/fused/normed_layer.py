@@ -24,6 +24,14 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else without_gradient(tensor) for tensor in tensors]
 
 
+def positive(name: str, size: Any) -> int:
+    """Raises:
+    ValueError: If the size is not a positive integer.
+    """
+    require_positive(name, plain(size))
+    return int(size)
+
+
 class NormedLayer(PassesContextParallelGroup, CutLayer):
     """One or several linear layers that read the output of a norm.
 
@@ -39,16 +47,6 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
     layer_norm_bias: Any
     return_layernorm_output: bool
     return_layernorm_output_gathered: bool
-
-    def _keep(self, **sizes: Any) -> None:
-        """Set the sizes of the constructor as attributes.
-
-        Raises:
-            ValueError: If one is not a positive integer.
-        """
-        for name, size in sizes.items():
-            require_positive(name, plain(size))
-            setattr(self, name, plain(size))
 
     def _register_norm(self, norm: Norm, size: int, parallel: ParallelArguments, **factory: Any) -> None:
         """Register ``layer_norm_weight [size]`` and, for LayerNorm, ``layer_norm_bias [size]``."""
@@ -91,12 +89,6 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
             weight, bias = sum_gradients(weight, bias, group=self.tensor_parallel.over("column").group)
         return normalize(x, weight, bias, self.norm, (x.shape[-1],), autocast_dtype(x.device.type))
 
-    def _given_norm(self, normalized: Tensor) -> Tensor:
-        """The norm's output as the forward returns it, gathered if that is requested."""
-        if not (self.return_layernorm_output_gathered and self.tensor_parallel.sequence):
-            return normalized
-        return gathered(normalized, self.tensor_parallel.over("column"))
-
     def _shaped(self, outputs: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
         """y and the norm's output, which is None without ``return_layernorm_output``, for an input of ``shape``."""
         y, normalized = outputs if self.return_layernorm_output else (outputs, None)
@@ -107,5 +99,7 @@ class NormedLayer(PassesContextParallelGroup, CutLayer):
 
     def _returned(self, y: Tensor, bias: Any, normalized: Tensor | None) -> Tensor | tuple[Tensor | None, ...]:
         """The result of the forward: y, or a tuple of y and the other outputs that are requested."""
+        if normalized is not None and self.return_layernorm_output_gathered and self.tensor_parallel.sequence:
+            normalized = gathered(normalized, self.tensor_parallel.over("column"))
         more = [bias] * self.return_bias + [normalized] * self.return_layernorm_output
         return (y, *more) if more else y

@@ -158,7 +158,8 @@ def test_layers_share_what_a_card_reads_of_padding(monkeypatch: pytest.MonkeyPat
     made_of: list[Any] = []
     monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
     monkeypatch.setattr(
-        sequence_tables, "attention_tables", lambda *given: (made_of.append(given), attention_tables(*given))[1]
+        "lightning_fp8.attention.function.attention_tables",
+        lambda *given: (made_of.append(given), attention_tables(*given))[1],
     )
     model = made("llama")
     plugin = attached(model, first_last_layers_bf16=False)

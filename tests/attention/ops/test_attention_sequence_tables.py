@@ -17,7 +17,7 @@ from cuda_kernels.attention.host.tiles import BatchTables, RowSpace, Visible, pa
 from cuda_kernels.attention.spec import AttentionSpec
 from cuda_kernels.host.launch import executing
 from lightning_fp8 import DotProductAttention, fp8_autocast
-from lightning_fp8.attention import sequence_tables
+from lightning_fp8.attention import function, sequence_tables
 from lightning_fp8.attention.function import _longest, fp8_attention
 from lightning_fp8.attention.ops import (
     Attention,
@@ -41,7 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return attention_tables(*arguments)
 
     monkeypatch.setattr(sequence_tables, "on_card", lambda device: True)
-    monkeypatch.setattr(sequence_tables, "attention_tables", noted)
+    monkeypatch.setattr(function, "attention_tables", noted)
     return calls
 
 
