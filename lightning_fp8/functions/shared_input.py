@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import Slot
@@ -42,19 +41,19 @@ class InputCast:
         slot: the slot of the layer that cast the input first; None once the input is deallocated.
         observed: whether the cast updated the amax of the slot.
         reads: the number of layers that have read the input.
-        storage: a weak reference to the input's storage, which keeps its address from being reused.
+        storage: a weak reference to the input's storage; assigning ``data`` replaces it, and keeps the version.
         rowwise, columnwise: the operands of ``x [R, K]`` and of xᵀ; None if they are not cast yet or no longer needed.
     """
 
     __slots__ = ("columnwise", "conditions", "observed", "reads", "recipe", "rowwise", "slot", "storage")
 
-    def __init__(self, slot: Slot, recipe: Recipe, conditions: tuple[Any, ...], observe: bool) -> None:
+    def __init__(self, slot: Slot, recipe: Recipe, storage: Any, conditions: tuple[Any, ...], observe: bool) -> None:
         self.slot: Slot | None = slot
         self.recipe = recipe
         self.conditions = conditions
         self.observed = observe
         self.reads = 0
-        self.storage: StorageWeakRef | None = None
+        self.storage: weakref.ref[Any] | None = weakref.ref(storage)
         self.rowwise: ScaledTensor | None = None
         self.columnwise: ScaledTensor | None = None
         slot.readers = max(slot.readers, slot.readers_of_last)
@@ -92,22 +91,6 @@ class InputCast:
         return copies if columnwise else Quantized(copies.rowwise, None)
 
 
-def _conditions(x: Tensor, dtype: torch.dtype, slot: Slot) -> tuple[Any, ...] | None:
-    """All state besides the recipe that the cast of ``x`` depends on; None if its cast cannot be shared."""
-    if x.is_inference():  # these have no version
-        return None
-    backward = torch._C._current_graph_task_id()  # of a recomputation; or -1
-    if is_capturing():
-        slot.history.is_captured = True
-        if not thread.is_capturing and backward < 0:
-            return None  # a region around captures: the graph of one layer may be replayed without another's
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
-    # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
-    enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-    # The version alone does not change when ``data`` is assigned.
-    return x._version, x.untyped_storage()._cdata, dtype, slot.history.updates, stream, enclosing, backward
-
-
 def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, observe: bool) -> InputCast | None:
     """The cast of ``x`` for one layer: that of another layer, or a new one; None if its cast cannot be shared.
 
@@ -118,14 +101,23 @@ def input_cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, slot: Slot, *, obs
         slot: the layer's slot for its input. It gets the amax here if the cast is that of another layer.
         observe: whether casts update the amax.
     """
-    conditions = _conditions(x, dtype, slot)
-    if conditions is None:
+    if x.is_inference():  # these have no version
         return None
+    backward = torch._C._current_graph_task_id()  # of a recomputation; or -1
+    if is_capturing():
+        slot.history.is_captured = True
+        if not thread.is_capturing and backward < 0:
+            return None  # a region around captures: the graph of one layer may be replayed without another's
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
+    # What encloses the forward: activation checkpointing, which disables gradients or hooks saved tensors.
+    enclosing = torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+    conditions = x._version, dtype, slot.history.updates, stream, enclosing, backward
+    storage = x.untyped_storage()
     for input, cast in thread.casts:
-        if input() is x and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
+        is_same = input() is x and cast.storage is not None and cast.storage() is storage
+        if is_same and cast.recipe is recipe and cast.conditions == conditions and cast.serve(slot, observe):
             return cast
-    cast = InputCast(slot, recipe, conditions, observe)
+    cast = InputCast(slot, recipe, storage, conditions, observe)
     cast.reads = slot.readers_of_last = 1
-    cast.storage = StorageWeakRef(x.untyped_storage())
     thread.casts = ((weakref.ref(x, cast.clear), cast), *thread.casts[: MOST_INPUTS - 1])
     return cast

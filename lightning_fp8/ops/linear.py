@@ -65,7 +65,9 @@ class Pass:
             bias: added to the result of the first GEMM.
             x_t, x_t_scale: the operand of xᵀ.
         """
-        key = _key(a_amax is None, w_amax is None, a, a_scale, a_t, a_t_scale, w, w_scale, bias, x_t, x_t_scale)
+        # The scale of a cast is a slot's, or None for all calls.
+        of_a, of_w = None if self.a_cast else a_scale, None if self.w_cast else w_scale
+        key = _key(a_amax is None, w_amax is None, a, of_a, a_t, a_t_scale, w, of_w, bias, x_t, x_t_scale)
         steps = self.steps_of(key)
         cast_a, cast_w, multiply_first, multiply_second = steps or _OPS
         given = a, a_scale, w, w_scale
