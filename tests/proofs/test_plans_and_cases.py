@@ -24,6 +24,7 @@ from lightning_fp8.proofs.cases import Case, cases_of
 from tests.cuda_kernels.cases import attention_op_cases, fused_cases, kernel_cases
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.cases.kernel_cases import E4M3, check_quantize
+from tests.proofs.emulated_card import only_proven
 
 Plan = tuple[str, tuple[Any, ...]]
 
@@ -57,7 +58,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     with (
         patch.object(plans, "proven", found.proven),
         patch.object(gemm_cuda, "proven", found.proven),
-        patch.dict(launch.PROVEN_CODE, cpu=found.code),
+        only_proven(found.code),
         patch.dict(launch.EXECUTORS, cpu=lambda *launched: None),
     ):
         yield found
