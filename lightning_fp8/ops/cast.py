@@ -383,8 +383,8 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().contiguous() if torch.compiler.is_compiling() else codes.t()
 
 
-def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor]:
-    """Quantize ``x`` in blocks. Ragged edges are padded with zeros, which do not change an amax."""
+def blocks_of(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """The blocks ``[R / r, r, K / k, k]`` of ``x [R, K]``, padded with zeros, which do not change an amax."""
     rows, columns = x.shape
     block_rows, block_columns = block[0] or max(rows, 1), block[1] or max(columns, 1)
     more_rows, more_columns = -rows % block_rows, -columns % block_columns
@@ -392,15 +392,18 @@ def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast
     if more_rows or more_columns:  # F.pad of torch 2.8 does not support empty tensors
         padded = x.new_zeros(rows + more_rows, columns + more_columns)
         padded[:rows, :columns] = x
-    grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
-    blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
-    amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
-    scale, scale_inv = _block_scales(amax, cast)
+    return padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns)
+
+
+def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor]:
+    blocks = blocks_of(x, block)
+    amax = absolute_max(blocks, 1).amax(2) if blocks.shape[1] > 1 else absolute_max(blocks.squeeze(1), 2)
+    scale, scale_inv = block_scales(amax, cast)
     data = _saturating_bytes(blocks.to(torch.float32, copy=True), scale[:, None, :, None], cast.float8)
-    return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
+    return data.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]].contiguous(), scale_inv
 
 
-def _block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+def block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     """The scales of blocks in float32, and their inverses, which are codes for E8M0."""
     if cast.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, cast.float8.max)

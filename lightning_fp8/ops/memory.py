@@ -31,7 +31,6 @@ ALIGNMENT = 16
 
 PlainKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 OperandKey = tuple[torch.dtype, Sequence[int], tuple[int, ...], int, tuple[int, ...], int]
-KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
 
 
 def tensor_key(x: Tensor) -> PlainKey:
@@ -45,11 +44,6 @@ def operand_key(data: Tensor, scale_inv: Tensor) -> OperandKey:
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT,
         scale_inv.stride(), scale_inv.data_ptr() % ALIGNMENT,
     )  # fmt: skip
-
-
-def key_and_device(x: Tensor) -> KeyAndDevice:
-    """The key of a tensor whose device may differ from the plan's."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
 class TensorKey(NamedTuple):

@@ -11,8 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from lightning_fp8.numerics import scaling
-from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.numerics.formats import E4M3, Float8, float8_of
 from lightning_fp8.numerics.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -21,7 +20,7 @@ from lightning_fp8.numerics.recipes import (
     Recipe,
 )
 from lightning_fp8.numerics.scaled import Cast, Layout, Role, ScaledTensor
-from lightning_fp8.ops.cast import absolute_max, saturating_cast
+from lightning_fp8.ops.cast import absolute_max, block_scales, blocks_of, saturating_cast
 from lightning_fp8.ops.checks import require_matrix
 from lightning_fp8.ops.op import op
 
@@ -156,26 +155,13 @@ def _try(values: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tenso
 
     ``amax`` are those of its blocks; ``None`` computes them from ``values``.
     """
-    blocks = _blocks(values, cast.layout)
+    blocks = blocks_of(values, cast.layout.block)
     if amax is None:
         amax = absolute_max(absolute_max(blocks, 3), 1)
-    if cast.layout.scale_dtype == E8M0_DTYPE:
-        scale = scaling.e8m0_scale(scaling.e8m0_from_amax(amax, cast.float8.max))
-    else:
-        scale = scaling.current_scale(amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
-    scale = scale[:, None, :, None]
+    scale = block_scales(amax, cast)[0][:, None, :, None]
     cast_values = saturating_cast(blocks.clone(), scale, cast.float8).float() / scale
     flushed = ((blocks != 0) & (cast_values == 0)).sum(dtype=torch.float64)
     return flushed, (cast_values - blocks).double().square().sum()
-
-
-def _blocks(values: Tensor, layout: Layout) -> Tensor:
-    """The blocks ``[R / r, r, K / k, k]`` of ``values [R, K]``, padded with zeros at its edges."""
-    rows, columns = values.shape
-    block_rows, block_columns = layout.block_shape(rows, columns)
-    padded = values.new_zeros(rows + -rows % block_rows, columns + -columns % block_columns)
-    padded[:rows, :columns] = values
-    return padded.view(-1, block_rows, padded.shape[1] // block_columns, block_columns)
 
 
 def _stride(x: Tensor) -> int:

@@ -109,7 +109,7 @@ def test_cases_of_a_product_start_its_kernel(
     a, b = (GemmOperand.canonical(layout, E4M3, rows, k) for layout, rows in ((layout_a, m), (layout_b, n)))
     keys = [(*each.data[:4], *each.scale_inv[2:4]) for each in (a, b)]
     bias, added = (out, torch.Size((n,)), (1,), 0), (out, torch.Size((m, n)), (n, 1), 0)
-    for epilogue in ((None, None, False), (bias, None, True), (None, added, False)):
+    for epilogue in ((None, None), (bias, None), (None, added)):
         if epilogue[1] and out != torch.float32:
             continue
         with noted(monkeypatch) as found:
