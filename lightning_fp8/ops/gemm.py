@@ -87,7 +87,7 @@ def scaled_mm(
         TypeError, ValueError: If the operands have different K, or ``bias`` has the wrong dtype, shape or device.
     """
     gemm = Gemm(a.layout, b.layout, out_dtype, fast_accum)
-    return _scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias)  # type: ignore[no-any-return]
+    return scaled_mm_op.call(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias)  # type: ignore[no-any-return]
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
@@ -96,7 +96,7 @@ def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     Raises:
         TypeError, ValueError: If the operands have different K, or ``out`` has the wrong dtype, shape or device.
     """
-    _scaled_mm_accumulate(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
+    scaled_mm_accumulate_op.call(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -158,10 +158,6 @@ def _scaled_mm_flops(a: Shape, _: Shape, b: Shape, *others: object, **kwargs: ob
 @register_flop_formula(scaled_mm_accumulate_op.overload.overloadpacket)
 def _scaled_mm_accumulate_flops(out: Shape, a: Shape, *others: object, **kwargs: object) -> int:
     return 2 * out[0] * out[1] * a[1]
-
-
-_scaled_mm = scaled_mm_op.call
-_scaled_mm_accumulate = scaled_mm_accumulate_op.call
 
 
 def implement_gemm(device_type: str, multiply: Any, plan: Any = None) -> None:

@@ -69,7 +69,7 @@ def sample_cast(x: Tensor, operand: ScaledTensor, counts: Tensor, *, transposed:
         operand: the operand of x, or of xᵀ if ``transposed`` is True.
         counts: float64 ``[8]``, see :data:`COUNTS`.
     """
-    _sample_cast(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
+    sample_cast_op.call(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
 
 
 def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> None:
@@ -83,7 +83,7 @@ def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> 
         losses: float64 ``[4, 4]``, a row of :data:`LOSSES` for each recipe.
         exponents: float64 ``[256]``, a histogram of exponents, to which those of x are added.
     """
-    _sample_recipes(x, role.value, losses, exponents)
+    sample_recipes_op.call(x, role.value, losses, exponents)
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -97,10 +97,6 @@ def sample_cast_op(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, tran
 @op("sample_recipes", check=require_matrix, writes=("losses", "exponents"))
 def sample_recipes_op(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
     return None
-
-
-_sample_cast = sample_cast_op.call
-_sample_recipes = sample_recipes_op.call
 
 
 def _count_cast(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor) -> None:
