@@ -35,13 +35,16 @@ STEPS_BEFORE_FORWARDS = 10
 class Choice:
     """The decision for the layers and the attention of a converted model, which keep the reasons.
 
+    Attributes:
+        decided: whether it was made, or loaded.
+
     Args:
         model: the root. It is not kept alive.
         tell: called with the line that says which layers stay in high precision.
     """
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
-        self._decided = False
+        self.decided = False
         self._model = weakref.ref(getattr(model, "_orig_mod", model))  # a caller may drop a compiled module
         self._tell = tell
         self._steps, self._regions_before = 0, num_enabled_regions()
@@ -51,13 +54,13 @@ class Choice:
         if (copied := memo.get(id(self._model()))) is None:
             return None
         choice = Choice(copied, self._tell)
-        choice._decided = self._decided
+        choice.decided = self.decided
         return choice
 
     def slower(self, part: nn.Module | None = None) -> dict[str, str] | None:
         """The reasons by the names of the layers of ``part``, or of all, that stay in high precision, if decided."""
         part = self._model() if part is None else part
-        if not self._decided or part is None:
+        if not self.decided or part is None:
             return None
         reasons = {
             clean_name(name): each.slower if isinstance(each, LinearLayer) else getattr(each, SLOWER, "")
@@ -71,7 +74,7 @@ class Choice:
         Args:
             together: whether all ranks of ``group`` decide now, by a collective. Those that share shards always do.
         """
-        if self._decided:
+        if self.decided:
             return
         places = [*self._places()]
         own = {name: each.slower or each.comparison for name, each, _ in places if each.comparison != AWAITED}
@@ -114,7 +117,7 @@ class Choice:
                 each.comparison = ""
             if isinstance(each, Owner):
                 setattr(module, SLOWER, reason)
-        self._decided = self._decided or part is model
+        self.decided = self.decided or part is model
 
     def _places(self) -> Iterator[tuple[str, Any, nn.Module]]:
         """The names of what is compared, the layers or owners, and the modules."""

@@ -420,7 +420,7 @@ def listen() -> None:
 
 def _waits_for_steps(history: AmaxHistory) -> bool:
     recipe = history.recipe or history.plugin_recipe
-    return isinstance(recipe, DelayedScaling) or (history.choice is not None and history.choice.slower is None)
+    return isinstance(recipe, DelayedScaling) or (history.choice is not None and not history.choice.decided)
 
 
 def _current_backward() -> int:
@@ -519,7 +519,7 @@ def _update_stepped(histories: Sequence[AmaxHistory]) -> None:
 def decide_where_faster(histories: Iterable[AmaxHistory]) -> None:
     """Decide which layers stay in high precision, on all ranks alike where they take part in every step."""
     for history in histories:
-        if history.choice is None or history.choice.slower is not None:
+        if history.choice is None or history.choice.decided:
             continue
         if history.plugin_recipe is not None:
             history.choice.decide(None)

@@ -26,14 +26,17 @@ class _Limits:
     def __and__(self, other: Any) -> _Limits:
         if not isinstance(other, _Limits):
             raise TypeError("no band")
-        lefts, rights = (self.left, other.left), (self.right, other.right)
-        return _Limits(*(min((each for each in pair if each is not None), default=None) for pair in (lefts, rights)))
+        return _Limits(_least(self.left, other.left), _least(self.right, other.right))
 
     def __bool__(self) -> bool:
         raise TypeError("no band")  # ``and`` and ``if`` would lose one side
 
     def to(self, device: Any) -> _Limits:
         return self
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)  # as torch.compile can trace it
 
 
 class _Difference:

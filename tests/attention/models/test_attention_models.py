@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import lightning as L
 import pytest
@@ -293,7 +292,7 @@ def test_a_recipe_says_the_same() -> None:
 @pytest.mark.usefixtures("no_other_models")
 def test_attention_alone_is_not_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose linear layers all stay in BF16."""
-    monkeypatch.setattr(histories, "_instances", WeakValueDictionary())  # other tests' models may still be there
+    monkeypatch.setattr(histories, "_references", [])  # other tests' models may still be there
     model, x = Attention(), torch.randn(2, LENGTH, WIDTH)
     with pytest.warns(UserWarning, match="no layer of the model runs in FP8"):
         convert_module(model, first_last_layers_bf16=False, skip=("qkv", "out"))
