@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 from cuda_kernels.device.fragments import (
@@ -35,28 +35,24 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales and bias.
     ``frag_row``, ``frag_col``: position of the thread's first register in the result.
     """
-    steps: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        scale = scale_all(num_registers)
-        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
+        scale_by_one = scale_all(num_registers)
+        scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: scale_by_one(acc, epi_args[0]))
     elif spec.scaling is Scaling.ROW:
-        steps.append(_make_row_scaler(num_registers, even))
-    elif not spec.scaling.along_k:
+        scale = _make_row_scaler(num_registers, even)
+    elif spec.scaling.along_k:
+        scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
+    else:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
-    if spec.bias_dtype:
-        add = add_columns(num_registers, spec.bias_dtype, even)
-        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
-    return reduce(_then, steps, device(lambda acc, epi_args, frag_row, m, frag_col, n: acc))
-
-
-def _then(first: Any, second: Any) -> Any:
-    """One device function that applies both, one after the other."""
+    if not spec.bias_dtype:
+        return scale
+    add = add_columns(num_registers, spec.bias_dtype, even)
 
     @device
-    def both(acc, epi_args, frag_row, m, frag_col, n):
-        return second(first(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
+    def scale_and_add(acc, epi_args, frag_row, m, frag_col, n):
+        return add(scale(acc, epi_args, frag_row, m, frag_col, n), epi_args[3], frag_col, n)
 
-    return both
+    return scale_and_add
 
 
 def _make_row_scaler(num_registers: int, even: bool) -> Any:

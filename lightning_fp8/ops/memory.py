@@ -205,14 +205,6 @@ def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: 
     return data, Allocation(shape, strides, layout.scale_dtype)
 
 
-def empty_operand(
-    device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Allocate ``data`` and ``scale_inv``; see :func:`operand_allocations`."""
-    of_data, of_scale_inv = operand_allocations(layout, dtype, rows, columns)
-    return of_data.empty(device), of_scale_inv.empty(device)
-
-
 def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Allocation:
     """The memory of codes ``[rows, columns]`` that an op returns without scales.
 
@@ -225,7 +217,8 @@ def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns
 
 def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """Copy an operand to memory as in :func:`operand_allocations`."""
-    copies = empty_operand(data.device, layout, data.dtype, *data.shape)
+    of_data, of_scale_inv = operand_allocations(layout, data.dtype, *data.shape)
+    copies = of_data.empty(data.device), of_scale_inv.empty(data.device)
     copy_bits(data, copies[0])
     copy_bits(scale_inv, copies[1])
     return copies
