@@ -39,7 +39,7 @@ def _next(document: Mapping[str, Any]) -> Iterator[str]:
     if waiting := [*by_outcome.get(WAITING, ()), *by_outcome.get(LEFT_OUT, ())]:
         yield f"{len(waiting)} steps are not done, {waiting[0]} first: run the same command again to continue there."
     if not document["dry_run"] and all(f"{name}/{name}" in by_outcome.get("ok", ()) for name in ("casts", "products")):
-        yield "`lightning-fp8 doctor --prove --json proofs.json`; its keys go into cuda_kernels/host/proven.txt."
-        yield "Put casts.json, products.json, attention.json into benchmarks/results, named by date and card."
+        yield "`lightning-fp8 doctor --prove --json proofs.json`."
+        yield "Put proofs.json, casts.json, products.json, attention.json into benchmarks/results, named by date."
         yield "`python -m benchmarks table *.json --readme README.md`; `python -m benchmarks choose products.json`."
         yield "For each target that is missed, report what its profile (ncu-*.ncu-rep) shows and what was tried."

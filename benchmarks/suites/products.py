@@ -260,7 +260,7 @@ def _kernels(
     if plan.device.type not in ("cuda", *EXECUTORS):
         return
     best = fastest_by_estimate(bound.problem)
-    operands = left.data, left.scale_inv, right.data, right.scale_inv, bound.gemm, None, None, exam.out
+    operands = left.data, left.scale_inv, right.data, right.scale_inv, bound.gemm, None, exam.out
     for each in sorted(legal_choices(bound.problem), key=lambda each: each != best) if every else [best]:
         if not isinstance(each, Library):
             by = OURS if each == best else f"{OURS}, {each}"

@@ -53,7 +53,6 @@ store_8 = asm("st.global.v2.b32 [$0], {$1, $2};", void, i64, u32, u32)
 store_16 = asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", void, i64, u32, u32, u32, u32)
 
 atomic_max = asm("red.global.max.u32 [$0], $1;", void, i64, u32)
-atomic_add = asm("red.global.add.u64 [$0], $1;", void, i64, i64)
 load_relaxed = asm("ld.relaxed.gpu.global.b32 $0, [$1];", u32, i64)
 
 # --- Asynchronous copies from global to shared memory (Ampere and later) ----------------------------------------------
@@ -80,7 +79,6 @@ warp_max = asm("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, u32)
 warp_any = asm(
     "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }", i32, i32
 )
-warp_sum = asm("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, u32)
 shuffle = asm("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, i32)
 shuffle_xor = asm("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", u32, u32, const)
 
@@ -133,12 +131,6 @@ CVT_RN_X2 = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 """The same for two float32; the first is stored in the high half."""
 pack_halves = {dtype: asm(f"{cvt} $0, $2, $1;", u32, f32, f32, pure=True) for dtype, cvt in CVT_RN_X2.items()}
 """Two float32, rounded to nearest even, with the first in the low half. By dtype."""
-round_to = {
-    "bfloat16": asm(f"{{ .reg .b16 h, z; {CVT_RN['bfloat16']} h, $1; mov.b16 z, 0; mov.b32 $0, {{z, h}}; }}", f32, f32),
-    "float16": asm(f"{{ .reg .b16 h; {CVT_RN['float16']} h, $1; cvt.f32.f16 $0, h; }}", f32, f32),
-    "float32": asm("mov.f32 $0, $1;", f32, f32),
-}
-"""Round float32 to a dtype and back, by dtype."""
 
 float8x4 = {
     name: asm(

@@ -1,23 +1,20 @@
-"""The epilogue of both GEMMs: scales, bias and amax of the accumulator, rounded and stored."""
+"""The epilogue of both GEMMs: scales and bias of the accumulator, rounded and stored."""
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
-from cuda_kernels.device.codec import update_amax
 from cuda_kernels.device.fragments import (
     add_columns,
-    largest_of_rows,
     scale_all,
     scale_columns,
     scale_rows,
     slice_fragment,
     store_fragment_global,
 )
-from cuda_kernels.device.language import cuda, device, i64, u32
-from cuda_kernels.device.ptx import bits, from_bits, load_4_if, round_to, unsigned_max, warp_max
-from cuda_kernels.device.sizes import DtypeName
+from cuda_kernels.device.language import device, i64
+from cuda_kernels.device.ptx import from_bits, load_4_if
 from cuda_kernels.device.sm90 import (
     fence_proxy_async_shared,
     named_barrier,
@@ -33,35 +30,29 @@ from cuda_kernels.kernel import KernelError
 
 @cache
 def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
-    """A device function ``(acc, epi_args, frag_row, m, frag_col, n) -> acc``: scales, bias and the result's amax.
+    """A device function ``(acc, epi_args, frag_row, m, frag_col, n) -> acc``: scales and bias.
 
-    ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales, bias and amax.
+    ``epi_args``: the product of both tensor scales; the addresses of A's scales, B's scales and bias.
     ``frag_row``, ``frag_col``: position of the thread's first register in the result.
     """
-    steps: list[Any] = []
     if spec.scaling is Scaling.TENSOR:
-        scale = scale_all(num_registers)
-        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: scale(acc, epi_args[0])))
+        scale_by_one = scale_all(num_registers)
+        scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: scale_by_one(acc, epi_args[0]))
     elif spec.scaling is Scaling.ROW:
-        steps.append(_make_row_scaler(num_registers, even))
-    elif not spec.scaling.along_k:
+        scale = _make_row_scaler(num_registers, even)
+    elif spec.scaling.along_k:
+        scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
+    else:
         raise KernelError(f"{spec.scaling} has scales that neither a K iteration nor the epilogue applies")
-    if spec.bias_dtype:
-        add = add_columns(num_registers, spec.bias_dtype, even)
-        steps.append(device(lambda acc, epi_args, frag_row, m, frag_col, n: add(acc, epi_args[3], frag_col, n)))
-    if spec.has_amax:
-        steps.append(_make_amax_observer(num_registers, spec.out_dtype))
-    return reduce(_then, steps, device(lambda acc, epi_args, frag_row, m, frag_col, n: acc))
-
-
-def _then(first: Any, second: Any) -> Any:
-    """One device function that applies both, one after the other."""
+    if not spec.bias_dtype:
+        return scale
+    add = add_columns(num_registers, spec.bias_dtype, even)
 
     @device
-    def both(acc, epi_args, frag_row, m, frag_col, n):
-        return second(first(acc, epi_args, frag_row, m, frag_col, n), epi_args, frag_row, m, frag_col, n)
+    def scale_and_add(acc, epi_args, frag_row, m, frag_col, n):
+        return add(scale(acc, epi_args, frag_row, m, frag_col, n), epi_args[3], frag_col, n)
 
-    return both
+    return scale_and_add
 
 
 def _make_row_scaler(num_registers: int, even: bool) -> Any:
@@ -70,29 +61,12 @@ def _make_row_scaler(num_registers: int, even: bool) -> Any:
 
     @device
     def scale_rows_and_columns(acc, epi_args, frag_row, m, frag_col, n):
-        _, scale_inv_a, scale_inv_b, _, _ = epi_args
+        _, scale_inv_a, scale_inv_b, _ = epi_args
         above = from_bits(load_4_if(scale_inv_a + i64(frag_row) * 4, frag_row < m))
         below = from_bits(load_4_if(scale_inv_a + i64(frag_row + 8) * 4, frag_row + 8 < m))
         return scale_by_columns(scale_by_rows(acc, above, below), scale_inv_b, frag_col, n)
 
     return scale_rows_and_columns
-
-
-def _make_amax_observer(num_registers: int, out_dtype: DtypeName) -> Any:
-    largest = largest_of_rows(num_registers)
-    rounded = round_to[out_dtype]
-
-    @device
-    def observe_amax(acc, epi_args, frag_row, m, frag_col, n):
-        _, _, _, _, amax_out = epi_args
-        above, below = largest(acc, n - frag_col)
-        value = warp_max(unsigned_max(above if frag_row < m else u32(0), below if frag_row + 8 < m else u32(0)))
-        if cuda.threadIdx.x & 31 == 0:
-            # Rounding is monotonic: the largest rounded value is the rounded largest value.
-            update_amax(amax_out, bits(rounded(from_bits(value))))
-        return acc
-
-    return observe_amax
 
 
 @cache

@@ -55,8 +55,8 @@ from cuda_kernels.kernel import Kernel, typed
 def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
     """``out [m, n]``, one block per tile; see :class:`GemmSpec` and :class:`MmaConfig`.
 
-    Parameters are the address and stride of A, of B, of A's scales and of B's; the addresses of bias and of the amax;
-    the address and stride of out; m, n and k. Strides are in elements; addresses and strides of A and B are multiples
+    Parameters are the address and stride of A, of B, of A's scales and of B's; the address of bias; the
+    address and stride of out; m, n and k. Strides are in elements; addresses and strides of A and B are multiples
     of 16. Scales of 1x128 blocks are contiguous along rows of the operand, those of 128x128 along a row of blocks. An
     absent address is 0.
     """
@@ -130,7 +130,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
 
     def mma_gemm(
         a, a_stride, b, b_stride, scale_inv_a, scale_inv_a_stride, scale_inv_b, scale_inv_b_stride,
-        bias, amax_out, out, out_stride, m, n, k,
+        bias, out, out_stride, m, n, k,
     ):  # fmt: skip
         smem = dynamic_shared()
         lane = cuda.threadIdx.x & 31
@@ -185,7 +185,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
-        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out
+        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias
         epilogue_store(acc, out, out_stride, epi_args, tile_row + row_in_tile, m, tile_col + col_in_tile, n)
 
     return Kernel(
@@ -193,7 +193,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
         mma_gemm,
         {
             **typed(i64, "a a_stride b b_stride scale_inv_a scale_inv_a_stride scale_inv_b scale_inv_b_stride"),
-            **typed(i64, "bias amax_out out out_stride"),
+            **typed(i64, "bias out out_stride"),
             **typed(i32, "m n k"),
         },
         threads,

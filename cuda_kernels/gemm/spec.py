@@ -76,7 +76,6 @@ class GemmSpec:
         accumulate: add to ``out``, which is float32.
         promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
             bits (DeepSeek-V3, arXiv:2412.19437). Always true with scales along K.
-        has_amax: update a given amax with the largest magnitude of ``out``.
     """
 
     a_dtype: str
@@ -86,7 +85,6 @@ class GemmSpec:
     bias_dtype: DtypeName | None = None
     accumulate: bool = False
     promote: bool = True
-    has_amax: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling.along_k:  # always promotes; set here so that both spellings share one kernel
@@ -95,7 +93,7 @@ class GemmSpec:
     def __str__(self) -> str:
         parts = [self.a_dtype, self.b_dtype, self.scaling.value.replace(" ", "*"), self.out_dtype]
         parts += [f"bias={self.bias_dtype}"] * bool(self.bias_dtype)
-        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote + ["amax"] * self.has_amax
+        parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote
         return " ".join(parts)
 
 

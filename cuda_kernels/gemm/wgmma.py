@@ -60,7 +60,7 @@ _REGISTERS = 224
 def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     """``out [m, n]`` by persistent blocks, each processing every n-th tile; see :class:`GemmSpec`, :class:`GemmConfig`.
 
-    Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias, the amax and out;
+    Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias and out;
     the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map is A's.
     """
     scaling, promote = spec.scaling, spec.promote
@@ -180,7 +180,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def consume(
-        smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
+        smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n,
         work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
     ):  # fmt: skip
         wg_thread = cuda.threadIdx.x & 127
@@ -194,7 +194,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
-        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias, amax_out
+        epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias
         block_scale_invs = (u32(0), u32(0))
         next_tile_col = 0
         next_block_scale_invs = block_scale_invs
@@ -248,7 +248,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     def gemm(
         map_a, map_b, map_out, map_scale_inv_a, map_scale_inv_b,
-        scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n, k,
+        scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n, k,
     ):  # fmt: skip
         grid_constant_params()
         scale_inv_maps = address_of(map_scale_inv_a), address_of(map_scale_inv_b)
@@ -280,7 +280,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         else:
             warpgroup_reg_alloc(_REGISTERS)
             consume(
-                smem, maps, scale_inv_a, scale_inv_b, bias, amax_out, out, out_stride, scale_inv_b_stride, m, n,
+                smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n,
                 work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
             )  # fmt: skip
 
@@ -289,7 +289,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         gemm,
         {
             **typed(tensor_map, "map_a map_b map_out map_scale_inv_a map_scale_inv_b"),
-            **typed(i64, "scale_inv_a scale_inv_b bias amax_out out out_stride scale_inv_b_stride"),
+            **typed(i64, "scale_inv_a scale_inv_b bias out out_stride scale_inv_b_stride"),
             **typed(i32, "m n k"),
         },
         config.threads,

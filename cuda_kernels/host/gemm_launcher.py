@@ -15,8 +15,8 @@ from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
 from cuda_kernels.host.launch import Box, address_on, bind
 from cuda_kernels.host.tensor_maps import map_on
 
-GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
-"""``(a, scale_inv_a, b, scale_inv_b, bias, amax, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
+GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
+"""``(a, scale_inv_a, b, scale_inv_b, bias, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
 
 
 class GemmStrides(NamedTuple):
@@ -42,8 +42,7 @@ def bind_gemm_kernel(
     """Bind ``config``'s kernel to the sizes of ``problem`` and these strides; returns a function that launches it.
 
     A launch takes aligned operands: FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
-    ``amax [1]`` in float32 and ``out [m, n]``, with the dtypes of ``problem.spec``. Bias and amax are None if the spec
-    has none.
+    or None if the spec has none; and ``out [m, n]``, with the dtypes of ``problem.spec``.
 
     Raises:
         KernelError: If the kernel cannot be compiled or loaded.
@@ -66,15 +65,12 @@ def _bind_wgmma(device: torch.device, problem: GemmProblem, config: GemmConfig, 
         device,
         (
             "map_a", "map_b", "map_out", "map_scale_inv_a", "map_scale_inv_b",
-            "scale_inv_a", "scale_inv_b", "bias", "amax_out", "out",
+            "scale_inv_a", "scale_inv_b", "bias", "out",
         ),
         out_stride=strides.out, scale_inv_b_stride=strides.scale_inv_b, m=problem.m, n=problem.n, k=problem.k,
     )  # fmt: skip
 
-    def run(
-        a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor,
-        bias: Tensor | None, amax: Tensor | None, out: Tensor,
-    ) -> None:  # fmt: skip
+    def run(a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         absent = encoded_a = map_a(a)
         launch(
             encoded_a,
@@ -85,7 +81,6 @@ def _bind_wgmma(device: torch.device, problem: GemmProblem, config: GemmConfig, 
             pointer(scale_inv_a),
             pointer(scale_inv_b),
             0 if bias is None else pointer(bias),
-            0 if amax is None else pointer(amax),
             pointer(out),
         )
 
@@ -100,19 +95,16 @@ def _bind_mma(device: torch.device, problem: GemmProblem, config: MmaConfig, str
         device,
         (
             "a", "a_stride", "b", "b_stride", "scale_inv_a", "scale_inv_a_stride", "scale_inv_b", "scale_inv_b_stride",
-            "bias", "amax_out", "out", "out_stride",
+            "bias", "out", "out_stride",
         ),
         m=problem.m, n=problem.n, k=problem.k,
     )  # fmt: skip
 
-    def run(
-        a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor,
-        bias: Tensor | None, amax: Tensor | None, out: Tensor,
-    ) -> None:  # fmt: skip
+    def run(a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         launch(
             pointer(a), strides.a, pointer(b), strides.b,
             pointer(scale_inv_a), strides.scale_inv_a, pointer(scale_inv_b), strides.scale_inv_b,
-            0 if bias is None else pointer(bias), 0 if amax is None else pointer(amax), pointer(out), strides.out,
+            0 if bias is None else pointer(bias), pointer(out), strides.out,
         )  # fmt: skip
 
     return run

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 
 from cuda_kernels.gemm.mma import mma_gemm_kernel
 from cuda_kernels.gemm.spec import GemmConfig
@@ -81,7 +80,7 @@ def choose_gemm(problem: GemmProblem, measured: Iterable[Measurement] = (), back
     legal = legal_choices(problem)
     if backend == "cublaslt" and cublaslt_takes(problem):
         return Library.CUBLASLT
-    gemm = str(replace(problem.spec, has_amax=False))  # the amax does not affect which tile is the fastest
+    gemm = str(problem.spec)
     alike = [known for known in measured if known.gemm == gemm and known.choice in legal]
     if backend == "numba":
         alike = [known for known in alike if not isinstance(known.choice, Library)]

@@ -108,9 +108,6 @@ class Launch:
             self._local = threading.local()
         elif device.type not in EXECUTORS:
             raise NoKernels(f"kernels are not supported on {device.type}")
-        elif device.type in PROVEN_CODE:
-            proofs.require(kernel, *PROVEN_CODE[device.type](kernel))
-            proofs.note("loading", kernel)
 
     def run(self, *addresses: Argument) -> None:
         """Launch on the current stream; ``addresses`` come from :func:`address_on` and ``tensor_maps.map_on``.
@@ -119,8 +116,6 @@ class Launch:
             KernelError: If the driver refuses the launch.
         """
         if self._index is None:
-            if self.device.type in PROVEN_CODE:
-                proofs.note("starting", self.kernel)
             return EXECUTORS[self.device.type](self.kernel, self.grid, (*addresses, *self.scalars))
         try:
             write, launch_kernel, stream, parameters = self._local.binding
@@ -386,8 +381,6 @@ EXECUTORS: dict[str, Executor] = {}
 
 They are called with the kernel, the grid, and all parameters, with tensors for addresses.
 """
-PROVEN_CODE: dict[str, Callable[[Kernel], tuple[proofs.Card, bytes]]] = {}
-"""For device types whose executor runs only proven kernels: a function that returns a kernel's GPU and machine code."""
 _emulated_architecture = "90a"
 
 

@@ -6,7 +6,7 @@ then requests a proof of an unproven kernel (``lightning_fp8/ops/proving.py``), 
 
 Verdicts are files in the folder of the kernel cache, one per :func:`key_of`: other machine code, another GPU or driver,
 or other sources of what launches and checks kernels require a new proof. Files are written atomically, and damaged
-files are ignored. ``proven.txt`` lists the keys of kernels proven by the authors of this package.
+files are ignored.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def verdict_of(key: str) -> Verdict | None:
         return _known[key]
     if os.environ.get(VARIABLE) == "always":
         return None
-    verdict = _read(_path_of(key)) or (Verdict("", "", "", True) if key in _proven_by_authors() else None)
+    verdict = _read(_path_of(key))
     if verdict is not None:
         _known[key] = verdict
     return verdict
@@ -254,9 +254,3 @@ def _read(path: Path) -> Verdict | None:
         return None
     types = all(isinstance(getattr(verdict, name), str) for name in ("kernel", "card", "driver", "reason"))
     return verdict if key == path.stem and types and isinstance(verdict.proven, bool) else None
-
-
-@cache
-def _proven_by_authors() -> frozenset[str]:
-    lines = Path(__file__).with_name("proven.txt").read_text().splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))

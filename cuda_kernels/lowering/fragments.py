@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from cuda_kernels.device.fragments import fragment_type
-from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32, u32x, void
+from cuda_kernels.device.language import UniTuple, f32, i32, i64, u32x, void
 from cuda_kernels.device.ptx import CVT_RN, CVT_RN_X2, GUARDED
 from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
 from cuda_kernels.device.swizzle import ATOM_BYTES
@@ -223,26 +223,6 @@ def scale_columns(num_registers: int, even: bool) -> Any:
 def add_columns(num_registers: int, dtype: DtypeName, even: bool) -> Any:
     """``(acc, vector, column, columns) -> acc`` plus ``vector [columns]`` of ``dtype`` in each row."""
     return _with_columns(add_rounded, num_registers, dtype, even)
-
-
-@cache
-def largest_of_rows(num_registers: int) -> Any:
-    """``(acc, cols_left) -> (bits, bits)`` of the largest magnitudes in its first row and in the row eight below.
-
-    ``cols_left``: columns from the thread's first one to the edge of the matrix.
-    """
-
-    def emit(builder: Any, acc: Values, cols_left: Any) -> Values:
-        largest = [I32(0), I32(0)]
-        for index, value in enumerate(acc):
-            bits = builder.and_(builder.bitcast(value, I32), I32(0x7FFFFFFF))
-            in_bounds = builder.icmp_signed("<", I32(8 * (index >> 2) + (index & 1)), cols_left)
-            bits = builder.select(in_bounds, bits, I32(0))
-            larger = builder.icmp_unsigned(">", bits, largest[row_of(index)])
-            largest[row_of(index)] = builder.select(larger, bits, largest[row_of(index)])
-        return largest
-
-    return generated(emit, UniTuple(u32, 2), fragment_type(num_registers), i32)
 
 
 # --- Stores to shared and to global memory ----------------------------------------------------------------------------

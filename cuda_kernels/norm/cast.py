@@ -250,7 +250,6 @@ def rms_norm_kernel(spec: NormSpec, out_dtype: DtypeName, rounds_first: bool, ro
     statistics_of_row = row_statistics(spec.dtype, False, row_layout)
     column_of = quad_column(row_layout)
     decode = quad_decoder(spec.dtype)
-    decode_rounded = quad_decoder(spec.dtype)
     parameters = parameter_quad(spec.weight_dtype)
     is_inside = inside_row(row_layout)
     store = quad_storer(out_dtype, True)
@@ -268,7 +267,7 @@ def rms_norm_kernel(spec: NormSpec, out_dtype: DtypeName, rounds_first: bool, ro
             return a, b, c, d
         registers = cuda.local.array(2, u32)
         registers[0], registers[1] = pack(a, b), pack(c, d)
-        return decode_rounded(registers, 0)
+        return decode(registers, 0)
 
     def rms_norm(x, stride, weight, statistics, out, rows, columns, offset, eps):
         thread = cuda.threadIdx.x

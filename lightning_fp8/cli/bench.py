@@ -90,7 +90,7 @@ def candidates(gemm: LayerGemm, recipe: Recipe, bound: BoundGemm) -> dict[GemmCh
 
     def call_of(choice: GemmChoice) -> Callable[[], Tensor]:
         built = cache(partial(build_gemm, bound, choice))  # compiled in the first call, whose error is reported
-        return lambda: built()(*operands, bound.gemm, None, None, None)
+        return lambda: built()(*operands, bound.gemm, None, None)
 
     return {choice: call_of(choice) for choice in legal_choices(bound.problem) if choice is not Library.REFERENCE}
 

@@ -131,22 +131,18 @@ def report(seconds: float, compiling: bool) -> list[Finding]:
 
 
 def proofs(dry_run: bool) -> list[Finding]:
-    """Prove each kind of kernel, printing each result; with ``dry_run`` only list the kernels.
-
-    The value of the last finding is the keys of the proven kernels, as ``cuda_kernels/host/proven.txt`` lists them.
-    """
+    """Prove each kind of kernel, printing each result; with ``dry_run`` only list the kernels."""
     from lightning_fp8.doctor.probes import device, has_fp8
     from lightning_fp8.proofs.report import listed, proven
 
     if not dry_run and not has_fp8():
         way_out = "run lightning-fp8 doctor to list the GPUs"
         return shown([Finding("GPU", "no GPU with FP8 tensor cores", "fail", way_out)])
-    keys: dict[str, None] = {}
-    lines = listed() if dry_run else proven(device(), keys)
+    lines = listed() if dry_run else proven(device())
     findings = shown(Finding(kind, text, "ok" if is_right else "fail") for kind, text, is_right in lines)
     if failed := sum(finding.verdict == "fail" for finding in findings):
         print(f"\n{failed} of {len(findings)} failed: torch's operations replace these kernels, and are slower")
-    return [*findings, Finding("keys", " ".join(keys))] if keys else findings
+    return findings
 
 
 def shown(findings: Iterable[Finding]) -> list[Finding]:

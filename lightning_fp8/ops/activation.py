@@ -82,7 +82,7 @@ def activation_quantize(x: Tensor, activation: str, cast: Cast, **cast_args: Unp
             is unknown, or if x has an odd number of columns and the activation is gated.
     """
     usage, requested, observed = asked_by(x, cast, cast_args)
-    return operands_of(_activation_quantize(x, activation, usage, *observed), usage, *requested)
+    return operands_of(activation_quantize_op.call(x, activation, usage, *observed), usage, *requested)
 
 
 def activation_backward_quantize(
@@ -111,7 +111,7 @@ def activation_backward_quantize(
             output, or if ``bias_dtype`` is not bfloat16, float16 or float32.
     """
     usage, requested, observed = asked_by(dy, cast, cast_args)
-    results = _activation_backward_quantize(dy, x, activation, bias_dtype, usage, *observed)
+    results = activation_backward_quantize_op.call(dy, x, activation, bias_dtype, usage, *observed)
     return operands_of(results, usage, *requested), results[4] if bias_dtype else None
 
 
@@ -129,7 +129,7 @@ def gated_quantize(x: Tensor, factor: Tensor, activation: str, cast: Cast, **cas
             dtype of ``factor`` is not x's.
     """
     usage, requested, observed = asked_by(x, cast, cast_args)
-    return operands_of(_gated_quantize(x, factor, activation, usage, *observed), usage, *requested)
+    return operands_of(gated_quantize_op.call(x, factor, activation, usage, *observed), usage, *requested)
 
 
 def gated_backward_quantize(
@@ -155,7 +155,7 @@ def gated_backward_quantize(
     }
     usage, requested, _ = asked_by(x, cast, args)
     observed = (each.get(name) for name in ("scale", "amax") for each in (of_x, of_factor))
-    results = _gated_backward_quantize(dy, x, factor, activation, usage, *observed)
+    results = gated_backward_quantize_op.call(dy, x, factor, activation, usage, *observed)
     return operands_of(results[:4], usage, *requested), operands_of(results[4:], usage, *requested)
 
 
@@ -237,12 +237,6 @@ def gated_backward_quantize_op(
 ) -> GatedGradients:
     first, second = (fake_outputs(x, cast, x.shape[0], x.shape[1]) for _ in range(2))
     return GatedGradients(*first, *second)
-
-
-_activation_quantize = activation_quantize_op.call
-_activation_backward_quantize = activation_backward_quantize_op.call
-_gated_quantize = gated_quantize_op.call
-_gated_backward_quantize = gated_backward_quantize_op.call
 
 
 # --- The specification ------------------------------------------------------------------------------------------------

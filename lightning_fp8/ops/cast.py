@@ -83,7 +83,7 @@ def quantize(
             a tensor has the wrong shape.
     """
     usage = asked(x, cast, rowwise, columnwise, scale_is_nonzero)
-    return operands_of(_quantize(x, usage, scale, amax), usage, rowwise, columnwise)
+    return operands_of(quantize_op.call(x, usage, scale, amax), usage, rowwise, columnwise)
 
 
 def quantize_columns(x: Tensor, scale: Tensor, float8: Float8) -> Tensor:
@@ -104,7 +104,7 @@ def quantize_columns(x: Tensor, scale: Tensor, float8: Float8) -> Tensor:
         TypeError: If x is not a 2-D bfloat16, float16 or float32 tensor, or ``scale`` is not float32.
         ValueError: If ``scale`` has the wrong shape, is on another device, or is not contiguous.
     """
-    return _quantize_columns(x, scale, float8.dtype)  # type: ignore[no-any-return]
+    return quantize_columns_op.call(x, scale, float8.dtype)  # type: ignore[no-any-return]
 
 
 def observe(x: Tensor, amax: Tensor) -> None:
@@ -113,7 +113,7 @@ def observe(x: Tensor, amax: Tensor) -> None:
     Raises:
         TypeError, ValueError: If x is not floating point, or if ``amax`` has the wrong dtype, shape or device.
     """
-    _observe(x, amax)
+    observe_op.call(x, amax)
 
 
 def asked(x: Tensor | None, cast: Cast, rowwise: bool, columnwise: bool, scale_is_nonzero: bool) -> Cast:
@@ -198,9 +198,6 @@ def quantize_op(x: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
     return fake_outputs(x, cast, x.shape[0], x.shape[1])
 
 
-_quantize = quantize_op.call
-
-
 def _check_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     _check_input(x)
     if scale.dtype is not torch.float32 or scale.shape != x.shape[1:] or scale.device != x.device:
@@ -214,9 +211,6 @@ def quantize_columns_op(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return code_allocation(x.device, dtype, x.shape[0], x.shape[1]).empty(x.device)
 
 
-_quantize_columns = quantize_columns_op.call
-
-
 def _check_observe(x: Tensor, amax: Tensor) -> None:
     require_scalar("amax", amax, x.device)
     if not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -226,9 +220,6 @@ def _check_observe(x: Tensor, amax: Tensor) -> None:
 @op("observe", check=_check_observe, writes=("amax",))
 def observe_op(x: Tensor, amax: Tensor) -> None:
     return None
-
-
-_observe = observe_op.call
 
 
 def kernel_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
@@ -264,13 +255,8 @@ def _allocations(
 # --- The specification ------------------------------------------------------------------------------------------------
 
 
-class _Bytes(NamedTuple):
-    """The results of compiled code: codes and E8M0 scales are bytes, and results that are not requested are None."""
-
-    data: Tensor | None
-    scale_inv: Tensor | None
-    data_t: Tensor | None
-    scale_inv_t: Tensor | None
+_Bytes = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The results of compiled code: codes and E8M0 scales are bytes, and results that are not requested are None."""
 
 
 def reference_quantize(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None) -> Outputs:
@@ -298,7 +284,7 @@ def _quantize_to_bytes(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor
     if cast.columnwise:
         columns, scale_inv_t = _quantize_blocks(x, (block_columns, block_rows), cast)
         data_t, scale_inv_t = _transposed(columns), scale_inv_t.t().contiguous()
-    return _Bytes(data, scale_inv, data_t, scale_inv_t)
+    return data, scale_inv, data_t, scale_inv_t
 
 
 @torch.compiler.assume_constant_result
@@ -375,7 +361,7 @@ def _quantize_tensor(x: Tensor, scale: Tensor, cast: Cast) -> _Bytes:
     data_t = None
     if cast.columnwise:
         data_t = _transposed(data.clone() if cast.rowwise else data)  # the outputs of an op must not share memory
-    return _Bytes(data if cast.rowwise else None, scaling.inverse(scale), data_t, None)
+    return data if cast.rowwise else None, scaling.inverse(scale), data_t, None
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -383,8 +369,8 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().contiguous() if torch.compiler.is_compiling() else codes.t()
 
 
-def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor]:
-    """Quantize ``x`` in blocks. Ragged edges are padded with zeros, which do not change an amax."""
+def blocks_of(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """The blocks ``[R / r, r, K / k, k]`` of ``x [R, K]``, padded with zeros, which do not change an amax."""
     rows, columns = x.shape
     block_rows, block_columns = block[0] or max(rows, 1), block[1] or max(columns, 1)
     more_rows, more_columns = -rows % block_rows, -columns % block_columns
@@ -392,15 +378,18 @@ def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast
     if more_rows or more_columns:  # F.pad of torch 2.8 does not support empty tensors
         padded = x.new_zeros(rows + more_rows, columns + more_columns)
         padded[:rows, :columns] = x
-    grid = padded.shape[0] // block_rows, padded.shape[1] // block_columns
-    blocks = padded.view(grid[0], block_rows, grid[1], block_columns)
-    amax = absolute_max(blocks, 1).amax(2) if block_rows > 1 else absolute_max(blocks.squeeze(1), 2)
-    scale, scale_inv = _block_scales(amax, cast)
+    return padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns)
+
+
+def _quantize_blocks(x: Tensor, block: tuple[int | None, int | None], cast: Cast) -> tuple[Tensor, Tensor]:
+    blocks = blocks_of(x, block)
+    amax = absolute_max(blocks, 1).amax(2) if blocks.shape[1] > 1 else absolute_max(blocks.squeeze(1), 2)
+    scale, scale_inv = block_scales(amax, cast)
     data = _saturating_bytes(blocks.to(torch.float32, copy=True), scale[:, None, :, None], cast.float8)
-    return data.view(padded.shape)[:rows, :columns].contiguous(), scale_inv
+    return data.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]].contiguous(), scale_inv
 
 
-def _block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+def block_scales(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     """The scales of blocks in float32, and their inverses, which are codes for E8M0."""
     if cast.layout.scale_dtype == E8M0_DTYPE:
         codes = scaling.e8m0_from_amax(amax, cast.float8.max)

@@ -89,26 +89,16 @@ def variant_of(key: Sequence[Any]) -> CastVariant:
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
-class OutputStrides(NamedTuple):
-    """The strides of a cast's results in elements, by the names of kernel parameters; 0 for results without strides.
-
-    Attributes:
-        out_stride, out_t_stride: the row strides of the codes of x's operand and of xᵀ's operand.
-        out_scale_inv_stride, out_t_scale_inv_stride: the strides of the scales from block to block along K, or from row
-            to row without blocks.
-    """
-
-    out_stride: int
-    out_scale_inv_stride: int
-    out_t_stride: int
-    out_t_scale_inv_stride: int
+STRIDES = "out_stride", "out_scale_inv_stride", "out_t_stride", "out_t_scale_inv_stride"
+"""Kernel parameters, in elements: the row strides of codes, and the strides of scales from block to block along K, or
+from row to row without blocks."""
 
 
 class CastOutputs:
     """Allocates the results of a cast on a device.
 
     Attributes:
-        strides: the strides of the four results.
+        strides: the strides of the four results by :data:`STRIDES`; 0 for results without strides.
     """
 
     def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int) -> None:
@@ -119,7 +109,7 @@ class CastOutputs:
             allocation.strides[dim] if len(allocation.shape) == 2 else 0
             for allocation, dim in zip(allocations, (0, along, 0, along))
         )
-        self.strides = OutputStrides(*strides)
+        self.strides = dict(zip(STRIDES, strides))
 
     def allocate(self) -> Outputs:
         """Allocate the four tensors on the current device."""
@@ -253,15 +243,13 @@ class TensorCast(CastLaunches):
         kernel = quantize_tensor_kernel(
             store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
         )
-        strides = self.outputs.strides
         self._store = self._bind(
             kernel,
             num_tiles(self.rows, self.columns),
             ("scale_ptr", "block_amax", "amax_out", "out", "out_scale_inv", "out_t"),
             num_block_amax=blocks,
             **variant.current_scaling,
-            out_stride=strides.out_stride,
-            out_t_stride=strides.out_t_stride,
+            **{name: self.outputs.strides[name] for name in ("out_stride", "out_t_stride")},
         )
 
     def _launch(self, given: Addresses) -> None:
@@ -290,7 +278,7 @@ class RowCast(CastLaunches):
             tiles,
             ("amaxes", "out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
-            **self.outputs.strides._asdict(),
+            **self.outputs.strides,
         )
 
     def _launch(self, given: Addresses) -> None:
@@ -316,7 +304,7 @@ class BlockCast(CastLaunches):
             num_tiles(self.rows, self.columns),
             ("out", "out_scale_inv", "out_t", "out_t_scale_inv"),
             **variant.current_scaling,
-            **self.outputs.strides._asdict(),
+            **self.outputs.strides,
         )
 
     def _launch(self, given: Addresses) -> None:

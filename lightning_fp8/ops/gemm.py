@@ -23,7 +23,7 @@ from lightning_fp8.numerics import scaling
 from lightning_fp8.numerics.formats import E8M0_DTYPE
 from lightning_fp8.numerics.scaled import Layout, ScaledTensor
 from lightning_fp8.ops.bf16_products import bf16_products, multiplies_bf16
-from lightning_fp8.ops.cast import decode, observe_op
+from lightning_fp8.ops.cast import decode
 from lightning_fp8.ops.checks import HIGH_PRECISION, require
 from lightning_fp8.ops.op import op, spec
 
@@ -70,7 +70,6 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
-    amax: Tensor | None = None,
 ) -> Tensor:
     """``a @ bᵀ + bias`` of two K-major FP8 operands, accumulated in float32 and rounded once.
 
@@ -80,19 +79,15 @@ def scaled_mm(
         bias: ``[N]``, added before rounding.
         out_dtype: bfloat16, float16 or float32.
         fast_accum: allow the tensor core's accumulator of lower precision. It has no effect on the CPU.
-        amax: float32 ``[]``, updated with the largest magnitude of the result, as in :func:`observe`.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
 
     Raises:
-        TypeError, ValueError: If the operands have different K, or if ``bias`` or ``amax`` has the wrong dtype, shape
-            or device.
+        TypeError, ValueError: If the operands have different K, or ``bias`` has the wrong dtype, shape or device.
     """
     gemm = Gemm(a.layout, b.layout, out_dtype, fast_accum)
-    if amax is None:
-        return _scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias)  # type: ignore[no-any-return]
-    return _scaled_mm_observed(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias, amax)  # type: ignore[no-any-return]
+    return scaled_mm_op.call(a.data, a.scale_inv, b.data, b.scale_inv, gemm, bias)  # type: ignore[no-any-return]
 
 
 def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
@@ -101,7 +96,7 @@ def scaled_mm_accumulate(out: Tensor, a: ScaledTensor, b: ScaledTensor) -> None:
     Raises:
         TypeError, ValueError: If the operands have different K, or ``out`` has the wrong dtype, shape or device.
     """
-    _scaled_mm_accumulate(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
+    scaled_mm_accumulate_op.call(out, a.data, a.scale_inv, b.data, b.scale_inv, Gemm(a.layout, b.layout, torch.float32))
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -114,10 +109,9 @@ def _check(
     scale_b: Tensor,
     gemm: Gemm,
     bias: Tensor | None = None,
-    amax: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """Check that K is equal, scales match their layouts, and ``bias``, ``amax`` and ``out`` match the result."""
+    """Check that K is equal, scales match their layouts, and ``bias`` and ``out`` match the result."""
     if gemm.out_dtype not in HIGH_PRECISION:
         raise TypeError(f"out_dtype={gemm.out_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
     m, k = a.shape
@@ -136,8 +130,6 @@ def _check(
             require(name, scale_inv, layout.scale_dtype, layout.scale_shape(*data.shape), device)
     if bias is not None:
         require("bias", bias, HIGH_PRECISION, (n,), device)
-    if amax is not None:
-        require("amax", amax, torch.float32, (), device)
     if out is not None:
         require("out", out, HIGH_PRECISION, (m, n), device)
 
@@ -153,20 +145,12 @@ def scaled_mm_op(
     return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
 
 
-# A separate op, because Inductor does not support an op with one result and an optional argument that it writes to.
-@op("scaled_mm_observed", check=_check, writes=("amax",))
-def scaled_mm_observed_op(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, amax: Tensor
-) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=gemm.out_dtype)
-
-
 @op("scaled_mm_accumulate", check=_check_accumulate, writes=("out",))
 def scaled_mm_accumulate_op(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm) -> None:
     return None
 
 
-@register_flop_formula([scaled_mm_op.overload.overloadpacket, scaled_mm_observed_op.overload.overloadpacket])
+@register_flop_formula(scaled_mm_op.overload.overloadpacket)
 def _scaled_mm_flops(a: Shape, _: Shape, b: Shape, *others: object, **kwargs: object) -> int:
     return 2 * a[0] * a[1] * b[0]
 
@@ -176,23 +160,17 @@ def _scaled_mm_accumulate_flops(out: Shape, a: Shape, *others: object, **kwargs:
     return 2 * out[0] * out[1] * a[1]
 
 
-_scaled_mm = scaled_mm_op.call
-_scaled_mm_observed = scaled_mm_observed_op.call
-_scaled_mm_accumulate = scaled_mm_accumulate_op.call
-
-
 def implement_gemm(device_type: str, multiply: Any, plan: Any = None) -> None:
-    """Implement all three ops by ``(a, scale_a, b, scale_b, gemm, bias, amax=None, out=None) -> result``.
+    """Implement both ops by ``(a, scale_a, b, scale_b, gemm, bias, out=None) -> result``.
 
     Args:
         plan: the plan cache of the implementation, if it has one.
     """
 
     def accumulate(out: Tensor, *operands: Any) -> None:
-        multiply(*operands, None, None, out)
+        multiply(*operands, None, out)
 
     scaled_mm_op.implement(device_type, multiply, plan)
-    scaled_mm_observed_op.implement(device_type, multiply)
     scaled_mm_accumulate_op.implement(device_type, accumulate)
 
 
@@ -206,21 +184,13 @@ def reference_gemm(
     scale_b: Tensor,
     gemm: Gemm,
     bias: Tensor | None,
-    amax: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply, update ``amax``, and add to ``out``; both may be None.
+    """Multiply, and add to ``out`` unless it is None.
 
     Operands are exact, or rounded to float32 if their scales require it. ``fast_accum`` has no effect.
     """
     result = _multiply(a, scale_a, b, scale_b, gemm, bias)
-    return result if amax is None and out is None else finish_unfused(result, amax, out)
-
-
-def finish_unfused(result: Tensor, amax: Tensor | None, out: Tensor | None) -> Tensor:
-    """The epilogue of a GEMM without a fused one: update ``amax`` and add the result to ``out``; both may be None."""
-    if amax is not None:
-        observe_op.call(result, amax)
     return result if out is None else out.add_(result)
 
 

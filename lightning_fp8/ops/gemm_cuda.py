@@ -29,7 +29,7 @@ from cuda_kernels.kernel import KernelError
 from lightning_fp8.numerics.formats import float8_of
 from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops.checks import DTYPE_NAMES
-from lightning_fp8.ops.gemm import Gemm, finish_unfused, implement_gemm, reference_gemm
+from lightning_fp8.ops.gemm import Gemm, implement_gemm, reference_gemm
 from lightning_fp8.ops.memory import (
     OperandKey,
     PlainKey,
@@ -57,7 +57,7 @@ PLAN = "gemm"
 """The name of the plans of GEMMs."""
 
 Multiply = Callable[..., Tensor]
-"""``(a, scale_a, b, scale_b, gemm, bias, amax, out) -> out``. It adds to the argument ``out``; None allocates."""
+"""``(a, scale_a, b, scale_b, gemm, bias, out) -> out``. It adds to the argument ``out``; None allocates."""
 
 SCALINGS = {(Layout(each.layouts[0]), Layout(each.layouts[1])): each for each in Scaling}
 """The pairs of layouts that kernels multiply."""
@@ -150,7 +150,6 @@ def bind_gemm(
     gemm: Gemm,
     bias_key: TensorKey | None = None,
     out_key: TensorKey | None = None,
-    has_amax: bool = False,
     kernels: bool = True,
 ) -> BoundGemm:
     """The GEMM of these operands, which adds to ``out`` unless that is None.
@@ -165,7 +164,6 @@ def bind_gemm(
         bias_dtype=None if bias_key is None else DTYPE_NAMES[bias_key.dtype],
         accumulate=out_key is not None,
         promote=not gemm.fast_accum,
-        has_amax=has_amax,
     )
     out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
     problem = GemmProblem(
@@ -251,12 +249,11 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     start = bind_gemm_kernel(bound.device, problem, config, strides)
 
     def run(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
-        bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         if out is None:
             out = allocate(*result)
-        start(a, scale_a, b, scale_b, bias, amax, out)
+        start(a, scale_a, b, scale_b, bias, out)
         return out
 
     return run
@@ -269,9 +266,8 @@ def _scaled_mm(fit: Fit, instead: Multiply, said: str) -> Multiply:
     refused = False
 
     def run(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
-        bias: Tensor | None, amax: Tensor | None, out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         nonlocal refused
         if not refused:
             try:
@@ -283,25 +279,23 @@ def _scaled_mm(fit: Fit, instead: Multiply, said: str) -> Multiply:
                 what = f"{tuple(a.shape)} x {tuple(b.t().shape)} on {a.device}"
                 warn_once(a.device, f"torch._scaled_mm refuses {what}: {error}. {said}.", key=notice)
             else:
-                return finish_unfused(result, amax, out)
-        return instead(a, scale_a, b, scale_b, gemm, bias, amax, out)
+                return result if out is None else out.add_(result)
+        return instead(a, scale_a, b, scale_b, gemm, bias, out)
 
     return run
 
 
 def gemm_on_cuda(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm,
-    bias: Tensor | None, amax: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Multiply, update ``amax``, and add to ``out``; both may be None."""
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply, and add to ``out`` unless it is None."""
     if out is not None and not (out.dtype == torch.float32 and out.stride(1) == 1):
-        out += gemm_on_cuda(a, scale_a, b, scale_b, gemm, bias, amax)
-        return out
+        return out.add_(gemm_on_cuda(a, scale_a, b, scale_b, gemm, bias))
     bias = None if bias is None else bias.contiguous()
     return _plan(
         a.device, a.is_cuda and current_device(), operand_key(a, scale_a), operand_key(b, scale_b), gemm.flat,
-        None if bias is None else tensor_key(bias), None if out is None else tensor_key(out), amax is not None,
-    )(a, scale_a, b, scale_b, gemm, bias, amax, out)  # fmt: skip
+        None if bias is None else tensor_key(bias), None if out is None else tensor_key(out),
+    )(a, scale_a, b, scale_b, gemm, bias, out)  # fmt: skip
 
 
 def _plan_gemm(
@@ -311,7 +305,6 @@ def _plan_gemm(
     flat: tuple[Any, ...],
     bias_plain_key: PlainKey | None,
     out_plain_key: PlainKey | None,
-    has_amax: bool,
     kernels: bool = True,
 ) -> Multiply:
     """Plan the choice of :mod:`cuda_kernels.host.gemm_selection`: a kernel, if ``kernels`` is True, or a library."""
@@ -331,11 +324,11 @@ def _plan_gemm(
         return _in_all_ways(a, b, gemm, bias_plain_key is not None)
     bias_key = None if bias_plain_key is None else TensorKey(*bias_plain_key, device)
     out_key = None if out_plain_key is None else TensorKey(*out_plain_key, device)
-    bound = bind_gemm(device, a, b, gemm, bias_key, out_key, has_amax, kernels)
+    bound = bind_gemm(device, a, b, gemm, bias_key, out_key, kernels)
     choice = gemm_selection.choose_gemm_on(launch.name_of(device), bound.problem)
     if choice is Library.REFERENCE and kernels:
         _warn_of_reference(device, layouts)
-    return build_gemm(bound, choice, (a_key, b_key, flat, bias_plain_key, out_plain_key, has_amax))
+    return build_gemm(bound, choice, (a_key, b_key, flat, bias_plain_key, out_plain_key))
 
 
 _plan = planned(fallback=reference_gemm, planner_without_kernels=partial(_plan_gemm, kernels=False), name=PLAN)(

@@ -81,9 +81,9 @@ class Pass:
             w8 = cast_w(w, self.w_cast, w_scale, w_amax)  # type: ignore[misc]
             w, w_scale = (w8[0], w8[1]) if self.is_forward else transposed_operand(w8, self.w_cast)
         if self.first is not None:
-            first = multiply_first(a, a_scale, w, w_scale, self.first, bias, None, None)  # type: ignore[misc]
+            first = multiply_first(a, a_scale, w, w_scale, self.first, bias, None)  # type: ignore[misc]
         if self.second is not None:
-            second = multiply_second(a_t, a_t_scale, x_t, x_t_scale, self.second, None, None, None)  # type: ignore[misc]
+            second = multiply_second(a_t, a_t_scale, x_t, x_t_scale, self.second, None, None)  # type: ignore[misc]
         if steps is None:
             if key is not None:
                 self._keep(key, (

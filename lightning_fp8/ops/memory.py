@@ -31,7 +31,6 @@ ALIGNMENT = 16
 
 PlainKey = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 OperandKey = tuple[torch.dtype, Sequence[int], tuple[int, ...], int, tuple[int, ...], int]
-KeyAndDevice = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device]
 
 
 def tensor_key(x: Tensor) -> PlainKey:
@@ -45,11 +44,6 @@ def operand_key(data: Tensor, scale_inv: Tensor) -> OperandKey:
         data.dtype, data.shape, data.stride(), data.data_ptr() % ALIGNMENT,
         scale_inv.stride(), scale_inv.data_ptr() % ALIGNMENT,
     )  # fmt: skip
-
-
-def key_and_device(x: Tensor) -> KeyAndDevice:
-    """The key of a tensor whose device may differ from the plan's."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT, x.device
 
 
 class TensorKey(NamedTuple):
@@ -211,14 +205,6 @@ def operand_allocations(layout: Layout, dtype: torch.dtype, rows: int, columns: 
     return data, Allocation(shape, strides, layout.scale_dtype)
 
 
-def empty_operand(
-    device: torch.device, layout: Layout, dtype: torch.dtype, rows: int, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Allocate ``data`` and ``scale_inv``; see :func:`operand_allocations`."""
-    of_data, of_scale_inv = operand_allocations(layout, dtype, rows, columns)
-    return of_data.empty(device), of_scale_inv.empty(device)
-
-
 def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Allocation:
     """The memory of codes ``[rows, columns]`` that an op returns without scales.
 
@@ -231,7 +217,8 @@ def code_allocation(device: torch.device, dtype: torch.dtype, rows: int, columns
 
 def aligned_copy(layout: Layout, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
     """Copy an operand to memory as in :func:`operand_allocations`."""
-    copies = empty_operand(data.device, layout, data.dtype, *data.shape)
+    of_data, of_scale_inv = operand_allocations(layout, data.dtype, *data.shape)
+    copies = of_data.empty(data.device), of_scale_inv.empty(data.device)
     copy_bits(data, copies[0])
     copy_bits(scale_inv, copies[1])
     return copies

@@ -126,7 +126,7 @@ def norm_quantize(
             dtype or device of a parameter is invalid, or if ``eps`` is negative or not finite.
     """
     usage, requested, observed = asked_by(x, cast, cast_args)
-    results = _norm_quantize(x, weight, bias, Norm(float(eps), rms, zero_centered), usage, *observed)
+    results = norm_quantize_op.call(x, weight, bias, Norm(float(eps), rms, zero_centered), usage, *observed)
     return Normalized(operands_of(results, usage, *requested), results[4])
 
 
@@ -155,7 +155,7 @@ def norm_backward(
         TypeError, ValueError: If the shape, dtype or device of a tensor is invalid.
     """
     norm = Norm(0.0, rms, zero_centered)
-    dx, dweight, dbias = _norm_backward(dy, x, weight, statistics, norm, bias_gradient)
+    dx, dweight, dbias = norm_backward_op.call(dy, x, weight, statistics, norm, bias_gradient)
     return dx, dweight, dbias if bias_gradient else None
 
 
@@ -175,7 +175,7 @@ def rms_norm(
         rounds_first: whether ``x rstd`` is rounded to x's dtype before it is multiplied by the weight, as in Hugging
             Face's Llama.
     """
-    return _rms_norm(x, weight, Norm(float(eps), True, zero_centered), dtype, rounds_first)  # type: ignore[no-any-return]
+    return rms_norm_op.call(x, weight, Norm(float(eps), True, zero_centered), dtype, rounds_first)  # type: ignore[no-any-return]
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -239,11 +239,6 @@ def norm_backward_op(
 ) -> NormGradients:
     dbias = weight.new_empty(weight.shape if bias_gradient else 0)
     return NormGradients(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
-
-
-_norm_quantize = norm_quantize_op.call
-_norm_backward = norm_backward_op.call
-_rms_norm = rms_norm_op.call
 
 
 # --- The specification ------------------------------------------------------------------------------------------------

@@ -60,12 +60,12 @@ def one_read_norm(x_key: TensorKey, spec: NormSpec, norm: Norm, row_layout: RowL
     cast, device = variant.cast, x_key.device
     fp8 = cast.float8.name.lower()
     made = CastOutputs(device, cast, x_key.rows, x_key.columns)
-    out_stride = made.strides.out_stride
+    out_stride = made.strides["out_stride"]
     transpose = cast_again = None
     if cast.columnwise:
         transpose = launch.bind(
             transpose_kernel(4), num_tiles(x_key.rows, x_key.columns), device, ("codes", "stride", "out"),
-            rows=x_key.rows, columns=x_key.columns, out_stride=made.strides.out_t_stride,
+            rows=x_key.rows, columns=x_key.columns, out_stride=made.strides["out_t_stride"],
         )  # fmt: skip
     kernel = normalize_kernel(spec, fp8, row_layout, variant.has_amax)
     blocks = _blocks_of_rows(kernel, x_key, row_layout)

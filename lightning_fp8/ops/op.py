@@ -49,16 +49,11 @@ _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 increment_version: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
 _vmap_refusals = torch.library.Library(NAMESPACE, "IMPL")
 
-
 _included_keys: Callable[[], Any] = torch._C._dispatch_tls_local_include_set  # type: ignore[attr-defined]
-
-
-def _dispatch_keys() -> int:
-    """The dispatch keys that this thread includes: the default ones, and those of modes, transforms and tracers."""
-    return _included_keys().raw_repr()  # type: ignore[no-any-return]
-
-
-_USUAL_KEYS = frozenset({_dispatch_keys(), torch.inference_mode()(_dispatch_keys)()})
+"""The dispatch keys that this thread includes: the default ones, and those of modes, transforms and tracers."""
+with torch.inference_mode():
+    _INFERENCE_KEYS = _included_keys().raw_repr()
+_USUAL_KEYS = frozenset({_included_keys().raw_repr(), _INFERENCE_KEYS})
 PLAIN_TENSORS = frozenset({Tensor, Parameter})
 
 

@@ -11,8 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from lightning_fp8.numerics import scaling
-from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, Float8, float8_of
+from lightning_fp8.numerics.formats import E4M3, Float8, float8_of
 from lightning_fp8.numerics.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -21,7 +20,7 @@ from lightning_fp8.numerics.recipes import (
     Recipe,
 )
 from lightning_fp8.numerics.scaled import Cast, Layout, Role, ScaledTensor
-from lightning_fp8.ops.cast import absolute_max, saturating_cast
+from lightning_fp8.ops.cast import absolute_max, block_scales, blocks_of, saturating_cast
 from lightning_fp8.ops.checks import require_matrix
 from lightning_fp8.ops.op import op
 
@@ -70,7 +69,7 @@ def sample_cast(x: Tensor, operand: ScaledTensor, counts: Tensor, *, transposed:
         operand: the operand of x, or of xᵀ if ``transposed`` is True.
         counts: float64 ``[8]``, see :data:`COUNTS`.
     """
-    _sample_cast(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
+    sample_cast_op.call(x, operand.data, operand.scale_inv, operand.layout.code, transposed, counts)
 
 
 def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> None:
@@ -84,7 +83,7 @@ def sample_recipes(x: Tensor, role: Role, losses: Tensor, exponents: Tensor) -> 
         losses: float64 ``[4, 4]``, a row of :data:`LOSSES` for each recipe.
         exponents: float64 ``[256]``, a histogram of exponents, to which those of x are added.
     """
-    _sample_recipes(x, role.value, losses, exponents)
+    sample_recipes_op.call(x, role.value, losses, exponents)
 
 
 # --- The ops ----------------------------------------------------------------------------------------------------------
@@ -98,10 +97,6 @@ def sample_cast_op(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, tran
 @op("sample_recipes", check=require_matrix, writes=("losses", "exponents"))
 def sample_recipes_op(x: Tensor, role: str, losses: Tensor, exponents: Tensor) -> None:
     return None
-
-
-_sample_cast = sample_cast_op.call
-_sample_recipes = sample_recipes_op.call
 
 
 def _count_cast(x: Tensor, data: Tensor, scale_inv: Tensor, layout: str, transposed: bool, counts: Tensor) -> None:
@@ -156,26 +151,13 @@ def _try(values: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tenso
 
     ``amax`` are those of its blocks; ``None`` computes them from ``values``.
     """
-    blocks = _blocks(values, cast.layout)
+    blocks = blocks_of(values, cast.layout.block)
     if amax is None:
         amax = absolute_max(absolute_max(blocks, 3), 1)
-    if cast.layout.scale_dtype == E8M0_DTYPE:
-        scale = scaling.e8m0_scale(scaling.e8m0_from_amax(amax, cast.float8.max))
-    else:
-        scale = scaling.current_scale(amax, cast.float8.max, cast.power_2_scale, cast.amax_epsilon)
-    scale = scale[:, None, :, None]
+    scale = block_scales(amax, cast)[0][:, None, :, None]
     cast_values = saturating_cast(blocks.clone(), scale, cast.float8).float() / scale
     flushed = ((blocks != 0) & (cast_values == 0)).sum(dtype=torch.float64)
     return flushed, (cast_values - blocks).double().square().sum()
-
-
-def _blocks(values: Tensor, layout: Layout) -> Tensor:
-    """The blocks ``[R / r, r, K / k, k]`` of ``values [R, K]``, padded with zeros at its edges."""
-    rows, columns = values.shape
-    block_rows, block_columns = layout.block_shape(rows, columns)
-    padded = values.new_zeros(rows + -rows % block_rows, columns + -columns % block_columns)
-    padded[:rows, :columns] = values
-    return padded.view(-1, block_rows, padded.shape[1] // block_columns, block_columns)
 
 
 def _stride(x: Tensor) -> int:

@@ -40,7 +40,7 @@ def update_scales(
         TypeError, ValueError: If a tensor has the wrong dtype, shape or device, or if the algorithm or margin is
             invalid.
     """
-    _update_scales(amax, amax_history, scale, fp8_max, float(margin), algorithm)
+    update_scales_op.call(amax, amax_history, scale, fp8_max, float(margin), algorithm)
 
 
 def _check(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str) -> None:
@@ -65,9 +65,6 @@ def update_scales_op(
     amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, margin: float, algorithm: str
 ) -> None:
     return None
-
-
-_update_scales = update_scales_op.call
 
 
 def reference_update(

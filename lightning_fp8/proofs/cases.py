@@ -288,7 +288,7 @@ def _norm_backward(
 
 def _gemm(
     a_key: OperandKey, b_key: OperandKey, flat: tuple[Any, ...], bias_key: PlainKey | None, out_key: PlainKey | None,
-    has_amax: bool, tile: tuple[int, ...] | None = None,
+    tile: tuple[int, ...] | None = None,
 ) -> Iterator[Case]:  # fmt: skip
     """Cases for the tile chosen for the plan on the device, or for ``tile``: see :func:`tile_of`."""
     gemm = Gemm.from_flat(*flat)
@@ -302,22 +302,21 @@ def _gemm(
         of_a = GemmOperand.from_key(gemm.layout_a, a_key, where)
         of_b = GemmOperand.from_key(gemm.layout_b, b_key, where)
         of_bias, of_out = (None if key is None else TensorKey(*key, where) for key in (bias_key, out_key))
-        config = _config(bind_gemm(where, of_a, of_b, gemm, of_bias, of_out, has_amax), tile)
+        config = _config(bind_gemm(where, of_a, of_b, gemm, of_bias, of_out), tile)
 
         def multiply(
-            a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None,
-            amax: Tensor | None, out: Tensor | None,
-        ) -> Tensor:  # fmt: skip
+            a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
+        ) -> Tensor:
             of_a = GemmOperand.from_key(gemm.layout_a, operand_key(a, scale_a), where)
             of_b = GemmOperand.from_key(gemm.layout_b, operand_key(b, scale_b), where)
             added, before = (None if each is None else TensorKey(*tensor_key(each), where) for each in (bias, out))
-            bound = bind_gemm(where, of_a, of_b, gemm, added, before, amax is not None)
-            return build_gemm(bound, config)(a, scale_a, b, scale_b, gemm, bias, amax, out)
+            bound = bind_gemm(where, of_a, of_b, gemm, added, before)
+            return build_gemm(bound, config)(a, scale_a, b, scale_b, gemm, bias, out)
 
         check_product(
             (gemm.layout_a, gemm.layout_b), shape(config, device), device, multiply=multiply,
             formats=(a_key[0], b_key[0]), out=gemm.out_dtype, bias=None if bias_key is None else bias_key[0],
-            accumulate=out_key is not None, fast=gemm.fast_accum, amax=has_amax, exact=exact, gap=gap,
+            accumulate=out_key is not None, fast=gemm.fast_accum, exact=exact, gap=gap,
         )  # fmt: skip
 
     def waves(config: KernelConfig, device: str) -> tuple[int, int, int]:

@@ -78,7 +78,7 @@ def _operand(layout: Layout, rows: int, k: int, float8: Float8 = E4M3) -> Operan
 
 def _product(
     tile: tuple[int, ...], layouts: tuple[Layout, Layout], *, fast: bool = False, out: torch.dtype = BF16,
-    bias: torch.dtype | None = None, accumulate: bool = False, amax: bool = False,
+    bias: torch.dtype | None = None, accumulate: bool = False,
     formats: tuple[Float8, Float8] = (E4M3, E4M3), n: int = 4096,
 ) -> Kind:  # fmt: skip
     gemm = Gemm(*layouts, out, fast)
@@ -86,7 +86,7 @@ def _product(
     bias_key = None if bias is None else (bias, torch.Size((n,)), (1,), 0)
     added = _tensor(4096, n, FP32) if accumulate else None
     architectures = WGMMA_ARCHITECTURES if len(tile) > 2 else MMA_ARCHITECTURES
-    return Kind("gemm", (*operands, gemm.flat, bias_key, added, amax, tile), architectures)
+    return Kind("gemm", (*operands, gemm.flat, bias_key, added, tile), architectures)
 
 
 def _heads(channels: int, rows: int = 256, heads: int = 2) -> PlainKey:
@@ -133,7 +133,7 @@ KINDS: dict[str, Kind] = {
     "product, stored from registers": _product((1, 1, 128), ONE, fast=True, n=4098),
     "product, 2 warpgroups": _product((2, 1, 256), ONE, fast=True, bias=BF16),
     "product, 128 × 192": _product((2, 1, 192), ONE, fast=True, formats=(E4M3, E5M2), bias=FP32),
-    "product of rows": _product((2, 1, 256), ROWS, fast=True, bias=BF16, amax=True),
+    "product of rows": _product((2, 1, 256), ROWS, fast=True, bias=BF16),
     "product, added": _product((2, 2, 128), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
     "product, 1x128 by 128x128": _product((2, 2, 128), BLOCK, bias=BF16),
     "product, 1x128 by 1x128": _product((2, 2, 128), BLOCKS, out=FP32, accumulate=True),

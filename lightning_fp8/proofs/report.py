@@ -16,17 +16,13 @@ Line = tuple[str, str, bool]
 """The name of a kind, its kernels with the result of their proof, and whether it succeeded."""
 
 
-def proven(device: torch.device, keys: dict[str, None]) -> Iterator[Line]:
-    """Prove each kind of kernel for ``device`` (CUDA), ignoring earlier verdicts, and store the verdicts.
-
-    The keys of the verdicts of proven kernels are added to ``keys``.
-    """
+def proven(device: torch.device) -> Iterator[Line]:
+    """Prove each kind of kernel for ``device`` (CUDA), ignoring earlier verdicts, and store the verdicts."""
     os.environ[proofs.VARIABLE] = "always"
     card = launch.card(device.index or 0)
     for name, kind in kinds_for(launch.architecture_of(device)).items():
         start = time.monotonic()
         problem, kernels = prove_anew(kind.plan, device, kind.key, card)
-        keys |= dict.fromkeys(() if problem else kernels)
         text = f"{problem or 'right'} ({time.monotonic() - start:.1f} s): {', '.join(kernels.values())}"
         yield name, text, not problem
 

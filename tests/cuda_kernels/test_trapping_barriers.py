@@ -23,7 +23,7 @@ WAIT = re.compile(r"mbarrier\.try_wait[^;]*;")
 FIRST = "product-tensor-16x16x16-1/1/128-out=float16"
 NAMES = (
     FIRST,
-    "product-row-600x264x1300-2/1/256-fast=True-bias=bfloat16-amax=True",
+    "product-row-600x264x1300-2/1/256-fast=True-bias=bfloat16",
     "attention_forward-128-whole tiles",
     "attention_dq-64-many keys",
     "attention_dkv-64-many queries",

@@ -649,12 +649,12 @@ def test_proofs_of_all_kinds(
     with pytest.raises(SystemExit) as status:
         report.main(["--prove", "--json", str(tmp_path / "report.json")])
     assert status.value.code == 1
-    *found, keys = json.loads((tmp_path / "report.json").read_text())["findings"]
+    found = json.loads((tmp_path / "report.json").read_text())["findings"]
     assert [each["verdict"] for each in found] == ["ok", "ok", "fail", "ok"]
     assert "wrong results in its case 'small'" in found[2]["value"]
-    kept = {path.stem: json.loads(path.read_text()) for path in proven_on_an_emulated_card.glob("*.json")}
-    assert sorted(keys["value"].split()) == sorted(key for key, verdict in kept.items() if verdict["proven"])
-    assert [verdict["kernel"] for verdict in kept.values() if not verdict["proven"]] == [
+    kept = [json.loads(path.read_text()) for path in proven_on_an_emulated_card.glob("*.json")]
+    assert any(verdict["proven"] for verdict in kept)
+    assert [verdict["kernel"] for verdict in kept if not verdict["proven"]] == [
         "quantize_tensor(bfloat16, vector=1, e5m2, rowwise=True, columnwise=True, observe=False, count=False)"
     ]
     assert "1 of 4 failed" in capsys.readouterr().out

@@ -39,7 +39,6 @@ NOT_OF_INFERENCE = {
     "sample_cast",  # it and the next are the monitor's, of training
     "sample_recipes",
     "scaled_mm_accumulate",
-    "scaled_mm_observed",
     "update_scales",
 }
 

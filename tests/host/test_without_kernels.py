@@ -24,7 +24,7 @@ from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import observe_op, quantize_op
-from lightning_fp8.ops.memory import empty_operand
+from lightning_fp8.ops.memory import operand_allocations
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
 from tests.cuda_kernels.cases.kernel_cases import BF16
@@ -118,8 +118,8 @@ def test_without_kernels_the_reference_serves_with_one_warning(layout: Layout) -
     plans.clear_plan_cache()
     assert ["kernels are not supported on cpu" in str(w.message) for w in caught] == [True]
     promised = (
-        *empty_operand(x.device, layout, E4M3.dtype, 131, 203),
-        *empty_operand(x.device, layout, E4M3.dtype, 203, 131),
+        *(each.empty(x.device) for each in operand_allocations(layout, E4M3.dtype, 131, 203)),
+        *(each.empty(x.device) for each in operand_allocations(layout, E4M3.dtype, 203, 131)),
     )
     for a, b, c in zip(actual, reference_of(quantize_op)(x, cast), promised):
         assert_same(a, b, layout.value)

@@ -75,10 +75,10 @@ def gemms_of(
     found: list[tuple[Any, ...]] = []
 
     def note(*args: Any) -> None:
-        found.append((*args, None, None, None)[:8])
+        found.append((*args, None, None)[:7])
 
     def note_accumulation(out: Tensor, *operands: Any) -> None:
-        found.append((*operands, None, None, out.clone()))
+        found.append((*operands, None, out.clone()))
 
     with monkeypatch.context() as patched:
         note_calls(patched, scaled_mm_op, note)
@@ -117,7 +117,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmChoice]]:
 
 def backend_of(gemm: tuple[Any, ...], chosen: list[GemmChoice]) -> str:
     """What multiplies on the GPU; its result is compared with the specification's."""
-    data_a, scale_a, data_b, scale_b, options, bias, amax, out = gemm
+    data_a, scale_a, data_b, scale_b, options, bias, out = gemm
     del chosen[:]
     plans.clear_plan_cache()
     a = gemm_cuda.aligned_operand(data_a, scale_a, options.layout_a)
@@ -126,11 +126,11 @@ def backend_of(gemm: tuple[Any, ...], chosen: list[GemmChoice]) -> str:
         warnings.simplefilter("always")
         run = gemm_cuda._plan_gemm(
             torch.device("cuda", 0), operand_key(*a), operand_key(*b), options.flat,
-            None if bias is None else tensor_key(bias), None if out is None else tensor_key(out), amax is not None,
+            None if bias is None else tensor_key(bias), None if out is None else tensor_key(out),
         )  # fmt: skip
         copies = [None if out is None else out.clone() for _ in range(2)]
-        actual = run(*a, *b, options, bias, amax, copies[0])
-        right = reference_gemm(data_a, scale_a, data_b, scale_b, options, bias, amax, copies[1])
+        actual = run(*a, *b, options, bias, copies[0])
+        right = reference_gemm(data_a, scale_a, data_b, scale_b, options, bias, copies[1])
         assert actual.stride() == right.stride()
         torch.testing.assert_close(actual, right, rtol=2.0**-7, atol=2.0**-7 * float(right.abs().max()))
     said = [str(each.message) for each in caught]

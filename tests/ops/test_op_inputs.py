@@ -22,7 +22,7 @@ from lightning_fp8.ops.activation import (
     gated_quantize_op,
 )
 from lightning_fp8.ops.cast import observe_op, quantize_columns_op, quantize_op
-from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.ops.gemm import Gemm, scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.ops.norm import Norm, norm_backward_op, norm_quantize_op, rms_norm_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.ops.scales import update_scales_op
@@ -184,7 +184,6 @@ OPS: dict[str, Case] = {
         },
     ),
     "product": (scaled_mm_op, (*PRODUCT, torch.ones(R)), {5: OF_BIAS}),
-    "product, observed": (scaled_mm_observed_op, (*PRODUCT, None, ONE.clone()), {6: named("amax", SCALAR)}),
     "product, accumulated": (scaled_mm_accumulate_op, (torch.zeros(R, R), *PRODUCT), {0: OF_OUT}),
 }  # fmt: skip
 CASES = [(op, at, what) for op, (_, _, places) in OPS.items() for at, wrong in places.items() for what in wrong]

@@ -40,11 +40,9 @@ def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_cuda, "multiplies_mx_blocks", lambda device: True)
 
 
-def planned(
-    a: ScaledTensor, b: ScaledTensor, gemm: Gemm, bias: torch.Tensor | None, *, has_amax: bool = False
-) -> Multiply:
+def planned(a: ScaledTensor, b: ScaledTensor, gemm: Gemm, bias: torch.Tensor | None) -> Multiply:
     keys = operand_key(*aligned(a)), operand_key(*aligned(b)), gemm.flat
-    return gemm_cuda._plan_gemm(CPU, *keys, None if bias is None else tensor_key(bias), None, has_amax)
+    return gemm_cuda._plan_gemm(CPU, *keys, None if bias is None else tensor_key(bias), None)
 
 
 @every_pair
@@ -72,7 +70,7 @@ def test_every_gemm_that_it_is_chosen_for(
         for rows, seed, dtype, layout in zip((m, n), (0, 1), formats, layouts)
     )
     bias = None if bias_dtype is None else numbers(1, n, 2, True)[0].to(bias_dtype)
-    amax, start = torch.tensor(0.0), numbers(m, n, 3, True)
+    start = numbers(m, n, 3, True)
     monkeypatch.setattr(torch, "_scaled_mm", stand_in)
     operands = *aligned(a), *aligned(b), Gemm(*layouts, out_dtype, fast_accum=bias is not None)
     run = library_gemm(operands[:2], operands[2:4], operands[4], bias)
@@ -80,12 +78,11 @@ def test_every_gemm_that_it_is_chosen_for(
     exact = exact if bias is None else exact + bias.double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        actual = run(*operands, bias, amax, None)
-        total = run(*operands, bias, None, start.clone())
+        actual = run(*operands, bias, None)
+        total = run(*operands, bias, start.clone())
     assert actual.dtype == out_dtype
     assert actual.is_contiguous()
     assert torch.equal(actual, exact.to(out_dtype))
-    assert amax == actual.abs().max()
     assert torch.equal(total, start + actual)
 
 
@@ -95,7 +92,7 @@ def test_a_bias_is_rounded_as_autocast_rounds_it(monkeypatch: pytest.MonkeyPatch
     bias = 1 + torch.arange(48) * 2.0**-10
     a, b = (operand(each, E4M3, Layout.TENSOR, True) for each in (x, w))
     operands = *aligned(a), *aligned(b), Gemm(Layout.TENSOR, Layout.TENSOR, BF16, True)
-    actual = library_gemm(operands[:2], operands[2:4], operands[4], bias)(*operands, bias, None, None)
+    actual = library_gemm(operands[:2], operands[2:4], operands[4], bias)(*operands, bias, None)
     with torch.autocast("cpu", torch.bfloat16):
         right = F.linear(a.dequantize(), b.dequantize(), bias)
     assert torch.equal(actual, right)
@@ -119,7 +116,7 @@ def test_the_next_way_serves_after_a_refusal(scaling: str, monkeypatch: pytest.M
     run = library_gemm(operands[:2], operands[2:4], operands[4], None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = [run(*operands, None, None, None) for _ in range(2)]
+        results = [run(*operands, None, None) for _ in range(2)]
     right = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
     assert all(torch.equal(each, right) for each in results)
     assert calls == ([32, 1] if scaling == "row" else [128])  # K is padded to 512
@@ -154,7 +151,7 @@ def test_a_kernel_multiplies_refused_blocks(compiles: bool, monkeypatch: pytest.
     run = library_gemm(operands[:2], operands[2:4], operands[4], None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results = [run(*operands, None, None, None) for _ in range(2)]
+        results = [run(*operands, None, None) for _ in range(2)]
     exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
     right = torch.full_like(exact, 7) if compiles else exact
     assert all(torch.equal(each, right) for each in results)
@@ -187,19 +184,18 @@ def test_mx_blocks_on_blackwell(
     )
     assert k <= 32 or len(a.scale_inv.view(torch.uint8).unique()) > 1
     bias = None if bias_dtype is None else numbers(1, n, 2, True)[0].to(bias_dtype)
-    amax, start = torch.tensor(0.0), numbers(m, n, 3, True)
+    start = numbers(m, n, 3, True)
     monkeypatch.setattr(torch, "_scaled_mm", stand_in)
     gemm = Gemm(a.layout, b.layout, out_dtype)
     exact = a.dequantize().double() @ b.dequantize().double().t()
     exact = exact if bias is None else exact + bias.double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        actual = planned(a, b, gemm, bias, has_amax=True)(*aligned(a), *aligned(b), gemm, bias, amax, None)
-        total = planned(a, b, gemm, bias)(*aligned(a), *aligned(b), gemm, bias, None, start.clone())
+        actual = planned(a, b, gemm, bias)(*aligned(a), *aligned(b), gemm, bias, None)
+        total = planned(a, b, gemm, bias)(*aligned(a), *aligned(b), gemm, bias, start.clone())
     assert actual.dtype == out_dtype
     assert actual.is_contiguous()
     assert torch.equal(actual, exact.to(out_dtype))
-    assert amax == actual.abs().max()
     assert torch.equal(total, start + actual)
 
 
@@ -219,7 +215,7 @@ def test_mx_blocks_after_a_refusal(on_blackwell: None, monkeypatch: pytest.Monke
             a, b = (operand(numbers(each, 96, each, True), E4M3, Layout.MX_1X32, True) for each in (rows, 48))
             gemm = Gemm(a.layout, b.layout, BF16)
             run = planned(a, b, gemm, None)
-            results = [run(*aligned(a), *aligned(b), gemm, None, None, None) for _ in range(2)]
+            results = [run(*aligned(a), *aligned(b), gemm, None, None) for _ in range(2)]
             exact = (a.dequantize().double() @ b.dequantize().double().t()).to(BF16)
             assert all(torch.equal(each, exact) for each in results)
     (said,) = (str(each.message) for each in caught)
@@ -244,8 +240,8 @@ def test_mx_blocks_that_are_not_aligned_are_copied(on_blackwell: None, monkeypat
     gemm = Gemm(a.layout, b.layout, BF16)
     monkeypatch.setattr(gemm_cuda, "gemm_on_cuda", planned(a, b, gemm, None))
     keys = operand_key(shifted, a.scale_inv), operand_key(*aligned(b)), gemm.flat
-    run = gemm_cuda._plan_gemm(CPU, *keys, None, None, False)
-    actual = run(shifted, a.scale_inv, *aligned(b), gemm, None, None, None)
+    run = gemm_cuda._plan_gemm(CPU, *keys, None, None)
+    actual = run(shifted, a.scale_inv, *aligned(b), gemm, None, None)
     assert torch.equal(actual, (a.dequantize().double() @ b.dequantize().double().t()).to(BF16))
 
 

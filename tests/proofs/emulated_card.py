@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from cuda_kernels.host import launch, proofs
-from cuda_kernels.host.launch import Argument, Grid
+from cuda_kernels.host.launch import Argument, Grid, Launch
 from cuda_kernels.host.proofs import Card
 from cuda_kernels.kernel import Kernel
 from lightning_fp8.ops import plans, proving
@@ -66,6 +67,24 @@ class FaultyEmulator(Emulator):
 
 
 @contextmanager
+def only_proven(code_of: Callable[[Kernel], tuple[Card, bytes]]) -> Iterator[None]:
+    """What executors run is launched as on a GPU, once it is proven; ``code_of`` returns a kernel's card and code."""
+    bind, run = Launch.__init__, Launch.run
+
+    def bind_proven(self: Launch, kernel: Kernel, *rest: Any) -> None:
+        bind(self, kernel, *rest)
+        proofs.require(kernel, *code_of(kernel))
+        proofs.note("loading", kernel)
+
+    def run_noted(self: Launch, *addresses: Argument) -> None:
+        proofs.note("starting", self.kernel)
+        run(self, *addresses)
+
+    with patch.object(Launch, "__init__", bind_proven), patch.object(Launch, "run", run_noted):
+        yield
+
+
+@contextmanager
 def emulated_card(fault: str, folder: Path) -> Iterator[FaultyEmulator]:
     """Kernels with CPU tensors run on the emulated card; what proves them is this file as a program."""
     emulator = FaultyEmulator(fault)
@@ -75,8 +94,7 @@ def emulated_card(fault: str, folder: Path) -> Iterator[FaultyEmulator]:
     proving._announced.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.dict(launch.EXECUTORS, cpu=emulator))
-        code = stack.enter_context(patch.dict(launch.PROVEN_CODE))
-        code["cpu"] = lambda kernel: (CARD, emulator.rewrite(kernel, ptx_of(kernel)).encode())
+        stack.enter_context(only_proven(lambda kernel: (CARD, emulator.rewrite(kernel, ptx_of(kernel)).encode())))
         stack.enter_context(patch.object(launch, "multiprocessors", lambda device: 1))
         stack.enter_context(patch.object(proofs, "cache_folder", lambda: folder))
         stack.enter_context(patch.object(proving, "COMMAND", command))

@@ -24,6 +24,7 @@ from lightning_fp8.proofs.cases import Case, cases_of
 from tests.cuda_kernels.cases import attention_op_cases, fused_cases, kernel_cases
 from tests.cuda_kernels.cases.gemm_cases import PAIRS
 from tests.cuda_kernels.cases.kernel_cases import E4M3, check_quantize
+from tests.proofs.emulated_card import only_proven
 
 Plan = tuple[str, tuple[Any, ...]]
 
@@ -57,7 +58,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     with (
         patch.object(plans, "proven", found.proven),
         patch.object(gemm_cuda, "proven", found.proven),
-        patch.dict(launch.PROVEN_CODE, cpu=found.code),
+        only_proven(found.code),
         patch.dict(launch.EXECUTORS, cpu=lambda *launched: None),
     ):
         yield found
@@ -108,7 +109,7 @@ def test_cases_of_a_product_start_its_kernel(
     a, b = (GemmOperand.canonical(layout, E4M3, rows, k) for layout, rows in ((layout_a, m), (layout_b, n)))
     keys = [(*each.data[:4], *each.scale_inv[2:4]) for each in (a, b)]
     bias, added = (out, torch.Size((n,)), (1,), 0), (out, torch.Size((m, n)), (n, 1), 0)
-    for epilogue in ((None, None, False), (bias, None, True), (None, added, False)):
+    for epilogue in ((None, None), (bias, None), (None, added)):
         if epilogue[1] and out != torch.float32:
             continue
         with noted(monkeypatch) as found:

@@ -126,14 +126,6 @@ def test_other_sources_are_another_verdict(tmp_path: Path, monkeypatch: pytest.M
     proofs._hash_of.cache_clear()
 
 
-def test_a_refusal_counts_more_than_the_authors_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_proven_by_authors", lambda: frozenset({KEY}))
-    proofs.keep(KEY, verdict(False, "not here"))
-    proofs._known.clear()
-    with pytest.raises(Refused, match="not here"):
-        require(KERNEL, CARD, CODE)
-
-
 def test_the_variable_skips_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(proofs.VARIABLE, "0")
     require(KERNEL, CARD, CODE)
@@ -155,11 +147,6 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, monke
     with warnings.catch_warnings(), proofs.one_prover():
         warnings.simplefilter("error")
         proofs.keep(key_of(CARD, b"other code"), verdict(True))
-    require(KERNEL, CARD, CODE)
-
-
-def test_what_the_authors_proved_needs_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_proven_by_authors", lambda: frozenset({KEY}))
     require(KERNEL, CARD, CODE)
 
 

@@ -104,8 +104,7 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
         Map(scale_inv_b, Box(1, config.tile_n, swizzle=False)) if spec.scaling.b_along_k_by_row else absent,
     )
     bias = torch.zeros(n, dtype=getattr(torch, spec.bias_dtype)) if spec.bias_dtype else 0
-    amax = torch.zeros(1) if spec.has_amax else 0
-    addresses = scale_inv_a, scale_inv_b, bias, amax, out
+    addresses = scale_inv_a, scale_inv_b, bias, out
     strides_and_sizes = n, scale_inv_b.stride(0), m if tiles else 0, n, k
     return recorded(gemm_kernel(spec, config), (*maps, *addresses, *strides_and_sizes))
 
@@ -113,7 +112,7 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
 ROW, BLOCK, BLOCKS = Scaling.ROW, Scaling.BLOCK_1X128_128X128, Scaling.BLOCK_1X128_1X128
 PRODUCTS = {
     "two warpgroups": (
-        GemmSpec("e4m3", "e4m3", ROW, "bfloat16", "bfloat16", promote=False, has_amax=True),
+        GemmSpec("e4m3", "e4m3", ROW, "bfloat16", "bfloat16", promote=False),
         GemmConfig(2, 1, 256, stages=4),
     ),
     "scales of both": (

@@ -16,7 +16,7 @@ from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, leg
 from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.checks import DTYPE_NAMES
-from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.proofs import products
 from lightning_fp8.proofs.cases import Case, tile_of
 from lightning_fp8.proofs.comparing import kernels_of
@@ -30,7 +30,6 @@ PAIRS = {
 }
 
 scaled_mm, scaled_mm_accumulate = kernels_of(scaled_mm_op), kernels_of(scaled_mm_accumulate_op)
-scaled_mm_observed = kernels_of(scaled_mm_observed_op)
 
 
 def check_product(scaling: str, shape: tuple[int, int, int], device: str, **options: Any) -> None:
@@ -81,33 +80,33 @@ CASES = [
     _case((2, 2, 128), "tensor", (600, 264, 1300), formats=(E5M2, E4M3)),
     _case((2, 2, 128), "tensor", WIDE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
     _case((2, 1, 192), "tensor", WIDE, out=FP16, bias=FP32),
-    _case((2, 1, 256), "row", (600, 264, 1300), fast=True, bias=BF16, amax=True),
+    _case((2, 1, 256), "row", (600, 264, 1300), fast=True, bias=BF16),
     _case((1, 1, 128), "tensor", (16, 16, 16), out=FP16),
     _case((1, 1, 128), "tensor", WIDE, fast=True, formats=(E4M3, E5M2)),
-    _case((1, 1, 128), "tensor", RAGGED, bias=FP16, amax=True),
+    _case((1, 1, 128), "tensor", RAGGED, bias=FP16),
     _case((1, 1, 128), "tensor", RAGGED, out=FP32, accumulate=True),
     _case((1, 1, 128), "tensor", EVEN, fast=True),
     _case((1, 1, 128), "tensor", (1, 1, 1)),
     _case((2, 1, 256), "row", WIDE, fast=True, bias=BF16, exact=False),
     _case((2, 2, 128), "row", WIDE, out=FP16, exact=False),
-    _case((1, 1, 128), "row", RAGGED, out=FP32, bias=BF16, amax=True),
+    _case((1, 1, 128), "row", RAGGED, out=FP32, bias=BF16),
     _case((2, 2, 128), "block", WIDE, bias=BF16, exact=False),
     _case((2, 2, 128), "block", WIDE, out=FP32),
     _case((1, 1, 128), "block", (1, 16, 4096)),
     _case((1, 1, 128), "block", EVEN, exact=False),
     _case((2, 2, 128), "blocks", WIDE, out=FP32, accumulate=True),
-    _case((1, 1, 128), "blocks", WIDE, amax=True, exact=False),
+    _case((1, 1, 128), "blocks", WIDE, exact=False),
     _case((1, 1, 128), "blocks", RAGGED, out=FP32, accumulate=True, exact=False),
     _case((1, 1, 128), "blocks", EVEN, out=FP32, accumulate=True),
     _case((2, 1, 192), "tensor", WIDE, fast=True, bias=BF16),
     _case((2, 1, 192), "tensor", WIDE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
-    _case((2, 1, 192), "row", (300, 392, 700), fast=True, bias=BF16, amax=True),
+    _case((2, 1, 192), "row", (300, 392, 700), fast=True, bias=BF16),
     _case((2, 1, 192), "block", (140, 704, 700), bias=FP32),
     _case((2, 1, 192), "block", (70, 336, 4300), out=FP16),
     _case((2, 1, 192), "blocks", (140, 264, 700), exact=False),
     _case((128, 128), "tensor", WIDE, fast=True, formats=(E4M3, E5M2)),
     _case((128, 128), "tensor", WIDE, bias=BF16, exact=False),
-    _case((64, 64), "tensor", RAGGED, out=FP16, bias=FP32, amax=True, formats=(E5M2, E4M3)),
+    _case((64, 64), "tensor", RAGGED, out=FP16, bias=FP32, formats=(E5M2, E4M3)),
     _case((64, 64), "tensor", (1, 1, 1), out=FP32),
     _case((128, 128), "row", WIDE, out=FP16, bias=BF16),
     _case((64, 64), "row", RAGGED, fast=True, exact=False),

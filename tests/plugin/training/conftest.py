@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.gemm import scaled_mm_observed_op, scaled_mm_op
+from lightning_fp8.ops.gemm import scaled_mm_op
 from tests.op_sides import note_calls
 
 Gemms: TypeAlias = "Counter[tuple[torch.dtype, torch.dtype]]"
@@ -23,6 +23,5 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> Gemms:
     def count(a: Tensor, scale_a: Tensor, b: Tensor, *others: Any) -> None:
         counts[a.dtype, b.dtype] += 1
 
-    for op in (scaled_mm_op, scaled_mm_observed_op):
-        note_calls(monkeypatch, op, count)
+    note_calls(monkeypatch, scaled_mm_op, count)
     return counts
