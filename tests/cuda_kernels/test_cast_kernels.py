@@ -159,7 +159,7 @@ def test_more_than_2_31_elements() -> None:
     scale, inverse = torch.tensor([2.0]), torch.empty(1)
     kernel = quantize_tensor_kernel(tensor_loader("bfloat16", 4), "e4m3", True, True, False)
     start = Launch(kernel, 1, (rows, columns, 0, 0, 0.0, pitch, pitch), x.device).run
-    start(x, pitch, scale, 0, 0, 0, out, inverse, out_t)
+    start(x, pitch, scale, 0, 0, out, inverse, out_t)
     codes = (values.float() * 2).clamp(-448, 448).to(E4M3.dtype).view(torch.uint8)
     assert torch.equal(out.as_strided((rows, columns), (pitch, 1)), codes)
     assert torch.equal(out_t.as_strided((columns, rows), (pitch, 1)), codes.t())

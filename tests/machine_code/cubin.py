@@ -15,7 +15,6 @@ ATTRIBUTES = {
     "EIATTR_FRAME_SIZE": 0x11,
     "EIATTR_KPARAM_INFO": 0x17,
     "EIATTR_REGCOUNT": 0x2F,
-    "EIATTR_CTA_PER_CLUSTER": 0x3D,
 }
 _FORMAT_SIZED = 4  # EIFMT_SVAL: two bytes of size, and then the value
 
@@ -28,7 +27,6 @@ class Entry:
         parameters: offset and size of each, in bytes, from the first one's place in the constant bank on.
         parameter_bytes: all of them.
         threads: of a block, at most.
-        cluster: blocks of a cluster; 1 where there are none.
         registers: of a thread at entry.
         stack_bytes: of a thread.
     """
@@ -36,7 +34,6 @@ class Entry:
     parameters: tuple[tuple[int, int], ...]
     parameter_bytes: int
     threads: int
-    cluster: int
     registers: int
     stack_bytes: int
 
@@ -58,13 +55,12 @@ def entry_of(cubin: bytes) -> Entry:
         _, ordinal, offset, rest = struct.unpack("<IHHI", value)
         parameters[ordinal] = offset, rest >> 18
     (constants,) = found[ATTRIBUTES["EIATTR_PARAM_CBANK"]]
-    (threads,), (cluster,) = words("EIATTR_MAX_THREADS"), words("EIATTR_CTA_PER_CLUSTER") or [(1, 1, 1)]
-    assert cluster[1:] == threads[1:] == (1, 1)
+    (threads,) = words("EIATTR_MAX_THREADS")
+    assert threads[1:] == (1, 1)
     return Entry(
         tuple(parameters[index] for index in range(len(parameters))),
         struct.unpack("<IHH", constants)[2],
         threads[0],
-        cluster[0],
         max(registers for _, registers in words("EIATTR_REGCOUNT")),
         max(size for _, size in words("EIATTR_FRAME_SIZE")),
     )
