@@ -9,9 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import fp8_region
 from lightning_fp8.arguments import is_dtensor
@@ -112,7 +113,7 @@ def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], No
     model = uncompiled(model)  # a caller may drop a compiled module
     _until_sharded.pop(model, None)
     layers = (each for each in model.modules() if isinstance(each, LinearLayer) and each.fp8)
-    plain = next((each for each in layers if not _is_sharded_layer(each)), None)
+    plain = next((each for each in layers if not is_dtensor(getattr(each, each.weight_names[0]))), None)
     if plain is not None:
         _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
         if _act_where_sharded not in fp8_region.waiting:
@@ -124,18 +125,17 @@ def _act_where_sharded() -> bool:
     """Call the actions of models that have been sharded. It returns whether no model is left."""
     for model, (reference, actions) in list(_until_sharded.items()):
         layer = reference()
-        # Without the layer, or after its class was changed, another one is looked at from now on.
-        waits = not _is_sharded_layer(layer) if isinstance(layer, LinearLayer) else _await_sharding(model, actions)
+        if isinstance(layer, LinearLayer):
+            name, own = layer.weight_names[0], layer._parameters  # each region looks here: few calls
+            waits = not isinstance(own[name] if name in own else getattr(layer, name), DTensor)
+        else:  # it is gone, or its class was changed: another one is looked at from now on
+            waits = _await_sharding(model, actions)
         if waits:
             continue
         _until_sharded.pop(model, None)
         for action in actions:
             action(model)
     return not _until_sharded
-
-
-def _is_sharded_layer(layer: Any) -> bool:
-    return is_dtensor(getattr(layer, layer.weight_names[0]))
 
 
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:

@@ -59,6 +59,15 @@ def all_histories() -> list[AmaxHistory]:
     return [history for reference in tuple(_references) if (history := reference()) is not None]
 
 
+def histories_of_regions() -> list[AmaxHistory]:
+    """The histories without a plugin, which ``fp8_autocast`` updates."""
+    found = []
+    for reference in tuple(_references):
+        if (history := reference()) is not None and history.plugin_recipe is None:
+            found.append(history)  # not a comprehension, which is a frame before Python 3.12
+    return found
+
+
 def living(objects: weakref.WeakValueDictionary[int, T]) -> list[T]:
     """The values that are still referenced, as a copy, since another thread may add values during an iteration."""
     return [instance for reference in objects.valuerefs() if (instance := reference()) is not None]

@@ -45,6 +45,7 @@ from lightning_fp8.delayed.history import (
     AmaxHistory,
     Span,
     all_histories,
+    histories_of_regions,
     living,
     span_of,
     span_ratio,
@@ -91,8 +92,7 @@ def region_begins(recipe: DelayedScaling, group: dist.ProcessGroup | None, outer
         _region.recipe = recipe
         _region.group = group
     if not torch.compiler.is_compiling():
-        of_regions = [history for history in all_histories() if history.plugin_recipe is None]
-        forwards_begin(of_regions, training, recipe.reduce_amax, group)
+        forwards_begin(histories_of_regions(), training, recipe.reduce_amax, group)
 
 
 def forwards_begin(
@@ -251,7 +251,7 @@ def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -
         recipe: the recipe of the outermost calibrating region.
         group: the ranks that share their scales; ``None`` is all ranks.
     """
-    histories = [history for history in all_histories() if history.plugin_recipe is None]
+    histories = histories_of_regions()
     reduces = recipe.reduce_amax and are_several_ranks(group)
     put_aside = [(history, history.amax.clone()) for history in histories if not history.calibrated]
     for history, _ in put_aside:
