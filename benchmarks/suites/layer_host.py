@@ -60,7 +60,10 @@ PASSES = 8
 
 
 class LayerTime(NamedTuple):
-    """Host microseconds, forward and backward; ``note`` is the reason if there are none."""
+    """Host microseconds, forward and backward; ``note`` is the reason if there are none.
+
+    ``frames``: of a ``Linear``, the calls of the package's Python functions, forward and backward.
+    """
 
     name: str
     by: str
@@ -68,6 +71,7 @@ class LayerTime(NamedTuple):
     forward: float | None
     backward: float | None
     note: str | None = None
+    frames: tuple[int, int] | None = None
 
 
 def layer_times(steps: int = STEPS, passes: int = PASSES, on_the_cpu: bool = True) -> list[LayerTime]:
@@ -89,8 +93,10 @@ def layer_times(steps: int = STEPS, passes: int = PASSES, on_the_cpu: bool = Tru
         for by, make in makers.items() if on_the_cpu else ():
             times.setdefault(("Linear step", by), []).append(_of_layer(make(), rows, steps))
     best = {key: tuple(map(min, zip(*of_passes))) for key, of_passes in times.items()}
+    frames = {("Linear", recipe): _frames(recipe) for recipe in RECIPES}
+    sizes = {"Linear": ON_A_CARD, "Llama block": BLOCK}
     found = [
-        LayerTime(name, _by(by), {"Linear": ON_A_CARD, "Llama block": BLOCK}.get(name, ON_THE_CPU), *seconds)
+        LayerTime(name, _by(by), sizes.get(name, ON_THE_CPU), *seconds, frames=frames.get((name, by)))
         for (name, by), seconds in best.items()
     ]
     if on_the_cpu and "torchao, emulated" not in makers:
@@ -132,6 +138,37 @@ def _of_torchao(features: int) -> nn.Module:
 
 
 def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool) -> tuple[float, float]:
+    with _trained(recipe, rows, features, on_a_card) as layer:
+        return _of_layer(layer, rows, steps)
+
+
+def _frames(recipe: str) -> tuple[int, int]:
+    """The calls of the package's Python functions in a forward and a backward of a layer on the simulated GPU."""
+    import cuda_kernels
+    import lightning_fp8
+
+    packages = tuple(str(Path(str(package.__file__)).parent) for package in (lightning_fp8, cuda_kernels))
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(packages):
+            calls.append(frame.f_code.co_name)
+
+    with _trained(recipe, *ON_A_CARD, True) as layer:
+        _of_layer(layer, ON_A_CARD[0], STEPS_BEFORE)
+        x = torch.randn(ON_A_CARD, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(ON_A_CARD, dtype=torch.bfloat16)
+        sys.setprofile(note)
+        y = layer(x)
+        of_forward = len(calls)
+        y.backward(dy)
+        sys.setprofile(None)
+    return of_forward, len(calls) - of_forward
+
+
+@contextmanager
+def _trained(recipe: str, rows: int, features: int, on_a_card: bool) -> Iterator[nn.Module]:
+    """Context of an FP8 region, with a layer that has its scales; ``on_a_card``: on the simulated GPU."""
     import lightning_fp8
 
     layer = _linear(lightning_fp8.Linear, features)
@@ -146,7 +183,7 @@ def _of_ours(recipe: str, rows: int, features: int, steps: int, on_a_card: bool)
             stack.enter_context(surroundings())
         _forget_plans(layer)
         stack.enter_context(lightning_fp8.fp8_autocast(fp8_recipe=made))
-        return _of_layer(layer, rows, steps)
+        yield layer
 
 
 def _of_block(fuse: bool | None, steps: int) -> tuple[float, float]:
@@ -321,7 +358,8 @@ def main() -> None:
             for each in others
             if not ours.note
         ]
-        print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26}", *map(_cells, (ours, *others)), *ratios)
+        frames = [str(each.frames) for each in (ours, *others) if each.frames]
+        print(f"{ours.name:12} {list(ours.shape)!s:10} {ours.by:26}", *map(_cells, (ours, *others)), *ratios, *frames)
 
 
 def _write(path: Path, of_states: dict[Path, list[LayerTime]], rounds: int) -> None:
@@ -336,9 +374,10 @@ def _write(path: Path, of_states: dict[Path, list[LayerTime]], rounds: int) -> N
         commit = subprocess.run(["git", "-C", state, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
         note = f"commit {commit[:8]}; simulated GPU, versions in turn, least of {rounds} processes; shared processors"
         for each in times:
-            for way, microseconds in (("forward", each.forward), ("backward", each.backward)):
+            for index, (way, microseconds) in enumerate((("forward", each.forward), ("backward", each.backward))):
                 result = Result(f"{each.name} {way}", each.by, each.shape, "bfloat16", host_microseconds=microseconds)
-                rows.append({**result.as_json(), "note": f"{note}; {each.note}" if each.note else note})
+                frames = f"{each.frames[index]} Python frames of the package" if each.frames else None
+                rows.append({**result.as_json(), "note": "; ".join(filter(None, (note, frames, each.note)))})
     document = {
         "what": "lightning_fp8: host time of layers, several versions in turn; see docs/benchmarks.md",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
