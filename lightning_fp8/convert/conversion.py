@@ -39,6 +39,7 @@ def convert_module(
       the blocks, of the model or of a later part. It runs in FP8 if it is constructed as a ``lightning_fp8.Linear``.
     - adapters (LoRA).
     - narrow layers, which are slower in FP8: at most 64 features on one side, more than 8 times as many on the other.
+    - layers that cannot run in FP8, such as those of a subclass of Linear. The table has the reasons.
 
     Layers of torchao's ``convert_to_float8_training`` run in FP8 wherever they are, unless ``skip`` matches them.
 

@@ -23,7 +23,8 @@ class LayerDecision:
             (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
         shape: ``(out_features, in_features)`` of a linear layer, or the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
-        reason: the reason why it does not run in FP8; empty if it does.
+        reason: the reason why it does not run in FP8, or a note on a layer that does, for example that some forwards
+            ran in high precision; empty if there is neither.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
             ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, and ``"gone"`` for a planned
             layer that is no longer in the model.

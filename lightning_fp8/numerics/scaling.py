@@ -63,8 +63,9 @@ def inverse(scale: Tensor) -> Tensor:
 def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: float = 0) -> Tensor:
     """The delayed-scaling formula: ``(fp8_max * 2**-margin) / amax``, evaluated in this order.
 
-    Where amax is 0, inf or NaN, the old ``scale`` is kept. A quotient that overflows float32 is clamped to float32's
-    largest value. Source: Transformer Engine's fused update (``delayed_scaling.cu``).
+    Where amax is 0, inf or NaN, the old ``scale`` is kept. For the amax of a step, :func:`updated_scales` decides that
+    before. A quotient that overflows float32 is clamped to float32's largest value. Source: Transformer Engine's fused
+    update (``delayed_scaling.cu``).
 
     Args:
         amax: float32 ``[n]``, the amax of each tensor's history.
@@ -96,7 +97,8 @@ def updated_scales(
     """The update of delayed scaling: append ``amax`` to the history, reduce the history, compute the scales.
 
     A tensor keeps its scale and history if its amax is 0 (its module did not run), inf or NaN (which would freeze the
-    scale for the whole history). Source: Transformer Engine's fused update (``delayed_scaling.cu``).
+    scale for the whole history). Source: Transformer Engine's fused update (``delayed_scaling.cu``), which lets inf and
+    NaN enter the history.
 
     Args:
         amax: float32 ``[n]``, the amaxes of this step.
