@@ -62,7 +62,7 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
     ),
     "non-finite": (
         "inf or NaN before the cast",
-        "FP8 propagates NaN; the scale ignores it",
+        "FP8 propagates NaN; delayed scales ignore it",
         "find the operation that computed it; torch.autograd.set_detect_anomaly(True) finds it in the backward pass",
     ),
     "clips": (

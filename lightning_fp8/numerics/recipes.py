@@ -193,7 +193,7 @@ class Float8CurrentScaling(RecipeFields):
     Attributes:
         fp8_format: ``HYBRID`` or ``E4M3``.
         power_2_scale: round scales down to powers of two.
-        amax_epsilon: lower bound on each amax.
+        amax_epsilon: lower bound on each amax of linear layers.
     """
 
     fp8_format: Format = Format.HYBRID
