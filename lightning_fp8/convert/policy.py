@@ -97,7 +97,7 @@ def skipped_by(module: nn.Module, names: Sequence[str], policy: Policy, gemm_nam
 
 
 def reason_for_bf16(place: BlockPosition | None, policy: Policy, head: str = "") -> str:
-    """The reason why a layer that could run in FP8 stays in BF16; empty if it runs in FP8.
+    """The reason why the place of a layer keeps it in BF16, as an output head or in a first or last block; else empty.
 
     Args:
         place: the position of the layer or its block in the model; None outside of towers.

@@ -23,10 +23,11 @@ class LayerDecision:
             (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
         shape: ``(out_features, in_features)`` of a linear layer, or the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
-        reason: the reason why it does not run in FP8; empty if it does.
+        reason: the reason why it does not run in FP8. If it does, notes such as the number of forwards that ran in high
+            precision, as a rule empty.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
-            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, and ``"gone"`` for a planned
-            layer that is no longer in the model.
+            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
+            ``"gone"`` for a planned layer that is no longer in the model.
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
         high_precision: the dtype that it runs in without FP8: ``"BF16"``, ``"FP16"`` or ``"FP32"``.

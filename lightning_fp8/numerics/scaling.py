@@ -30,8 +30,8 @@ def is_usable(amax: Tensor) -> Tensor:
 def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
     """Scale of a tensor, row or block from its current amax: ``fp8_max / max(amax, epsilon)``.
 
-    The scale is 1 if amax is 0, inf or NaN. A quotient that overflows float32 is clamped to float32's largest value.
-    Source: Transformer Engine's ``compute_scale_from_amax``.
+    The scale is 1 if that maximum is 0, inf or NaN. A quotient that overflows float32 is clamped to float32's largest
+    value. Source: Transformer Engine's ``compute_scale_from_amax``.
 
     Args:
         amax: float32, any shape, non-negative.
@@ -64,7 +64,8 @@ def delayed_scale(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: 
     """The delayed-scaling formula: ``(fp8_max * 2**-margin) / amax``, evaluated in this order.
 
     Where amax is 0, inf or NaN, the old ``scale`` is kept. A quotient that overflows float32 is clamped to float32's
-    largest value. Source: Transformer Engine's fused update (``delayed_scaling.cu``).
+    largest value. Source: Transformer Engine's fused update (``delayed_scaling.cu``). It is computed for every tensor
+    of an update; :func:`updated_scales` drops it for those whose amax of this step is 0, inf or NaN.
 
     Args:
         amax: float32 ``[n]``, the amax of each tensor's history.
