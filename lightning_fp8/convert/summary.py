@@ -26,8 +26,8 @@ class LayerDecision:
         reason: the reason why it does not run in FP8, or a note on a layer that does, for example that some forwards
             ran in high precision; empty if there is neither.
         kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
-            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, and ``"gone"`` for a planned
-            layer that is no longer in the model.
+            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
+            ``"gone"`` for a planned layer that is no longer in the model.
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
         high_precision: the dtype that it runs in without FP8: ``"BF16"``, ``"FP16"`` or ``"FP32"``.

@@ -30,8 +30,8 @@ def is_usable(amax: Tensor) -> Tensor:
 def current_scale(amax: Tensor, fp8_max: float, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
     """Scale of a tensor, row or block from its current amax: ``fp8_max / max(amax, epsilon)``.
 
-    The scale is 1 if amax is 0, inf or NaN. A quotient that overflows float32 is clamped to float32's largest value.
-    Source: Transformer Engine's ``compute_scale_from_amax``.
+    The scale is 1 if that maximum is 0, inf or NaN. A quotient that overflows float32 is clamped to float32's largest
+    value. Source: Transformer Engine's ``compute_scale_from_amax``.
 
     Args:
         amax: float32, any shape, non-negative.

@@ -140,7 +140,7 @@ def test_a_modules_rows_lie_in_its_history(what: str, tmp_path: Path) -> None:
         module = copy.deepcopy(module)
     elif what == "pickled":
         module = pickle.loads(pickle.dumps(module))
-    elif what == "saved":
+    elif what == "saved whole":
         torch.save(module, tmp_path / "module.pt")
         module = torch.load(tmp_path / "module.pt", weights_only=False)
     elif what == "moved":
