@@ -40,7 +40,8 @@ class Check:
     Attributes:
         budget: the requested error.
         skip: the layers in BF16.
-        predicted, measured: the error of the gradient that the rows predict, and the measured one.
+        predicted: the error of the gradient that the rows predict.
+        measured: the measured error of the gradient.
     """
 
     budget: float
