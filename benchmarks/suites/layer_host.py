@@ -96,8 +96,8 @@ def layer_times(steps: int = STEPS, passes: int = PASSES, on_the_cpu: bool = Tru
     frames = {("Linear", recipe): _frames(recipe) for recipe in RECIPES}
     sizes = {"Linear": ON_A_CARD, "Llama block": BLOCK}
     found = [
-        LayerTime(name, _by(by), sizes.get(name, ON_THE_CPU), *seconds, frames=frames.get((name, by)))
-        for (name, by), seconds in best.items()
+        LayerTime(name, _by(by), sizes.get(name, ON_THE_CPU), forward, backward, frames=frames.get((name, by)))
+        for (name, by), (forward, backward) in best.items()
     ]
     if on_the_cpu and "torchao, emulated" not in makers:
         found.append(LayerTime("Linear step", "torchao, emulated", ON_THE_CPU, None, None, "torchao is not installed"))
