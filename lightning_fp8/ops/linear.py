@@ -157,7 +157,7 @@ def _gemm_step(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gem
     if bias is not None and not bias.is_contiguous():
         return scaled_mm_op.implementations[a.device.type]
     of_bias = None if bias is None else tensor_key(bias)
-    return _step(scaled_mm_op, a, operand_key(a, scale_a), operand_key(b, scale_b), gemm.flat, of_bias, None, False)
+    return _step(scaled_mm_op, a, operand_key(a, scale_a), operand_key(b, scale_b), gemm.flat, of_bias, None)
 
 
 def _step(op: Op, x: Tensor, *key: Any) -> Run:
