@@ -35,11 +35,10 @@ def kept_bytes(module: Fused, x: Tensor, enabled: bool = True) -> int:
             storages[storage._cdata] = tensor.numel() * tensor.element_size()
         return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        fp8_autocast(enabled=enabled, fp8_recipe="tensorwise"),
-    ):
-        module(x)
+    with fp8_autocast(enabled=enabled, fp8_recipe="tensorwise"):
+        module(x)  # may compile casts, and Inductor's first compilation runs models of its own
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(x)
     return sum(storages.values())
 
 
