@@ -167,7 +167,7 @@ class Product:
         )
         if shared is not None and not exist:
             x8 = shared.complete(x8, columnwise)
-        if self.slots[Role.INPUT].sample is not None and type(rows) in PLAIN_TENSORS:
+        if self.slots[Role.INPUT].sample is not None and not isinstance(rows, (Quantized, FP8Tensor)):
             self.sample(Role.INPUT, rows, x8)  # type: ignore[arg-type]
         return y, x8  # type: ignore[return-value]
 

@@ -60,6 +60,20 @@ def counted(
     return {name: dict(zip(COUNTS, row)) for name, row in zip(casts.names, counts)}
 
 
+class Marked(Tensor):
+    """A tensor of a subclass, such as an image of torchvision, which behaves as a plain one."""
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_inputs_of_a_subclass_of_tensors_are_sampled(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = convert_module(nn.Sequential(nn.Linear(32, 48)).bfloat16(), first_last_layers_bf16=False)
+    marked = counted(model, recipe, lambda x: model(x.as_subclass(Marked)))
+    assert marked["0.input"]["casts"] == 1
+    assert marked["0.input"]["elements"] == 40 * 32
+    assert marked["0.weight"]["elements"] == 32 * 48
+
+
 def assert_near(found: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]) -> None:
     """The same but for some values that compiled code rounds in another order."""
     assert found.keys() == wanted.keys()
