@@ -66,7 +66,8 @@ def attach(model: nn.Module) -> None:
         modules = {clean_name(name): module for name, module in model.named_modules()}
         undo: list[Callable[[], object]] = []
         for place in _prepared[model]:
-            module = modules[place.name]
+            if (module := modules.get(place.name)) is None:  # it was removed since the conversion
+                continue
             slower = getattr(module, owners.SLOWER, None)
             compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
             owner = Owner(type(module).__qualname__, place.fp8, *compared)

@@ -85,6 +85,16 @@ def test_two_plugins_and_threads() -> None:
     assert F.scaled_dot_product_attention is TORCH_SDPA
 
 
+def test_attention_that_was_removed_after_the_conversion_is_passed_over() -> None:
+    model = Model()
+    model.extra = Attention()
+    convert_module(model, first_last_layers_bf16=False)
+    del model.extra
+    with fp8_autocast(fp8_recipe={"name": "tensorwise", "fp8_dpa": True}):
+        result = model(torch.randn(2, LENGTH, WIDTH))
+    assert result.isfinite().all()
+
+
 @pytest.mark.usefixtures("no_other_models")
 def test_the_wrapper_goes_with_the_last_model() -> None:
     model = convert_module(Model().bfloat16())
