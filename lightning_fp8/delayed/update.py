@@ -281,7 +281,9 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
         if not any(bool(history.amax.any()) for history in histories):
             return  # the step ran by a recipe without state
         refuse_join(group)
-    _compare_names(histories, group)
+    _compare_names(histories, group)  # with ranks that have slots, so it comes first
+    if not any(history.names for history in histories):
+        return
     amaxes = torch.cat([history.amax for history in histories])
     # A collective's maximum may drop a NaN on some ranks. inf keeps the old scale, too.
     torch.nan_to_num_(amaxes, nan=math.inf, posinf=math.inf)
