@@ -114,7 +114,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a folder; create it first, or name a file in another folder")
-    file, unread = load_checkpoint(source)
+    file, unread = load_checkpoint(source, check_sums=True)
     by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
     if not by_name:
         raise CheckpointError("it has no Transformer Engine state to convert")

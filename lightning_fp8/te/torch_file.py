@@ -80,10 +80,13 @@ _INERT = {"builtins.frozenset": frozenset}
 """Classes that ``torch.load`` refuses, and that only hold values."""
 
 
-def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
+def load_checkpoint(path: Path, check_sums: bool = False) -> tuple[Any, list[str]]:
     """The value of the ``torch.save`` file ``path``, on the CPU, and the names of the classes that are :class:`Unread`.
 
     A file of torch 1.6 or later is mapped to memory; torch's older format is read if no class is unread.
+
+    Args:
+        check_sums: read the whole file, and compare the checksum of each record, which torch does not do.
 
     Raises:
         CheckpointError: If the file is not a checkpoint, is damaged, or holds what is not supported.
@@ -101,7 +104,9 @@ def load_checkpoint(path: Path) -> tuple[Any, list[str]]:
         try:
             if file.read(4) != _ZIP_SIGNATURE:
                 return torch.load(path, map_location="cpu", weights_only=True), []
-            records = _stored_records(zipfile.ZipFile(file))
+            records = _stored_records(archive := zipfile.ZipFile(file))
+            if check_sums and (damaged := archive.testzip()) is not None:
+                raise CheckpointError(f"the archive's {damaged[:200]!r} is damaged: its checksum differs")
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             for name in refused:
                 _refuse_primary_weight(name)

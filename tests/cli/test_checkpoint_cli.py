@@ -162,6 +162,18 @@ def test_errors_are_one_line_and_leave_no_file(content: Any, message: str, tmp_p
     assert [file.name for file in tmp_path.iterdir()] == ["in.pt"]
 
 
+def test_weights_whose_bytes_have_changed_are_not_converted(tmp_path: Path) -> None:
+    weight = torch.arange(64.0)
+    torch.save({"weight": weight, **states(2.0)}, tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    stored = weight.numpy().tobytes()
+    assert data.count(stored) == 1
+    (tmp_path / "file").write_bytes(data.replace(stored, b"\1" + stored[1:]))
+    with pytest.raises(CheckpointError, match=r"data/0' is damaged: its checksum differs"):
+        convert(tmp_path / "file", tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out.pt").write_bytes(b"precious")
     torch.save({"0._extra_state": None}, tmp_path / "in.pt")
