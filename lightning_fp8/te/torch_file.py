@@ -147,6 +147,8 @@ def _unread(name: str) -> type[Unread]:
 
 def _reason(error: Exception) -> str:
     """The message of an error of ``torch.load``, without the advice around it to load the file unsafely."""
+    if isinstance(error, EOFError):
+        return "it ends too early (EOFError)"
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     advised = isinstance(error, pickle.UnpicklingError) and len(lines) > 1  # before it, and a link after it
     own = lines[-2 if advised else 0].rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0]

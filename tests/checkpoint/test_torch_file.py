@@ -419,3 +419,9 @@ def test_mutated_files_call_nothing_and_take_no_memory() -> None:
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     assert "5000 files" in result.stdout
+
+
+def test_an_empty_file_ends_too_early(tmp_path: Path) -> None:
+    (path := tmp_path / "empty.ckpt").touch()
+    with pytest.raises(CheckpointError, match="it ends too early"):
+        load_checkpoint(path)
