@@ -24,7 +24,14 @@ if "q_length" not in masking.sdpa_mask.__code__.co_varnames:
     pytest.skip("this transformers does not say queries' number to mask functions", allow_module_level=True)
 
 from lightning_fp8.convert.attention_calls import hf as ours  # noqa: E402
-from lightning_fp8.convert.attention_calls.bands import Padded, band_of, carried, dense, from_carried, is_carried  # noqa: E402
+from lightning_fp8.convert.attention_calls.bands import (  # noqa: E402
+    Padded,
+    band_of,
+    carried,
+    dense,
+    from_carried,
+    is_carried,
+)
 from tests.tiers import covering, thorough  # noqa: E402
 
 LENGTH = 12
