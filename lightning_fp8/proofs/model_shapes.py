@@ -105,7 +105,7 @@ def _error(op: str, args: Sequence[Any], kernels: Sequence[str], models: Iterabl
         )
     return WrongNumbers(
         "numbers of the first training steps are not those that torch computes from the same tensors, and training is "
-        f"stopped before the optimizer's step: {call} by {by} on {launch.name_of(args[0].device)}"
+        f"stopped in this call: {call} by {by} on {launch.name_of(args[0].device)}"
         f"{_layers_of(shapes, models)}; {way_out}"
     )
 

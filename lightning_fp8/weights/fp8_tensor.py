@@ -169,6 +169,12 @@ class FP8Tensor(Tensor):
         assert column is not None
         return column.dequantize(self.dtype).t().reshape(self.shape)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write to a part of the values, which are then all cast again."""
+        values = self.dequantize()
+        values[key] = value
+        self.copy_(values)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FP8Tensor(shape={tuple(self.shape)}, {self.dtype}, {self.scaling.code}, device='{self.device}')"
 

@@ -103,3 +103,13 @@ def test_parts_are_read_as_the_values(values: torch.Tensor) -> None:
         assert type(part + 1) is torch.Tensor
         assert torch.equal((part * 2).add_(1), expected[2:5] * 2 + 1)
         assert torch.equal(torch.cat([*weight.chunk(3)]), expected)
+
+
+def test_a_part_is_written_with_the_rest(values: torch.Tensor) -> None:
+    weight, changed = nn.Parameter(quantized_tensor(values, POWER_2)), rounded(values)
+    changed[2], changed[3:5, 0] = 4 * values.abs().max(), -1.5  # so that the scale changes
+    with torch.no_grad():
+        weight[2] = 4 * values.abs().max()
+        weight[3:5, 0] = -1.5
+    assert isinstance(weight, FP8Tensor)
+    assert torch.equal(weight.dequantize(), rounded(changed))

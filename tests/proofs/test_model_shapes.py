@@ -229,7 +229,7 @@ def test_wrong_numbers_stop_a_trainer_before_a_parameter_changes(
     model = Model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     message = (
-        r"training is stopped before the optimizer's step: quantize of \[8, 32\] by compiled plain torch.* on cpu"
+        r"training is stopped in this call: quantize of \[8, 32\] by compiled plain torch.* on cpu"
         r".*TORCH_COMPILE_DISABLE=1"
     )
     with pytest.raises(WrongNumbers, match=message):
