@@ -251,16 +251,18 @@ def error(actual: Tensor, right: Tensor) -> float:
     return float((actual.cpu().double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
 
 
-def check_delta(problem: Problem, device: str) -> None:
-    on = OnDevice(given(problem), device)
+def check_delta(problem: Problem, device: str, has_nan: bool = False) -> None:
+    """The codes and statistics; with ``has_nan`` of a dO in which one number is NaN."""
+    numbers = with_nan(problem, 0) if has_nan else given(problem)
+    on = OnDevice(numbers, device)
     before = on.operands.do
-    actual, right = on.delta().cpu(), given(problem).statistics()
+    actual, right = on.delta().cpu(), numbers.statistics()
     for found, given_codes in zip(on.operands.do[:2], before[:2]):
         assert found is not None
         assert given_codes is not None
         assert torch.equal(found.cpu(), given_codes.cpu())
     for which in (fields.DELTA, fields.TOTAL, fields.GRADIENT_SCALE_INV, fields.QUERY_SCALE_INV):
-        torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[:, which], right[:, which], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def check_dq(problem: Problem, device: str) -> None:
@@ -328,6 +330,7 @@ CASES = [
     _case(check_faint, "backward", "faint", Problem((128,), (128,), head_dim=256)),
     _case(check_nan, "backward", "nan", Problem((130,), (140,), out="bfloat16")),
     _case(check_delta, "delta", "padded", Problem((200, 130), (30, 90), 2, 2, head_dim=64)),
+    _case(partial(check_delta, has_nan=True), "delta", "nan", Problem((130,), (140,), head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=64)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=96)),
     _case(check_dq, "dq", "many keys", Problem((128,), (1160,), head_dim=128)),
