@@ -131,6 +131,8 @@ KERNELS = (
 """The kinds of ``lightning_fp8/proofs/kinds.py``, also run by ``lightning-fp8 doctor --prove``; simple ones come first,
 so that the first to hang is the most informative."""
 CHANGED = (
+    "product, 2 warpgroups",
+    "product, 128 × 192",
     "RMSNorm",
     "norm backward",
     "gated backward",

@@ -246,6 +246,4 @@ class autocast(fp8_autocast):
 
 
 def _is_group(group: Any) -> bool:
-    if not dist.is_available():
-        return False
     return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER

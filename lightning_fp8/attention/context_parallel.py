@@ -140,7 +140,7 @@ def context_parallel(
         if cp_global_ranks is not None:
             raise ValueError(f"cp_global_ranks={list(cp_global_ranks)} without cp_group; pass both, or neither")
         return None
-    if not (dist.is_available() and isinstance(cp_group, dist.ProcessGroup)):
+    if not isinstance(cp_group, dist.ProcessGroup):
         raise TypeError(
             f"cp_group is {type(cp_group).__name__}; pass a torch.distributed.ProcessGroup that contains this rank, "
             "for example device_mesh['cp'].get_group()"

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from lightning_fp8 import ops, optimizer_steps
@@ -294,7 +295,7 @@ def _reduce_amaxes(histories: Sequence[AmaxHistory], group: dist.ProcessGroup | 
 
 def are_several_ranks(group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``group`` has more than one rank; ``None`` is all ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 _joins: list[Join] = []
@@ -319,10 +320,7 @@ def _track_joins() -> None:
     Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]
 
 
-if dist.is_available():
-    from torch.distributed.algorithms.join import Join
-
-    _track_joins()
+_track_joins()
 
 
 def refuse_join(group: dist.ProcessGroup | None = None) -> None:

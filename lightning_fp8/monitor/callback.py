@@ -272,7 +272,7 @@ class FP8Monitor(Callback):
         losses = np.array([0.0 if self._loss is None else float(self._loss), float(self._losses)])
         own: list[Array] = [values, bits, ran.astype(np.float64), losses]
         ranks = [own]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             flat = torch.from_numpy(np.concatenate([each.ravel() for each in own])).to(trainer.strategy.root_device)
             gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, flat)

@@ -318,7 +318,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
 
     def _drop_unused(self) -> None:
         """Drop histories of deleted models. Not called in updates, where all ranks must drop the same histories."""
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             gc.collect()
         self.histories = of_living_models(self.histories)
 
