@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,28 +96,28 @@ def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -
     return (last or current_context(own)) if thread.backward != backward else current_context(own), True
 
 
-class fp8_context:
-    """Context manager that makes ``context`` the current one."""
+@contextmanager
+def fp8_context(context: FP8Context) -> Iterator[None]:
+    """Make ``context`` the current one.
 
-    def __init__(self, context: FP8Context) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        context, compiling = self._context, torch.compiler.is_compiling()
-        if context.enabled and not compiling:
-            thread.num_enabled += 1
-            if waiting:
-                _call_waiting()
-        self._previous = thread.context, thread.backward
-        thread.context = context
-        thread.backward = NO_BACKWARD if compiling else torch._C._current_graph_task_id()
-        thread.active_regions += context.enabled or context.calibrating
-        thread.casts, thread.is_capturing = (), not compiling and is_capturing()
-
-    def __exit__(self, *_: object) -> None:
+    It is a generator, which Dynamo does not compile as a frame of its own: a region around compiled layers runs in Python.
+    """
+    compiling = torch.compiler.is_compiling()
+    if context.enabled and not compiling:
+        thread.num_enabled += 1
+        if waiting:
+            _call_waiting()
+    previous, active = (thread.context, thread.backward), context.enabled or context.calibrating
+    thread.context = context
+    thread.backward = NO_BACKWARD if compiling else torch._C._current_graph_task_id()
+    thread.active_regions += active
+    thread.casts, thread.is_capturing = (), not compiling and is_capturing()
+    try:
+        yield
+    finally:
         thread.casts, thread.is_capturing = (), False
-        thread.context, thread.backward = self._previous
-        thread.active_regions -= self._context.enabled or self._context.calibrating
+        thread.context, thread.backward = previous
+        thread.active_regions -= active
 
 
 @torch.compiler.disable(reason="once for a model")
