@@ -100,7 +100,7 @@ def context_of_forward(last: FP8Context | None, own: FP8Context | None = None) -
 def fp8_context(context: FP8Context) -> Iterator[None]:
     """Make ``context`` the current one.
 
-    It is a generator, which Dynamo does not compile as a frame of its own: a region around compiled layers runs in Python.
+    As a generator it is no frame that Dynamo compiles by itself: a region around compiled layers runs in Python.
     """
     compiling = torch.compiler.is_compiling()
     if context.enabled and not compiling:
