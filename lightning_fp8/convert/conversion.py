@@ -100,12 +100,8 @@ def report_first_steps(model: nn.Module, plan: Plan) -> None:
 def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
     """Warn of layers of :func:`convert_module` that did not run in FP8 as planned, except those that were ``told``."""
     # The layers' RegionWatch warns of training outside every region.
-    if said := idle_message(summary, told, unsaid=(OUTSIDE, ONLY_DISABLED)):
-        warnings.warn(
-            "layers that were planned in FP8 multiplied nothing in FP8 in the first training step, or do not any more; "
-            f"see conversion_summary(model) for the reasons: {said}",
-            stacklevel=2,
-        )
+    if said := idle_message(summary, told, "conversion_summary(model)", unsaid=(OUTSIDE, ONLY_DISABLED)):
+        warnings.warn(said, stacklevel=2)
 
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:

@@ -427,14 +427,21 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     return first_step.later()
 
 
-def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[str] = ()) -> str:
-    """A message that names the layers that did not multiply in FP8 as planned; empty if there is no news.
+_NOT_MULTIPLIED = (
+    "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step, or do not any more"
+)
+_NOT_FUSED = "norms and MLPs that the table lists as fused run as the model's own"
+
+
+def idle_message(summary: ConversionSummary, told: set[str], table: str, unsaid: Collection[str] = ()) -> str:
+    """A message that names what did not multiply in FP8, or was not fused, as planned; empty if there is no news.
 
     Layers that were not called in the first step, and may be called in a later one, are named only if less than half
     of what is planned ran, by numbers of parameters.
 
     Args:
         told: the names of layers that a message has named. The named ones are added.
+        table: where the user finds the table.
         unsaid: reasons of layers that are not named.
     """
     planned = [layer for layer in summary.layers if layer.fp8 and not _is_expected(layer.reason)]
@@ -449,7 +456,13 @@ def idle_message(summary: ConversionSummary, told: set[str], unsaid: Collection[
         and not (half and layer.reason == NOT_YET)
     ]
     told |= {layer.name for layer in named}
-    return "; ".join(idle_layers(named))
+    fused = [layer for layer in named if layer.kind in (NORM, MLP)]
+    others = [layer for layer in named if layer not in fused]
+    return "\n".join(
+        f"{what}; see {table} for the reasons: {'; '.join(idle_layers(layers))}"
+        for what, layers in ((_NOT_MULTIPLIED, others), (_NOT_FUSED, fused))
+        if layers
+    )
 
 
 def _is_expected(reason: str) -> bool:

@@ -273,11 +273,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             return  # another callback has reported it
         before = self.summary
         self.summary = summary
-        if said := idle_message(summary, self._reported):
-            rank_zero_warn(
-                "layers that the table lists as FP8 multiplied nothing in FP8 in the first training step, or do not "
-                f"any more; see plugin.summary for the reasons: {said}"
-            )
+        if said := idle_message(summary, self._reported, "plugin.summary"):
+            rank_zero_warn(said)
         if summary.share_of_flops is not None and (before is None or before.verdict() != summary.verdict()):
             rank_zero_info(f"first step: {summary.verdict()}")
         for fallback in summary.fallbacks:
