@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
@@ -232,7 +233,7 @@ def test_a_checkpointed_forward_of_a_region_is_repeated_in_its_recipe() -> None:
 def test_compiled_code_runs_by_the_recipe(recipe: Any, where_faster: bool) -> None:
     model, other = small(recipe, where_faster=where_faster), small(None)
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counted, fullgraph=True)
     assert_equal(steps_of(compiled), steps_of(other, region=lambda: fp8_autocast(fp8_recipe=recipe)))
     assert counted.frame_count <= 2  # before and after the first scales, as in a region

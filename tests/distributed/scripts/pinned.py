@@ -1,6 +1,6 @@
 """Run by two processes: models with a recipe of their own, sharded by FSDP2 before or after their conversion, and DDP.
 
-``python -m tests.distributed.scripts.pinned FOLDER RECIPE``
+``python -m tests.distributed.scripts.pinned FOLDER RECIPE HOW...``: ddp, or FSDP2 before, after or "before compiled"
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def train(how: str, recipe: str, pinned: bool) -> dict[str, Any]:
             x = torch.randn(16, 128, generator=generator).bfloat16()
             with nullcontext() if pinned else fp8_autocast(fp8_recipe=recipe):
                 y = model(x)
-            gathered.append(
-                sum(each.recipe is not None for each in list(fsdp._attached) if each.layer in model.modules())
-            )
+            of_model = {*model.modules()}
+            gathered.append(sum(each.recipe is not None for each in [*fsdp._attached] if each.layer in of_model))
             loss = F.mse_loss(y.float(), x.float().roll(1, 1))
             loss.backward()
             losses.append(loss.item())
@@ -74,9 +73,9 @@ def train(how: str, recipe: str, pinned: bool) -> dict[str, Any]:
     }
 
 
-def report(recipe: str) -> dict[str, Any]:
+def report(recipe: str, *hows: str) -> dict[str, Any]:
     found = {}
-    for how in ("ddp", "before", "after", "before compiled"):
+    for how in hows:
         in_region, own = (train(how, recipe, pinned) for pinned in (False, True))
         equal = {name: own[name] == in_region[name] for name in ("losses", "weights", "scales")}
         found[how] = {**equal, "gathered": own["gathered"], "of": own["scales"], "losses of": own["losses"]}
@@ -88,7 +87,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        result = report(sys.argv[2])
+        result = report(*sys.argv[2:])
     texts = [str(each.message) for each in said if "lightning_fp8" in each.filename or "FP8" in str(each.message)]
     result["said"] = texts
     (Path(sys.argv[1]) / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(result))
