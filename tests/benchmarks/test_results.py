@@ -144,7 +144,7 @@ def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
         table, _, after = rest.partition(f"\n{report.END}")
         assert before == "# Title\n\n"
         assert after == "\n\nThe end, without a newline"
-        assert "| casts, as a fraction of a memory copy's bandwidth | 8192×8192 | cast 0.92 |" in table
+        assert "| casts, of a copy's bandwidth | 8192×8192 | cast 0.92 |" in table
         assert "training" not in table
         assert "old" not in table
 
@@ -179,6 +179,40 @@ def test_the_readme_compares_compiled_with_compiled() -> None:
     lines = summary(runs).splitlines()
     assert lines[0].startswith("| FP8 on an A card, 2026-01-02 and 2026-01-03, torch 2.11.0 |")
     assert lines[2:4] == ["| step | 4×8 | delayed 1.25 |", "| step, compiled | 4×8 | delayed 1.50 |"]
+
+
+def test_a_row_of_the_readme_names_its_conditions_and_is_not_wide() -> None:
+    recipes = ("delayed", "tensorwise", "rowwise", "blockwise", "delayed with FP8 attention")
+    named = {"name": "training step of a Llama", "shape": [4, 2048], "over": {"BF16": 1.25}, "correct": True}
+    run = document()
+    run["suites"] = {"models": [{**named, "by": f"{OURS}, {recipe}"} for recipe in recipes]}
+    lines = summary([run]).splitlines()[2:]
+    assert max(map(len, lines)) <= 130
+    start = "| 2 Llama-8B blocks, step | `first_last_layers_bf16=False`, vocabulary 8,192, 4×2048 | "
+    assert all(line.startswith(start) for line in lines)
+    said = ", ".join(line.removeprefix(start).removesuffix(" |") for line in lines)
+    assert said == ", ".join(f"{recipe} 1.25" for recipe in recipes)
+
+
+def test_the_readme_has_the_bad_rows_of_attention_and_of_products_too() -> None:
+    def entry(name: str, by: str, shape: list[int], ratio: float) -> dict[str, Any]:
+        return {"name": name, "by": by, "shape": shape, "over": {"BF16": ratio, "cuDNN (BF16)": ratio}, "correct": True}
+
+    attention = [
+        entry(name, OURS, [16, 2048, 32, 64], ratio)
+        for name, ratio in {"forward": 0.8, "backward": 0.79, "forward, causal": 0.7, "backward, causal": 0.9}.items()
+    ]
+    products = [
+        entry("dgrad", by, [8, 8, 8], ratio)
+        for by, ratio in {OURS: 1.9, f"{OURS}, 64x128": 2.05, "torch._scaled_mm (full)": 2.03}.items()
+    ]
+    run = document()
+    run["suites"] = {"attention": attention, "products": products}
+    assert summary([run]).splitlines()[2:] == [
+        "| GEMM, dgrad | 8×8×8 | ours 1.90, best tile 2.05; _scaled_mm 2.03 full |",
+        "| attention with casts, over cuDNN | 16×2048×32×64 | no mask: forward 0.80, backward 0.79;"
+        " causal: forward 0.70, backward 0.90 |",
+    ]
 
 
 def test_results_of_an_earlier_version_are_refused() -> None:
