@@ -16,6 +16,7 @@ from benchmarks.measuring import charts, report
 from benchmarks.measuring.record import OURS
 from benchmarks.measuring.sheet import sheet
 from benchmarks.measuring.summary import summary
+from lightning_fp8.doctor.report import VARIABLES
 from lightning_fp8.numerics.recipes import RECIPES
 from tests.docs.pages import ROOT
 
@@ -24,7 +25,8 @@ def losses_of(comparison: str) -> dict[str, list[float]]:
     """Of each run of a comparison, its validation losses over seeds."""
     losses: dict[str, list[float]] = {}
     for name, run in json.loads((ROOT / f"docs/{comparison}.json").read_text())["runs"].items():
-        losses.setdefault(name.partition("/")[0], []).append(run["val_loss"])
+        other_data = ", other data" if "order" in name else ""
+        losses.setdefault(name.partition("/")[0] + other_data, []).append(run["val_loss"])
     return losses
 
 
@@ -39,12 +41,12 @@ def test_readme_has_the_losses_of_the_comparisons_and_their_spread() -> None:
         bf16 = losses["bf16"]
         assert sentence.format(spread=100 * (max(bf16) - min(bf16)) / mean(bf16)) in said
     above = {name: 100 * (mean(losses) / mean(of_gpu["bf16"]) - 1) for name, losses in of_gpu.items()}
-    recipes = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
-    recipes |= {"delayed+attention": "delayed with FP8 attention", "bf16, other data": "BF16 on other data"}
-    assert set(recipes) == set(above) - {"bf16"}
-    for name, words in recipes.items():
-        mean_of = mean(of_gpu[name])
-        assert f"| {words} | {mean_of:.4f} | {above[name]:+.2f} % |".replace("-", "−") in said
+    columns = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
+    columns |= {"delayed+attention": "delayed with FP8 attention", "bf16, other data": "BF16 on other data"}
+    assert set(columns) == set(above) - {"bf16"}
+    heading = " | ".join(columns.values())
+    numbers = " | ".join(f"{mean(of_gpu[name]):.4f}, {above[name]:+.2f} %" for name in columns).replace("-", "−")
+    assert f"| BF16 | {heading} | |---|---|---|---|---|---| | {mean(of_gpu['bf16']):.4f} | {numbers} |" in said
     cpu = sorted(100 * (mean(losses) / mean(of_cpu["bf16"]) - 1) for name, losses in of_cpu.items() if name != "bf16")
     assert f"{cpu[0]:.2f} to {cpu[-1]:.2f} % above BF16" in said
     pairs = [pair for name in set(of_cpu) - {"bf16"} for pair in zip(of_cpu[name], of_cpu["bf16"], strict=True)]
@@ -173,6 +175,26 @@ def test_files_of_results_are_committed() -> None:
         assert files, pattern
         found |= files
     assert set((ROOT / "benchmarks/results").glob("*.json")) <= found
+
+
+def variables(*patterns: str) -> set[str]:
+    """The environment variables of this package that files name."""
+    files = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return {name for path in files for name in re.findall(r"LIGHTNING_FP8_[A-Z][A-Z_]*[A-Z]", path.read_text())}
+
+
+def test_all_environment_variables_are_on_the_page_about_installation() -> None:
+    """The first table has what the package reads, which doctor prints, and the last one what only tests read."""
+    page = (ROOT / "docs/installation.md").read_text()
+    (section,) = re.findall(r"^## Environment variables$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    of_package, _, of_tests = (
+        set(re.findall(r"`(LIGHTNING_FP8_\w+)`", part)) for part in section.split("| variable |")[1:]
+    )
+    in_package = variables("lightning_fp8/**/*.py", "cuda_kernels/**/*.py")
+    assert of_package == in_package
+    assert of_tests == variables("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py", ".ci/run") - in_package
+    assert in_package == {name for name in VARIABLES if name.startswith("LIGHTNING_FP8_")}
+    assert {name for name in VARIABLES if not name.startswith("LIGHTNING_FP8_")} <= set(re.findall(r"`(\w+)`", section))
 
 
 def texts() -> list[str]:
