@@ -11,7 +11,7 @@
     python -m benchmarks charts *.json --out docs --name h200
     python -m benchmarks choose out.json                     # ship the fastest plans for its GPU
 
-The first half hour on a GPU: ``python -m benchmarks.first_run --out DIR``.
+The first minutes on a GPU: ``python -m benchmarks.first_run --out DIR``.
 
 The exit status is 1 if a result differed from the reference or a suite failed; the JSON is written in any case.
 """

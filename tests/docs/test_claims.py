@@ -81,6 +81,20 @@ def test_the_charts_of_a_gpu_show_its_results() -> None:
         assert f"](h200_{name}.png)" in page
 
 
+def test_the_start_page_says_what_its_results_say() -> None:
+    said = re.sub(r"\s+", " ", (ROOT / "docs/index.md").read_text())
+    training = charts.charts(H200)["training"]
+    steps = [ratio for name, values in training.items() if "step" in name for ratio in values.values()]
+    layers = [ratio for name, values in training.items() if "step" not in name for ratio in values.values()]
+    assert f"training steps {min(steps):.2f} to {max(steps):.2f}" in said
+    assert f"linear layers {min(layers):.2f} to {max(layers):.2f}" in said
+    losses = losses_of("compare_width_512_seeds")
+    bf16 = losses.pop("bf16")
+    above = [100 * (mean(each) / mean(bf16) - 1) for name, each in losses.items() if "other data" not in name]
+    assert f"{min(above):+.2f} to {max(above):+.2f} %".replace("-", "−") in said
+    assert f"seeds spread over {100 * (max(bf16) - min(bf16)) / mean(bf16):.1f} %" in said
+
+
 def test_the_page_of_a_gpu_is_short_and_says_what_its_results_say() -> None:
     page = (ROOT / "docs/h200.md").read_text()
     assert len(page.splitlines()) <= 120
