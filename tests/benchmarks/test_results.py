@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import first_run
 from benchmarks.__main__ import main
-from benchmarks.measuring import files, machine, report
+from benchmarks.measuring import charts, files, machine, report
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.measuring.summary import summary
 from benchmarks.measuring.timing import Times
@@ -149,6 +150,72 @@ def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
         assert "old" not in table
 
 
+def test_a_sheet_has_a_row_for_each_entry(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    files.write(document(), path)
+    assert main(["table", str(path), "--csv"]) == 0
+    with (tmp_path / "card.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["suite"], row["name"], row["by"]) for row in rows] == [
+        (suite, entry["name"], entry["by"]) for suite, entries in document()["suites"].items() for entry in entries
+    ]
+    cast = rows[1]
+    assert (cast["shape"], cast["ms"], cast["correct"], cast["TFLOP/s"]) == ("8192×8192", "108.7", "True", "")
+    assert cast["of a copy's bandwidth"] == "0.92"
+    assert cast["targets"] == "fraction_of_copy 0.9 met"
+    assert rows[3]["note"] == "absent: no op norm_quantize"
+
+
+def entry_of(name: str, by: str, shape: tuple[int, ...], over: dict[str, float], right: bool = True) -> dict[str, Any]:
+    return {"name": name, "by": by, "shape": list(shape), "over": over, "correct": right}
+
+
+def test_charts_carry_the_numbers_that_they_show(tmp_path: Path) -> None:
+    run = document()
+    size = (8, 8, 8)
+    run["suites"] = {
+        "models": [
+            entry_of("training step of a Llama", "BF16", (4, 8), {}),
+            entry_of("training step of a Llama", f"{OURS}, delayed", (4, 8), {"BF16": 1.25}),
+            entry_of("training step of a Llama", f"{OURS}, delayed, compiled", (4, 8), {"BF16, compiled": 1.5}),
+        ],
+        "products": [
+            entry_of("dgrad", OURS, size, {"BF16": 1.9}),
+            entry_of("dgrad", f"{OURS}, 64x128", size, {"BF16": 2.1}),
+            entry_of("dgrad", f"{OURS}, wrong", size, {"BF16": 3.0}, right=False),
+            entry_of("dgrad", "torch._scaled_mm (fast)", size, {"BF16": 2.5}),
+            entry_of("dgrad", "torch._scaled_mm (full)", size, {"BF16": 2.0}),
+            entry_of("fprop", "torch._scaled_mm (fast)", size, {"BF16": 2.5}),
+            entry_of("Linear, forward and backward", OURS, (8, 4, 4), {"BF16": 1.7}),
+        ],
+        "attention": [
+            entry_of("forward", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 0.8}),
+            entry_of("forward, causal", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 0.7}),
+            entry_of("forward, causal, 4 heads to one of keys", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 9.0}),
+            entry_of("backward", OURS, (2, 4096, 4, 64), {"cuDNN (BF16)": 0.9}),
+        ],
+    }
+    path = tmp_path / "card.json"
+    files.write(run, path)
+    assert main(["charts", str(path), "--out", str(tmp_path), "--name", "card"]) == 0
+    assert {each.name: charts.numbers_in(each) for each in tmp_path.glob("*.png")} == {
+        "card_training.png": {
+            "2 Llama-8B blocks, step": {"delayed": 1.25},
+            "2 Llama-8B blocks, step, compiled": {"delayed": 1.5},
+            "Linear, 8×4×4": {"delayed": 1.7},
+        },
+        "card_products.png": {
+            "dgrad\n8×8×8": {OURS: 1.9, f"{OURS}, best tile": 2.1, "torch._scaled_mm": 2.0},
+            "fprop\n8×8×8": {"torch._scaled_mm": 2.5},
+        },
+        "card_attention.png": {
+            "forward, 64 channels": {"2048": 0.8},
+            "forward, causal, 64 channels": {"2048": 0.7},
+            "backward, 64 channels": {"4096": 0.9},
+        },
+    }
+
+
 @pytest.mark.parametrize("text", ["", "{begin}", "{end} {begin}", "{begin} {begin} {end}", "{begin} {end} {end}"])
 def test_markers_that_are_not_there_once_in_order_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="once each"):
@@ -165,7 +232,7 @@ def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
 
 def test_the_readme_compares_compiled_with_compiled() -> None:
     def step(by: str, over: dict[str, float]) -> dict[str, Any]:
-        return {"name": "step", "by": by, "shape": [4, 8], "over": over, "correct": True}
+        return entry_of("step", by, (4, 8), over)
 
     runs = [document(), document()]
     runs[1]["date"] = "2026-01-03T00:00:00+00:00"
