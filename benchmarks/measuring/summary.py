@@ -120,7 +120,7 @@ def _casts(entries: list[Entry]) -> Iterator[Row]:
     first = {entry["name"]: entry for entry in reversed(entries) if entry["by"] == OURS and entry["fraction_of_copy"]}
     shares = [f"{name} {first[name]['fraction_of_copy']:.2f}" for name in CASTS if name in first]
     if shares:
-        yield from _rows("casts, of a copy's bandwidth", _size(first[CASTS[0]]), shares)
+        yield from _rows("casts, of copy speed", _size(first[CASTS[0]]), shares)
 
 
 def _side_by_side(entries: Iterable[Entry], other: str = BF16) -> Iterator[Row]:

@@ -145,7 +145,7 @@ def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
         table, _, after = rest.partition(f"\n{report.END}")
         assert before == "# Title\n\n"
         assert after == "\n\nThe end, without a newline"
-        assert "| casts, of a copy's bandwidth | 8192×8192 | cast 0.92 |" in table
+        assert "| casts, of copy speed | 8192×8192 | cast 0.92 |" in table
         assert "training" not in table
         assert "old" not in table
 
