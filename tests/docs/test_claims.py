@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import fields
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,35 @@ def test_the_page_of_a_gpu_is_short_and_says_what_its_results_say() -> None:
     assert f"128 or 256 channels: {between('forward', {16_384}, {128, 256})} forward" in said
     assert f"the backward pass is {between('backward', every, {128})} as fast" in said
     assert f"with 256 channels {between('backward', every, {256})}" in said
+
+
+def test_the_page_of_a_gpu_says_what_its_gemms_and_casts_did() -> None:
+    said = re.sub(r"\s+", " ", (ROOT / "docs/h200.md").read_text())
+    fastest: dict[tuple[object, ...], dict[str, Any]] = {}
+    for entry in H200[1]["suites"]["products"]:
+        if entry["by"].startswith(OURS) and entry["correct"] and entry["milliseconds"] and entry["over"]:
+            work = entry["name"], *entry["shape"]
+            if entry["over"]["BF16"] > fastest.get(work, {"over": {"BF16": 0}})["over"]["BF16"]:
+                fastest[work] = entry
+
+    def of(library: str) -> str:
+        over = [(by, ratio) for entry in fastest.values() for by, ratio in entry["over"].items()]
+        times = [1 / ratio for by, ratio in over if by.startswith(library)]
+        return f"{min(times):.2f} to {max(times):.2f} of the time of"
+
+    assert f"{of('torch._scaled_mm')} `torch._scaled_mm`, and {of('cuBLASLt')} cuBLASLt's" in said
+    casts: dict[str, list[float]] = {}
+    for entry in H200[3]["suites"]["casts"]:
+        if entry["by"] == OURS and entry["fraction_of_copy"] and entry["shape"] != [8192, 8200]:
+            casts.setdefault(entry["name"], []).append(entry["fraction_of_copy"])
+
+    def shares(*starts: str) -> str:
+        found = [share for name, each in casts.items() if name.startswith(starts) for share in each]
+        return f"{100 * min(found):.0f} to {100 * max(found):.0f} %"
+
+    assert f"given scales move {shares('cast')} of a copy's" in said
+    assert f"twice {shares('current', 'row')}. Norms with a cast move {shares('RMSNorm + ', 'LayerNorm + ')}" in said
+    assert f"gradients of RMSNorm {shares('RMSNorm backward')}." in said
 
 
 def test_the_table_of_sensitivities_is_made_from_its_results() -> None:
