@@ -97,12 +97,11 @@ def _layout_of(module: nn.Module) -> Layout | None:
     block = getattr(module, "block_size", None)
     if scale is None or (block is not None and tuple(block) != (128, 128)):
         return None
-    shape = tuple(scale.shape)
+    if scale.shape == Layout.BLOCK_128X128.scale_shape(rows, columns):
+        return Layout.BLOCK_128X128
     if block is None and scale.numel() == 1:
         return Layout.TENSOR
-    if block is None and shape in ((rows, 1), (rows,)):
-        return Layout.ROW
-    return Layout.BLOCK_128X128 if shape == Layout.BLOCK_128X128.scale_shape(rows, columns) else None
+    return Layout.ROW if block is None and tuple(scale.shape) in ((rows, 1), (rows,)) else None
 
 
 def adopt_codes(model: nn.Module, policy: Policy) -> None:
@@ -142,12 +141,12 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most values of ``model`` beside codes and scales; BF16 if there are none."""
+    """The dtype of most values of ``model`` beside codes and scales: not float32, which adapters have, if others are."""
     sizes: Counter[torch.dtype] = Counter()
     for name, each in model.named_parameters():
         if each.is_floating_point() and not holds_codes(each) and not name.endswith(_SCALES):
             sizes[each.dtype] += each.numel()
-    return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+    return max(sizes, key=lambda dtype: (dtype.itemsize < 4, sizes[dtype]), default=torch.bfloat16)
 
 
 def _adopt(module: nn.Module, dtype: torch.dtype) -> None:
