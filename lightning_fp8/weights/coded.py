@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.numerics.formats import E4M3, holds_codes
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, StoredScale
@@ -38,7 +38,7 @@ def save_codes(weight: FP8Tensor, destination: dict[str, Any], prefix: str, name
 
 
 def replace_codes(weight: FP8Tensor, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
-    """A ``state_dict`` in which one value ``name``, an FP8Tensor, stands for the codes and the scales of ``weight``.
+    """A ``state_dict`` in which one FP8Tensor stands for the codes and the scales of ``weight``.
 
     Returns:
         The dictionary, in which ``weight`` itself stands for what cannot be loaded, and the error message or "".
@@ -46,31 +46,17 @@ def replace_codes(weight: FP8Tensor, state_dict: dict[str, Any], prefix: str, na
     stored = weight.stored
     assert stored is not None
     key, scale_key = prefix + name, prefix + stored.name
-    codes, scale = state_dict.get(key), state_dict.get(scale_key)
+    given = codes, scale = state_dict.get(key), state_dict.get(scale_key)
     if isinstance(codes, FP8Tensor) or (codes is None and scale is None):
         return state_dict, ""
-    loaded: FP8Tensor = weight
-    error = ""
-    if isinstance(codes, Tensor) and not holds_codes(codes):
-        error = (
-            f"{key} is {codes.dtype} in the state dict, and FP8 codes with {stored.name} in the model, which are "
-            "not trained and not cast from values: load these values into a model of "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)"
-        )
-    elif not (
-        isinstance(codes, Tensor)
-        and isinstance(scale, Tensor)
-        and (codes.dtype, codes.shape) == (weight.codes, weight.shape)
-        and (scale.dtype, scale.shape) == stored[1:]
-    ):
-        found = [
-            f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in (codes, scale)
-        ]
-        error = (
-            f"{key} and {stored.name} are {' and '.join(found)} in the state dict, and {weight.codes} "
-            f"{list(weight.shape)} and {stored.dtype} {list(stored.shape)} in the model: load the state dict of a "
-            "model with the same quantization_config"
-        )
-    else:
-        loaded = coded_weight(codes, scale, stored.name, weight.scaling, weight.dtype)
-    return {**{other: value for other, value in state_dict.items() if other != scale_key}, key: loaded}, error
+    kept = {other: value for other, value in state_dict.items() if other != scale_key}
+    expected = (weight.codes, weight.shape), stored[1:]
+    if [(each.dtype, each.shape) for each in given if isinstance(each, Tensor)] == [*expected]:
+        return {**kept, key: coded_weight(codes, scale, stored.name, weight.scaling, weight.dtype)}, ""  # type: ignore[arg-type]
+    found = [f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in given]
+    needed = [f"{dtype} {list(shape)}" for dtype, shape in expected]
+    return {**kept, key: weight}, (
+        f"{key} and {stored.name} are {' and '.join(found)} in the state dict, {' and '.join(needed)} in the model: "
+        "FP8 codes are not cast from values. Load codes with their scales, or load values into a model of "
+        "quantization_config=FineGrainedFP8Config(dequantize=True)"
+    )
