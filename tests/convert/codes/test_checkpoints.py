@@ -167,7 +167,7 @@ def test_3d_experts_are_refused_with_the_way_out() -> None:
 def test_sensitivity_of_an_adapted_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(load_qwen(folder, monkeypatch))
     found = measure_sensitivity(
-        model, [batch()], lambda model, ids: model(input_ids=ids, labels=ids).loss, "blockwise", group="block",
+        model, [batch()], lambda model, ids: model(input_ids=ids, labels=ids).loss, recipe="blockwise", group="block",
         progress=False,
     )  # fmt: skip
     assert len(found.rows) == 2
