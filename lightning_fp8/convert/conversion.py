@@ -12,9 +12,10 @@ from torch import nn
 
 from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.convert.apply import apply_conversion
+from lightning_fp8.convert.codes import adopt_codes
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
 from lightning_fp8.convert.pinned import Pinned, pin
-from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
+from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION, LINEAR, ConversionSummary
 from lightning_fp8.fp8_region import FP8Context
@@ -86,8 +87,8 @@ def convert_module(
         ValueError, TypeError: If ``recipe`` is not one, if a count is negative, if ``skip`` is neither globs nor
             functions, or if one of its globs matches no module.
         TypeError: If ``attention`` or ``cache_fp8_weights`` has another type.
-        TypeError: If the weight of a layer that ``skip`` does not match is float8 codes, as in ``FP8Linear`` of
-            transformers.
+        TypeError: If a layer that ``skip`` does not match has float8 codes that cannot be multiplied; see
+            docs/fp8_checkpoints.md.
     """
     require_module("convert_module", model)
     require_bool("cache_fp8_weights", cache_fp8_weights := plain(cache_fp8_weights))
@@ -105,10 +106,10 @@ def convert_module(
         fuse,
         where_faster,
     )
-    refuse_codes(model, policy)
     plan = plan_conversion(model, policy, context.attention, compares)
     for wrong in plan.wrong_globs:
         raise ValueError(wrong)
+    adopt_codes(model, policy)
     history = apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
     pin(model, Pinned(context, policy, history) if context.enabled else None)
     if context.attention and not any(layer.kind == ATTENTION for layer in plan.summary.layers):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fp8 import ops
+from lightning_fp8.notices import say_once
 from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
@@ -27,6 +28,14 @@ _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
 _CAST = ("_cast", "scaling", "codes")
 _PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
+
+
+class StoredScale(NamedTuple):
+    """How a checkpoint stores the scales of a weight: the key beside the weight's, the dtype, and the shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class FP8Tensor(Tensor):
@@ -42,9 +51,10 @@ class FP8Tensor(Tensor):
         observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
         takers: the slots of the layers that have used the operands; shared by views.
         high_precision_init_val: for a primary weight, its values before the first cast, on the CPU.
+        stored: for a weight whose codes and scales are those of a checkpoint, how these are stored. It is frozen.
     """
 
-    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")
+    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "stored", "takers")
 
     is_gathered: ClassVar[bool] = False
     """Whether the operands belong to a gather, and are freed with it."""
@@ -54,6 +64,7 @@ class FP8Tensor(Tensor):
     observed: Tensor | None
     takers: list[Any]
     high_precision_init_val: Tensor | None = None
+    stored: StoredScale | None = None
     _row_data: Tensor | None
     _row_scale_inv: Tensor | None
     _column_data: Tensor | None
@@ -128,6 +139,17 @@ class FP8Tensor(Tensor):
         with torch.no_grad():
             self.copy_(values)
 
+    def requires_grad_(self, requires_grad: bool = True) -> FP8Tensor:
+        """As of ``torch.Tensor``.
+
+        Raises:
+            RuntimeError: If gradients are required of the codes of a checkpoint.
+        """
+        if requires_grad and self.stored is not None:
+            raise RuntimeError(CODES_ARE_FROZEN)
+        super().requires_grad_(requires_grad)
+        return self
+
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The requested operands; one that is not stored is transposed from the other, or cast from the values.
 
@@ -185,8 +207,8 @@ class FP8Tensor(Tensor):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "share_memory_() of a weight that fp8_model_init keeps in FP8 is not supported; send model.state_dict(), "
-            "or construct the model outside of fp8_model_init"
+            "share_memory_() of a weight that is kept in FP8, by fp8_model_init or as in its checkpoint, is not "
+            "supported; send model.state_dict(), or construct the model outside of fp8_model_init"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -253,7 +275,7 @@ class FP8Tensor(Tensor):
     def _same(self, size: torch.Size) -> FP8Tensor:
         """The same values in another shape."""
         made = FP8Tensor(self.operands, self.cast, size, self.dtype, observed=self.observed)
-        made.takers = self.takers
+        made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
         return made
 
@@ -268,7 +290,7 @@ class FP8Tensor(Tensor):
             for each in self.operands
         ]
         made = FP8Tensor(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
-        made.takers = self.takers
+        made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
         return made
 
@@ -280,12 +302,28 @@ class FP8Tensor(Tensor):
         else:
             plain = values.dequantize() if isinstance(values, FP8Tensor) else values
             plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
+            if self.stored is not None and not plain.is_meta:
+                if torch.equal(plain, self.dequantize().to(plain.dtype).view(plain.shape)):
+                    return self  # the values of these codes, as DistributedDataParallel broadcasts them
+                say_once(_said, CODES_ARE_CAST_AGAIN, stacklevel=4)
             new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
         for old, made in zip((row, column), new):
             if old is not None and made is not None:
                 old.data.view(torch.uint8).copy_(made.data.view(torch.uint8))
                 old.scale_inv.copy_(made.scale_inv)
         return self
+
+
+CODES_ARE_FROZEN = (
+    "weights whose FP8 codes are those of a checkpoint are frozen: train adapters such as LoRA on top of them, or load "
+    "the model with quantization_config=FineGrainedFP8Config(dequantize=True) to train its weights"
+)
+CODES_ARE_CAST_AGAIN = (
+    "values were written to a weight whose FP8 codes are those of a checkpoint, as merging an adapter does: all of its "
+    "codes and scales are cast again, which rounds the sum to FP8, and unmerging does not restore the codes. To merge "
+    "without rounding, load the adapter on the model of quantization_config=FineGrainedFP8Config(dequantize=True)"
+)
+_said: dict[Any, str] = {}
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
