@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8 import ops
 from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
@@ -93,6 +94,11 @@ class FP8Tensor(Tensor):
     def cast(self, cast: Cast) -> None:
         self._cast = cast
         self.scaling, self.codes = cast.layout, cast.float8.dtype
+
+    @property
+    def has_given_scales(self) -> bool:
+        """Whether scales are those of a checkpoint: casting the values again may change them, and the codes."""
+        return not self._cast.power_2_scale
 
     @property
     def operands(self) -> Quantized:
@@ -229,7 +235,7 @@ class FP8Tensor(Tensor):
         first = args[0] if args else None
         if isinstance(first, FP8Tensor):
             if function is _aten.detach.default:
-                _refuse_distribution(sys._getframe().f_back)
+                _refuse_distribution(first, sys._getframe().f_back)
             if function in _SAME_VALUES:
                 size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
                 if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
@@ -239,11 +245,13 @@ class FP8Tensor(Tensor):
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
-            if function is _aten.split.Tensor and _is_sharding():
-                raise NotImplementedError(
-                    "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
-                    "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
-                )
+            if function in (_aten.split.Tensor, _aten.new_zeros.default) and (sharding := _sharding()) is not None:
+                _refuse_sharding(first, *sharding)
+                if function is _aten.new_zeros.default:
+                    return CodesShard.zeros(first, args[1][0])
+                return [CodesShard.of(first, at, at + args[1]) for at in range(0, max(len(first), 1), args[1])]
+            if function is _aten.as_strided.default and args[1:3] == ([*first.shape], [*first.stride()]):
+                return first._same(first.shape)
             if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"))
             if function is _aten.copy_.default:
@@ -252,7 +260,7 @@ class FP8Tensor(Tensor):
 
     def _same(self, size: torch.Size) -> FP8Tensor:
         """The same values in another shape."""
-        made = FP8Tensor(self.operands, self.cast, size, self.dtype, observed=self.observed)
+        made = type(self)(self.operands, self.cast, size, self.dtype, observed=self.observed)
         made.takers = self.takers
         made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
         return made
@@ -267,25 +275,115 @@ class FP8Tensor(Tensor):
             None if each is None else ScaledTensor(copied(each.data), copied(each.scale_inv), each.layout)
             for each in self.operands
         ]
-        made = FP8Tensor(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
+        cls = FP8Tensor if self.is_gathered else type(self)
+        made = cls(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
         made.takers = self.takers
         made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
         return made
 
     def store_(self, values: Tensor) -> FP8Tensor:
-        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast."""
+        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast.
+
+        Nothing changes if it has these values: given scales, as those of a checkpoint, may not be computed from them.
+        """
         row, column = self.operands
         if isinstance(values, FP8Tensor) and values.cast == self.cast:
             new = values.quantized(rowwise=row is not None, columnwise=column is not None)
         else:
             plain = values.dequantize() if isinstance(values, FP8Tensor) else values
             plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
+            if self.has_given_scales and not self.is_meta:
+                own = self.dequantize().view_as(plain)
+                if torch.equal(plain, own.to(plain.dtype)):
+                    return self
             new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
         for old, made in zip((row, column), new):
             if old is not None and made is not None:
                 old.data.view(torch.uint8).copy_(made.data.view(torch.uint8))
                 old.scale_inv.copy_(made.scale_inv)
         return self
+
+
+class CodesShard(FP8Tensor):
+    """This rank's rows of a frozen FP8 weight ``[N, K]`` with given scales, as ``fully_shard`` stores them.
+
+    It is the local tensor of a DTensor. FSDP2 gathers its codes, and the scales if rows have their own, and makes the
+    whole FP8Tensor from them.
+    """
+
+    @classmethod
+    def of(cls, weight: FP8Tensor, start: int, stop: int) -> CodesShard:
+        """The rows from ``start`` to ``stop`` of ``weight``, which share its memory."""
+        row, stop = weight.operands.rowwise, min(stop, len(weight))
+        assert row is not None
+        scale_inv = row.scale_inv
+        if not row.layout.has_one_scale:
+            block = row.layout.block_shape(*row.data.shape)[0]
+            scale_inv = scale_inv[start // block : ceil_div(stop, block)]
+        rows = ScaledTensor(row.data[start:stop], scale_inv, row.layout)
+        return cls(Quantized(rows, None), weight.cast, torch.Size((stop - start, weight.shape[1])), weight.dtype)
+
+    @classmethod
+    def zeros(cls, like: FP8Tensor, rows: int) -> CodesShard:
+        """``rows`` rows of zeros; one scale of the whole weight is copied."""
+        row, columns = like.operands.rowwise, like.shape[1]
+        assert row is not None
+        one_scale = row.layout.has_one_scale
+        scale_inv = (
+            row.scale_inv.clone() if one_scale else row.scale_inv.new_zeros(row.layout.scale_shape(rows, columns))
+        )
+        made = ScaledTensor(torch.zeros_like(row.data[:1]).expand(rows, columns).contiguous(), scale_inv, row.layout)
+        return cls(Quantized(made, None), like.cast, torch.Size((rows, columns)), like.dtype)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Called by FSDP2: what it gathers of this rank, padded as that of the first rank, and what it keeps here."""
+        row = self.operands.rowwise
+        assert row is not None
+        codes = row.data.view(torch.uint8)
+        missing = ceil_div(outer_size[0], mesh.size()) - len(codes)
+        codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])]) if missing else codes
+        is_whole = row.layout.has_one_scale or mesh.size() == 1
+        return (codes,) if is_whole else (codes, row.scale_inv), (outer_size, row.scale_inv)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], kept: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[FP8Tensor, tuple[()]] | None:
+        """Called by FSDP2: the whole weight, in the memory of what was ``gathered``."""
+        size, own_scale_inv = kept
+        scale_inv = gathered[1] if len(gathered) > 1 else own_scale_inv
+        whole = Quantized(ScaledTensor(gathered[0].view(self.codes)[: size[0]], scale_inv, self.scaling), None)
+        if out is None:
+            return FP8Tensor(whole, self.cast, size, param_dtype), ()
+        out.operands = whole
+        return None
+
+    def store_(self, values: Tensor) -> FP8Tensor:
+        """As :meth:`FP8Tensor.store_`.
+
+        Raises:
+            NotImplementedError: If ``values`` has other values in high precision.
+        """
+        if isinstance(values, FP8Tensor) or torch.equal(values.to(self), self.dequantize()):
+            return super().store_(values)
+        raise NotImplementedError(
+            "values in high precision cannot be stored in FP8 codes of a checkpoint that fully_shard has sharded: load "
+            "codes with their scales, or load the values before fully_shard"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0] if args else None
+        if isinstance(first, CodesShard):
+            if function is _aten.slice.Tensor and args[1:2] == (0,) and len(args) < 5:
+                start, stop, _ = slice(*args[2:]).indices(len(first))
+                return cls.of(first, start, max(start, stop))
+            if function is _aten.new_zeros.default and tuple(args[1][1:]) == first.shape[1:]:
+                return cls.zeros(first, args[1][0])
+            if function is _aten.view.default and list(args[1]) in ([-1], [first.numel()]):  # FSDP2 keeps it
+                return first._same(torch.Size((first.numel(),)))
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
@@ -365,17 +463,56 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
 
 
-def _is_sharding() -> bool:
-    """Whether ``fully_shard`` is calling; it would shard the values in high precision."""
+def _sharding() -> tuple[Any, Any] | None:
+    """The ``FSDPParam`` that ``fully_shard`` is creating, and what it was called for; None outside of it."""
     frame: Any = sys._getframe()
+    param: Any = None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
-            return True
+            param = param or frame.f_locals.get("self")
+            if param is not None and frame.f_code.co_name == "fully_shard":
+                return param, frame.f_locals.get("module")
         frame = frame.f_back
-    return False
+    return None
 
 
-def _refuse_distribution(frame: Any) -> None:
+def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
+    """Raises:
+    NotImplementedError: If ``fully_shard`` cannot shard the codes of ``weight [N, K]``.
+    """
+    if not weight.has_given_scales:
+        raise NotImplementedError(
+            "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
+            "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
+        )
+    rows, block = len(weight), weight.scaling.block[0] or 0
+    ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
+    why = ""
+    if weight.requires_grad:
+        why = "it is trained, but FP8 codes of a checkpoint are not: freeze it, requires_grad_(False)"
+    elif param.fsdp_placement.dim != 0:
+        why = f"shard_placement_fn shards dimension {param.fsdp_placement.dim}, and codes are sharded by rows: Shard(0)"
+    elif param.post_forward_mesh_info not in (None, param.mesh_info):
+        why = "reshard_after_forward is a number of ranks: pass True or False"
+    elif param.pin_memory:
+        why = "CPUOffloadPolicy would pin its memory: pass CPUOffloadPolicy(pin_memory=False)"
+    elif block and ranks > 1 and rows % (block * ranks):
+        mesh = "" if rows % block else f"use a mesh whose number of ranks divides {rows // block}, or "
+        why = (
+            f"{ranks} ranks cannot share its {rows} rows in multiples of {block}, the rows of a scale: {mesh}leave the "
+            "weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
+        )
+    if why:
+        around = modules if isinstance(modules, (list, tuple)) else [modules] if modules is not None else []
+        owner, name = param._module_info.module, param._module_info.param_name
+        found = [path for each in around for path, module in each.named_modules() if module is owner]
+        raise NotImplementedError(
+            f"fully_shard cannot shard {'.'.join((*found[:1], name)).lstrip('.')} {list(weight.shape)}, FP8 codes of a "
+            f"checkpoint: {why}"
+        )
+
+
+def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
     """Raises:
     NotImplementedError: If ``detach`` is called by torch's function that makes a DTensor of a parameter; it would
         shard the values in high precision.
@@ -383,6 +520,11 @@ def _refuse_distribution(frame: Any) -> None:
     while frame is not None and frame.f_code.co_filename == _PARAMETER:  # nn.Parameter(...) detaches
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
+        if weight.has_given_scales:
+            raise NotImplementedError(
+                "parallelize_module, distribute_module and distribute_tensor do not distribute FP8 codes of a checkpoint "
+                f"({list(weight.shape)}): shard them with fully_shard, or load the model with its weights dequantized"
+            )
         raise NotImplementedError(
             "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init "
             "keeps in FP8. Construct and convert the model outside of fp8_model_init, or pass tp_group to layers of "
