@@ -522,8 +522,8 @@ def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
     if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
         if weight.has_given_scales:
             raise NotImplementedError(
-                "parallelize_module, distribute_module and distribute_tensor do not distribute FP8 codes of a checkpoint "
-                f"({list(weight.shape)}): shard them with fully_shard, or load the model with its weights dequantized"
+                "parallelize_module, distribute_module and distribute_tensor do not distribute FP8 codes of a "
+                f"checkpoint ({list(weight.shape)}): use fully_shard, or load the model with its weights dequantized"
             )
         raise NotImplementedError(
             "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init "
