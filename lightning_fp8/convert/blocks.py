@@ -102,6 +102,14 @@ def structure_of(model: nn.Module) -> Structure:
     return Structure(places, {}, heads)
 
 
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each module, by its ``id``. A shared module has several."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(clean_name(name))
+    return names
+
+
 def place_of(name: str, places: Mapping[str, BlockPosition]) -> BlockPosition | None:
     """The place of the module ``name``, or of the block that holds it; None outside of towers."""
     return next((places[each] for each in (name, *prefixes(name)[::-1]) if each in places), None)

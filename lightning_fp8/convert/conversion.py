@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.apply import apply_conversion
+from lightning_fp8.convert.codes import adopt_codes
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
-from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
+from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import LINEAR, ConversionSummary
 from lightning_fp8.modules.linear_layer import LinearLayer
@@ -64,8 +65,8 @@ def convert_module(
     Raises:
         ValueError, TypeError: If a count is negative, if ``skip`` is neither globs nor functions, or if one of its
             globs matches no module.
-        TypeError: If the weight of a layer that ``skip`` does not match is float8 codes, as in ``FP8Linear`` of
-            transformers.
+        TypeError: If a layer that ``skip`` does not match has float8 codes that cannot be multiplied; see
+            docs/fp8_checkpoints.md.
     """
     require_module("convert_module", model)
     policy = Policy(
@@ -77,10 +78,10 @@ def convert_module(
         fuse,
         where_faster,
     )
-    refuse_codes(model, policy)
     plan = plan_conversion(model, policy)
     for wrong in plan.wrong_globs:
         raise ValueError(wrong)
+    adopt_codes(model, policy)
     apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
     if not plan.summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=2)

@@ -15,7 +15,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_fp8.convert.attention_calls.attach import AttentionPlace
 from lightning_fp8.convert.attention_calls.plan import plan_attention
-from lightning_fp8.convert.blocks import features_of, is_linear, matrices_of, place_of, structure_of
+from lightning_fp8.convert.blocks import features_of, is_linear, matrices_of, names_of, place_of, structure_of
+from lightning_fp8.convert.codes import codes_of, layout_of_codes, note_of_codes, why_not_codes
 from lightning_fp8.convert.fused.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.convert.fused.plan import plan_mlps, plan_norms
 from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
@@ -23,7 +24,7 @@ from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
-from lightning_fp8.numerics.formats import CODES_NEED_SCALES, E8M0_DTYPE, holds_codes
+from lightning_fp8.numerics.formats import holds_codes
 
 
 class Plan(NamedTuple):
@@ -77,12 +78,16 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
         if attention and name in attentions:
             decisions.append(attentions[name])
         if is_linear(module):
-            ours, names = isinstance(module, LinearLayer), aliases[id(module)]
+            names, coded = aliases[id(module)], layout_of_codes(module) is not None
+            ours = isinstance(module, LinearLayer) and not coded  # an adopted layer was not constructed as ours
             has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
-            reason = (
+            stays = (
                 reason_ineligible(module, policy.replace_layers)
                 or (READS_THE_HEAD if name in read_by_liger else "")
                 or skipped_by(module, names, policy, _gemm_names(module, names))
+            )
+            reason = (
+                stays
                 or reason_for_bf16(
                     None if has_own_context else place_of(name, structure.places),
                     policy,
@@ -90,9 +95,12 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
                 )
                 or ("" if ours else reason_small(name, features_of(module), adapted))
             )
+            fp8 = not reason
+            if coded and not stays:
+                reason = "; ".join(filter(None, (reason, note_of_codes(module, fp8))))
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
-                decisions.append(LayerDecision(gemm_name(name, gemm), shape, not reason, reason, parameters=size))
+                decisions.append(LayerDecision(gemm_name(name, gemm), shape, fp8, reason, parameters=size))
         decisions += _other_matrices(module, name)
     by_name = {decision.name: decision for decision in decisions}
     norms = plan_norms(modules, by_name) if policy.fuse else ()
@@ -107,13 +115,14 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
 
 def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
     """The reason why ``module`` cannot run in FP8; an empty string if it can."""
+    cls = unsharded_class(module)
+    of_others = "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
     if codes := [*codes_of(module).values()]:
-        return f"its weight is {codes[0].dtype}"
+        return f"its weight is {codes[0].dtype}" if why_not_codes(module) else of_others
     if isinstance(module, LinearLayer):
         return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
-    cls = unsharded_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
         return f"{type(module).__name__} is a subclass of nn.Linear{' with its own forward' * has_forward}"
@@ -123,38 +132,7 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance, by something that may not call ours"
-    return "" if replace_layers else f"replace_layers=False keeps {cls.__module__.split('.')[0]}'s {cls.__name__}"
-
-
-def refuse_codes(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model with float8 weights: only their own layers know the scales.
-
-    Raises:
-        TypeError: If a module that ``policy.skip`` does not match has such a parameter.
-    """
-    found = []
-    for names, module in zip(names_of(model).values(), model.modules()):
-        codes = codes_of(module)
-        full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
-        if codes and not skipped_by(module, names, policy, full):
-            found.append((full[0], names[0], next(iter(codes.values())).dtype))
-    if found:
-        key, name, dtype = found[0]
-        more = f", and {len(found) - 1} more layers have such weights" if len(found) > 1 else ""
-        raise TypeError(
-            f"{key} of {type(model).__name__} is {dtype}{more}: {CODES_NEED_SCALES}. Or keep such layers as they are: "
-            f"skip=({name!r},), or a module_filter_fn that does not choose them"
-        )
-
-
-def codes_of(module: nn.Module) -> dict[str, Tensor]:
-    """The float8 parameters of ``module`` itself, and its weight if it is a linear layer with a buffer for a weight."""
-    own = {"weight": module._buffers.get("weight") if is_linear(module) else None, **module._parameters}
-    return {
-        name: each
-        for name, each in own.items()
-        if each is not None and holds_codes(each) and each.dtype != E8M0_DTYPE  # scales
-    }
+    return of_others
 
 
 _NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU, ParametrizationList)
@@ -205,14 +183,6 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):
         return "experts", f"{parameter.dim()}-D parameter of {cls}: products of experts do not run in FP8"
     return "parameter", f"a parameter of {cls}, in no linear layer"
-
-
-def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each module, by its ``id``. A shared module has several."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(clean_name(name))
-    return names
 
 
 def _gemm_names(module: nn.Module, names: Sequence[str]) -> list[str]:

@@ -201,7 +201,8 @@ def require_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(f"{prefix}{name}")
-        if isinstance(value, Tensor) and holds_codes(value) and not holds_codes(parameter):
+        coded = holds_codes(parameter) or (isinstance(parameter, FP8Tensor) and parameter.stored is not None)
+        if isinstance(value, Tensor) and holds_codes(value) and not coded:
             raise RuntimeError(
                 f"{prefix}{name} is {value.dtype} in the state dict and {parameter.dtype} in the model: "
                 f"{CODES_NEED_SCALES}, and then its state dict"

@@ -25,6 +25,7 @@ from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
+from lightning_fp8.weights.coded import replace_codes, save_codes
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 
 
@@ -88,6 +89,11 @@ class WeightCachingModule(FP8Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         in_fp8 = [(name, weight) for name in self.weight_names if isinstance(weight := self._held(name), FP8Tensor)]
         preserved = {name: weight.high_precision_init_val for name, weight in in_fp8}
+        for name, weight in in_fp8:
+            if weight.stored is not None:
+                state_dict, error = replace_codes(weight, args[0], args[1], name)
+                args = (state_dict, *args[1:])
+                args[-1].extend([error] if error else [])
         before = self._values_if_watched()
         super()._load_from_state_dict(*args)
         self._weight_cache = None
@@ -115,10 +121,13 @@ class WeightCachingModule(FP8Module):
         return {name: _local(own).clone() for name, own in self._parameters.items() if own is not None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save FP8 weights as plain tensors, dequantized."""
+        """Save FP8 weights as plain tensors: dequantized, or as the codes and scales of a checkpoint."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         for name in self.weight_names:
-            if not keep_vars and isinstance(weight := destination.get(prefix + name), FP8Tensor):
+            weight = destination.get(prefix + name)
+            if isinstance(weight, FP8Tensor) and weight.stored is not None:
+                save_codes(weight, destination, prefix, name)
+            elif not keep_vars and isinstance(weight, FP8Tensor):
                 destination[prefix + name] = weight.dequantize()
 
     def _held(self, name: str) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_fp8 import ops
 from lightning_fp8.arguments import dtype_named
-from lightning_fp8.convert.plan import codes_of
+from lightning_fp8.convert.codes import codes_of
 from lightning_fp8.numerics.formats import holds_codes
 
 

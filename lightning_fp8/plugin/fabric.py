@@ -25,6 +25,7 @@ from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import plain, require_module
 from lightning_fp8.convert.apply import apply_conversion, when_sharded, with_gathers
 from lightning_fp8.convert.attention_calls.attach import attach, detach
+from lightning_fp8.convert.codes import adopt_codes
 from lightning_fp8.convert.conversion import nothing_runs_in_fp8
 from lightning_fp8.convert.first_step import (
     FirstStep,
@@ -32,7 +33,7 @@ from lightning_fp8.convert.first_step import (
     watch_first_steps,
     watched,
 )
-from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
+from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
 from lightning_fp8.delayed.history import AmaxHistory, span_of
@@ -185,11 +186,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         lists in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``.
 
         Raises:
-            TypeError: If the weight of a layer that ``skip`` does not match is float8 codes.
+            TypeError: If a layer that ``skip`` does not match has float8 codes that cannot be multiplied.
             ValueError: If ``compute_dtype`` is given without ``weights_dtype``, and weights compute in another dtype.
         """
         require_module("convert_module", module)
-        refuse_codes(module, self.policy)
+        adopt_codes(module, self.policy)  # before the cast, of which their dtype is
         said = self._set_dtypes(module)
         attention = FP8Context(self.recipe).attention
         plan = plan_conversion(module, self.policy, attention, self._compares_attention)

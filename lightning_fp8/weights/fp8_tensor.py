@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8 import ops
+from lightning_fp8.notices import say_once
 from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
@@ -28,6 +29,14 @@ _SAME_VALUES = (_aten.detach.default, _aten.alias.default, _aten.view.default, _
 _COPIES = (_aten.clone.default, _aten._to_copy.default)
 _CAST = ("_cast", "scaling", "codes")
 _PARTS = ("_row_data", "_row_scale_inv", "_column_data", "_column_scale_inv")
+
+
+class StoredScale(NamedTuple):
+    """How a checkpoint stores the scales of a weight: the key beside the weight's, the dtype, and the shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class FP8Tensor(Tensor):
@@ -43,9 +52,10 @@ class FP8Tensor(Tensor):
         observed: float32 ``[]``, the amax before the cast, if layers that use the operands must observe it; else None.
         takers: the slots of the layers that have used the operands; shared by views.
         high_precision_init_val: for a primary weight, its values before the first cast, on the CPU.
+        stored: for a weight whose codes and scales are those of a checkpoint, how these are stored. It is frozen.
     """
 
-    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "takers")
+    ATTRIBUTES: ClassVar = (*_CAST, *_PARTS, "high_precision_init_val", "observed", "stored", "takers")
 
     is_gathered: ClassVar[bool] = False
     """Whether the operands belong to a gather, and are freed with it."""
@@ -55,6 +65,7 @@ class FP8Tensor(Tensor):
     observed: Tensor | None
     takers: list[Any]
     high_precision_init_val: Tensor | None = None
+    stored: StoredScale | None = None
     _row_data: Tensor | None
     _row_scale_inv: Tensor | None
     _column_data: Tensor | None
@@ -96,11 +107,6 @@ class FP8Tensor(Tensor):
         self.scaling, self.codes = cast.layout, cast.float8.dtype
 
     @property
-    def has_given_scales(self) -> bool:
-        """Whether scales are those of a checkpoint: casting the values again may change them, and the codes."""
-        return not self._cast.power_2_scale
-
-    @property
     def operands(self) -> Quantized:
         """The operands of ``[R, K]`` and of its transpose; None for one that is not stored."""
         return _operands(self)
@@ -133,6 +139,16 @@ class FP8Tensor(Tensor):
             )
         with torch.no_grad():
             self.copy_(values)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FP8Tensor:
+        """As of ``torch.Tensor``.
+
+        Raises:
+            RuntimeError: If gradients are required of the codes of a checkpoint.
+        """
+        if requires_grad and self.stored is not None:
+            raise RuntimeError(CODES_ARE_FROZEN)
+        return super().requires_grad_(requires_grad)
 
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The requested operands; one that is not stored is transposed from the other, or cast from the values.
@@ -261,7 +277,7 @@ class FP8Tensor(Tensor):
     def _same(self, size: torch.Size) -> FP8Tensor:
         """The same values in another shape."""
         made = type(self)(self.operands, self.cast, size, self.dtype, observed=self.observed)
-        made.takers = self.takers
+        made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
         return made
 
@@ -277,14 +293,15 @@ class FP8Tensor(Tensor):
         ]
         cls = FP8Tensor if self.is_gathered else type(self)
         made = cls(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
-        made.takers = self.takers
+        made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
         return made
 
     def store_(self, values: Tensor) -> FP8Tensor:
         """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast.
 
-        Nothing changes if it has these values: given scales, as those of a checkpoint, may not be computed from them.
+        Raises:
+            NotImplementedError: If other values are written to a shard of the codes of a checkpoint.
         """
         row, column = self.operands
         if isinstance(values, FP8Tensor) and values.cast == self.cast:
@@ -292,10 +309,12 @@ class FP8Tensor(Tensor):
         else:
             plain = values.dequantize() if isinstance(values, FP8Tensor) else values
             plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
-            if self.has_given_scales and not self.is_meta:
-                own = self.dequantize().view_as(plain)
-                if torch.equal(plain, own.to(plain.dtype)):
-                    return self
+            if self.stored is not None and not plain.is_meta:
+                if torch.equal(plain, self.dequantize().to(plain.dtype).view(plain.shape)):
+                    return self  # the values of these codes, as DistributedDataParallel broadcasts them
+                if isinstance(self, CodesShard):
+                    raise NotImplementedError(CODES_ARE_SHARDED)
+                say_once(_said, CODES_ARE_CAST_AGAIN, stacklevel=4)
             new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
         for old, made in zip((row, column), new):
             if old is not None and made is not None:
@@ -304,8 +323,24 @@ class FP8Tensor(Tensor):
         return self
 
 
+CODES_ARE_FROZEN = (
+    "weights whose FP8 codes are those of a checkpoint are frozen: train adapters such as LoRA on top of them, or load "
+    "the model with quantization_config=FineGrainedFP8Config(dequantize=True) to train its weights"
+)
+CODES_ARE_CAST_AGAIN = (
+    "values were written to a weight whose FP8 codes are those of a checkpoint, as merging an adapter does: all of its "
+    "codes and scales are cast again, which rounds the sum to FP8, and unmerging does not restore the codes. To merge "
+    "without rounding, load the adapter on the model of quantization_config=FineGrainedFP8Config(dequantize=True)"
+)
+CODES_ARE_SHARDED = (
+    "values cannot be written to a weight whose FP8 codes are those of a checkpoint and which fully_shard has sharded, "
+    "because its scales belong to all ranks: load codes with their scales, or merge adapters in an unsharded model"
+)
+_said: dict[Any, str] = {}
+
+
 class CodesShard(FP8Tensor):
-    """This rank's rows of a frozen FP8 weight ``[N, K]`` with given scales, as ``fully_shard`` stores them.
+    """This rank's rows of a weight ``[N, K]`` whose codes are those of a checkpoint, as ``fully_shard`` stores them.
 
     It is the local tensor of a DTensor. FSDP2 gathers its codes, and the scales if rows have their own, and makes the
     whole FP8Tensor from them.
@@ -314,26 +349,28 @@ class CodesShard(FP8Tensor):
     @classmethod
     def of(cls, weight: FP8Tensor, start: int, stop: int) -> CodesShard:
         """The rows from ``start`` to ``stop`` of ``weight``, which share its memory."""
-        row, stop = weight.operands.rowwise, min(stop, len(weight))
+        row, block = weight.operands.rowwise, weight.scaling.block[0]
         assert row is not None
-        scale_inv = row.scale_inv
-        if not row.layout.has_one_scale:
-            block = row.layout.block_shape(*row.data.shape)[0]
-            scale_inv = scale_inv[start // block : ceil_div(stop, block)]
-        rows = ScaledTensor(row.data[start:stop], scale_inv, row.layout)
-        return cls(Quantized(rows, None), weight.cast, torch.Size((stop - start, weight.shape[1])), weight.dtype)
+        scale_inv = row.scale_inv if block is None else row.scale_inv[start // block : ceil_div(stop, block)]
+        return cls._made(weight, ScaledTensor(row.data[start:stop], scale_inv, row.layout))
 
     @classmethod
     def zeros(cls, like: FP8Tensor, rows: int) -> CodesShard:
         """``rows`` rows of zeros; one scale of the whole weight is copied."""
-        row, columns = like.operands.rowwise, like.shape[1]
+        row, size = like.operands.rowwise, (rows, like.shape[1])
         assert row is not None
-        one_scale = row.layout.has_one_scale
-        scale_inv = (
-            row.scale_inv.clone() if one_scale else row.scale_inv.new_zeros(row.layout.scale_shape(rows, columns))
-        )
-        made = ScaledTensor(torch.zeros_like(row.data[:1]).expand(rows, columns).contiguous(), scale_inv, row.layout)
-        return cls(Quantized(made, None), like.cast, torch.Size((rows, columns)), like.dtype)
+        scale_inv = row.scale_inv.new_zeros(row.layout.scale_shape(*size))
+        if row.layout.has_one_scale:
+            scale_inv.copy_(row.scale_inv)
+        codes = torch.zeros(size, dtype=torch.uint8, device=like.device).view(like.codes)
+        return cls._made(like, ScaledTensor(codes, scale_inv, row.layout))
+
+    @classmethod
+    def _made(cls, like: FP8Tensor, row: ScaledTensor) -> CodesShard:
+        """An object of this class for ``row``; the rest as of ``like``."""
+        made = cls(Quantized(row, None), like.cast, row.data.shape, like.dtype)
+        made.stored = like.stored
+        return made
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -354,31 +391,19 @@ class CodesShard(FP8Tensor):
         size, own_scale_inv = kept
         scale_inv = gathered[1] if len(gathered) > 1 else own_scale_inv
         whole = Quantized(ScaledTensor(gathered[0].view(self.codes)[: size[0]], scale_inv, self.scaling), None)
-        if out is None:
-            return FP8Tensor(whole, self.cast, size, param_dtype), ()
-        out.operands = whole
-        return None
-
-    def store_(self, values: Tensor) -> FP8Tensor:
-        """As :meth:`FP8Tensor.store_`.
-
-        Raises:
-            NotImplementedError: If ``values`` has other values in high precision.
-        """
-        if isinstance(values, FP8Tensor) or torch.equal(values.to(self), self.dequantize()):
-            return super().store_(values)
-        raise NotImplementedError(
-            "values in high precision cannot be stored in FP8 codes of a checkpoint that fully_shard has sharded: load "
-            "codes with their scales, or load the values before fully_shard"
-        )
+        if out is not None:
+            out.operands = whole
+            return None
+        made = FP8Tensor(whole, self.cast, size, param_dtype)
+        made.stored = self.stored
+        return made, ()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
         if isinstance(first, CodesShard):
-            if function is _aten.slice.Tensor and args[1:2] == (0,) and len(args) < 5:
-                start, stop, _ = slice(*args[2:]).indices(len(first))
-                return cls.of(first, start, max(start, stop))
+            if function is _aten.slice.Tensor and args[1] == 0 and len(args) == 4:
+                return cls.of(first, *slice(*args[2:]).indices(len(first))[:2])
             if function is _aten.new_zeros.default and tuple(args[1][1:]) == first.shape[1:]:
                 return cls.zeros(first, args[1][0])
             if function is _aten.view.default and list(args[1]) in ([-1], [first.numel()]):  # FSDP2 keeps it
@@ -466,21 +491,20 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
 def _sharding() -> tuple[Any, Any] | None:
     """The ``FSDPParam`` that ``fully_shard`` is creating, and what it was called for; None outside of it."""
     frame: Any = sys._getframe()
-    param: Any = None
+    param, found = None, None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
-            param = param or frame.f_locals.get("self")
-            if param is not None and frame.f_code.co_name == "fully_shard":
-                return param, frame.f_locals.get("module")
+            found = param or frame.f_locals.get("self"), frame.f_locals.get("module")
+            param = found[0]
         frame = frame.f_back
-    return None
+    return found
 
 
 def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
     """Raises:
     NotImplementedError: If ``fully_shard`` cannot shard the codes of ``weight [N, K]``.
     """
-    if not weight.has_given_scales:
+    if weight.stored is None:
         raise NotImplementedError(
             "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
             "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
@@ -488,8 +512,10 @@ def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
     rows, block = len(weight), weight.scaling.block[0] or 0
     ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
     why = ""
-    if weight.requires_grad:
-        why = "it is trained, but FP8 codes of a checkpoint are not: freeze it, requires_grad_(False)"
+    if not hasattr(param, "fsdp_placement"):
+        why = (
+            f"{type(param).__name__} of torch {torch.__version__} is not known: use torch.distributed.fsdp.fully_shard"
+        )
     elif param.fsdp_placement.dim != 0:
         why = f"shard_placement_fn shards dimension {param.fsdp_placement.dim}, and codes are sharded by rows: Shard(0)"
     elif param.post_forward_mesh_info not in (None, param.mesh_info):
@@ -504,12 +530,9 @@ def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
         )
     if why:
         around = modules if isinstance(modules, (list, tuple)) else [modules] if modules is not None else []
-        owner, name = param._module_info.module, param._module_info.param_name
-        found = [path for each in around for path, module in each.named_modules() if module is owner]
-        raise NotImplementedError(
-            f"fully_shard cannot shard {'.'.join((*found[:1], name)).lstrip('.')} {list(weight.shape)}, FP8 codes of a "
-            f"checkpoint: {why}"
-        )
+        named = (each for module in around for each in module.named_parameters())
+        name = next((name for name, each in named if each is weight), "a weight")
+        raise NotImplementedError(f"fully_shard cannot shard {name} {list(weight.shape)}, codes of a checkpoint: {why}")
 
 
 def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
@@ -520,7 +543,7 @@ def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
     while frame is not None and frame.f_code.co_filename == _PARAMETER:  # nn.Parameter(...) detaches
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
-        if weight.has_given_scales:
+        if weight.stored is not None:
             raise NotImplementedError(
                 "parallelize_module, distribute_module and distribute_tensor do not distribute FP8 codes of a "
                 f"checkpoint ({list(weight.shape)}): use fully_shard, or load the model with its weights dequantized"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.fp8_tensor import CODES_ARE_FROZEN, FP8Tensor
 
 MASTER = "master_param"
 """Key of the master weight in a parameter's state in ``optimizer.state_dict()``; the same as Transformer Engine's."""
@@ -104,6 +104,17 @@ class _Master:
             self._agree()
 
 
+def _is_frozen(weight: FP8Tensor) -> bool:
+    """Whether the codes of ``weight`` are those of a checkpoint.
+
+    Raises:
+        RuntimeError: If they require a gradient.
+    """
+    if weight.stored is not None and weight.requires_grad:
+        raise RuntimeError(CODES_ARE_FROZEN)
+    return weight.stored is not None
+
+
 def _values(weight: FP8Tensor) -> Tensor:
     """The preserved high-precision values that ``weight`` was cast from; its dequantized values if there are none."""
     preserved = weight.get_high_precision_init_val()
@@ -128,7 +139,7 @@ class _Masters:
         for group in optimizer.param_groups:
             parameters = group["params"]  # changed in place: LBFGS keeps this list
             for index, parameter in enumerate(parameters):
-                if isinstance(parameter, FP8Tensor):
+                if isinstance(parameter, FP8Tensor) and not _is_frozen(parameter):
                     found = self._of_weight.get(id(parameter))
                     if found is None:
                         found = self._of_weight[id(parameter)] = _Master(parameter)
@@ -248,7 +259,8 @@ def warn_without_masters(optimizer: Any) -> None:
         return
     _known.add(optimizer)
     for group in optimizer.param_groups:
-        if any(isinstance(parameter, FP8Tensor) and parameter.requires_grad for parameter in group["params"]):
+        in_fp8 = [parameter for parameter in group["params"] if isinstance(parameter, FP8Tensor)]
+        if any(not _is_frozen(parameter) and parameter.requires_grad for parameter in in_fp8):
             warnings.warn(
                 f"{type(optimizer).__name__} steps weights that are stored in FP8: each update is rounded to FP8, and "
                 "updates below half the spacing of FP8 values are lost. Keep float32 masters in it: "

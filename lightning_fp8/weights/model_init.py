@@ -162,7 +162,7 @@ def keep_model_in_fp8(model: nn.Module, layers: Sequence[tuple[str, nn.Module, S
             continue
         for weight in weights:
             parameter = module._parameters.get(weight)
-            if isinstance(parameter, FP8Tensor):
+            if isinstance(parameter, FP8Tensor) and parameter.stored is None:
                 preserved = parameter.get_high_precision_init_val()
                 if preserved is None or not parameter.is_cast_of(preserved):
                     rounded.append(f"{name}.{weight}")

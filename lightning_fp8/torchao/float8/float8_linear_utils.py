@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.apply import apply_conversion
+from lightning_fp8.convert.codes import adopt_codes
 from lightning_fp8.convert.conversion import report_first_steps
-from lightning_fp8.convert.plan import plan_conversion, reason_ineligible, refuse_codes
+from lightning_fp8.convert.plan import plan_conversion, reason_ineligible
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear import Linear
@@ -50,7 +51,7 @@ def convert_to_float8_training(
 
     Raises:
         TypeError: If ``module`` is not a module, if ``config`` is not a :class:`Float8LinearConfig` of this package, or
-            if the weight of a chosen layer is float8 codes.
+            if a chosen layer has float8 codes that cannot be multiplied.
     """
     require_module("convert_to_float8_training", module)
     config = Float8LinearConfig() if config is None else config
@@ -59,7 +60,7 @@ def convert_to_float8_training(
     linears = [(clean_name(name), each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     chosen = [pair for pair in linears if module_filter_fn is None or module_filter_fn(pair[1], pair[0])]
     others = {id(each) for each in module.modules() if module_filter_fn} - {id(each) for _, each in chosen}
-    refuse_codes(module, Policy(skip=lambda each, name: id(each) in others))
+    adopt_codes(module, Policy(skip=lambda each, name: id(each) in others))
     reasons = {name: reason_ineligible(each) for name, each in chosen}
     in_fp8 = [each for name, each in chosen if not reasons[name]]
     context = FP8Context(config.recipe())

@@ -1,0 +1,163 @@
+"""Layers whose weights are FP8 codes, as published checkpoints have them: which become ours, and how.
+
+They are recognized by dtypes and names, without imports: the scales are ``weight_scale_inv`` in checkpoints of DeepSeek
+and in transformers' ``FP8Linear``, and ``weight_scale`` elsewhere. Both are multiplied by the codes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.arguments import is_dtensor
+from lightning_fp8.convert.blocks import is_linear, names_of
+from lightning_fp8.convert.policy import Policy, skipped_by
+from lightning_fp8.modules.linear import Linear
+from lightning_fp8.modules.swap import calls_own_forward, swap_class, unsharded_class
+from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, holds_codes
+from lightning_fp8.numerics.scaled import Layout
+from lightning_fp8.optimizer_steps import before, listen
+from lightning_fp8.weights.coded import coded_weight
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.masters import warn_without_masters
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, E8M0_DTYPE)
+_RECIPES = {
+    Layout.TENSOR: "recipe='tensorwise' or 'delayed'",
+    Layout.ROW: "recipe='rowwise', in the forward",
+    Layout.BLOCK_128X128: "recipe='blockwise'",
+}
+
+
+def codes_of(module: nn.Module) -> dict[str, Tensor]:
+    """The float8 parameters of ``module`` itself, and its weight if it is a linear layer with a buffer for a weight."""
+    own = {"weight": module._buffers.get("weight") if is_linear(module) else None, **module._parameters}
+    return {
+        name: each
+        for name, each in own.items()
+        if each is not None and holds_codes(each) and name not in _SCALES and each.dtype != E8M0_DTYPE
+    }
+
+
+def layout_of_codes(module: nn.Module) -> Layout | None:
+    """The layout of the scales of codes that ``module`` multiplies, or could; None if it has none."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, FP8Tensor):
+        return None if weight.stored is None else weight.scaling
+    return _layout_of(module) if codes_of(module) and not why_not_codes(module) else None
+
+
+def note_of_codes(module: nn.Module, fp8: bool) -> str:
+    """What a layer of the table with :func:`layout_of_codes` does with its codes."""
+    if not fp8 or (layout := layout_of_codes(module)) is None:
+        return "its FP8 codes are dequantized in each pass"
+    return f"frozen FP8 codes, multiplied as they are with {_RECIPES[layout]}; else cast again"
+
+
+def why_not_codes(module: nn.Module) -> str:
+    """The reason why the codes of ``module`` cannot be multiplied in FP8; an empty string if they can."""
+    cls, codes = unsharded_class(module), codes_of(module)
+    weight, (name, scale) = codes.get("weight"), _scale_of(module)
+    if not isinstance(module, nn.Linear) or weight is None or len(codes) > 1:
+        return f"{cls.__name__} is not a linear layer with one weight"
+    if cls is not nn.Linear and cls.__name__ != "FP8Linear":
+        return f"{cls.__name__} is a subclass of nn.Linear that is not known"
+    if "forward" in vars(module) and not calls_own_forward(module):
+        return "its forward was replaced on the instance"
+    if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter) or is_dtensor(weight):
+        return f"only unsharded parameters of {E4M3.dtype} can be multiplied"
+    if scale is None or scale.dtype not in _SCALE_DTYPES:
+        found = "nothing" if scale is None else f"{name} of {scale.dtype}"
+        return f"it has {found} for {' or '.join(_SCALES)} of {', '.join(map(str, _SCALE_DTYPES))}"
+    for constant in ("activation_scale", "input_scale"):
+        if getattr(module, constant, None) is not None:
+            return f"its {constant} is a constant scale of its inputs, and recipes compute theirs"
+    if _layout_of(module) is None:
+        blocks = "" if (block := getattr(module, "block_size", None)) is None else f", for blocks of {tuple(block)},"
+        return (
+            f"its {name} of shape {tuple(scale.shape)}{blocks} is neither one scale, nor one for each row, nor one for "
+            "each block of 128 × 128"
+        )
+    return ""
+
+
+def _scale_of(module: nn.Module) -> tuple[str, Tensor | None]:
+    """The name and the values of the scales of a weight; None if there are none."""
+    held = {name: getattr(module, name, None) for name in _SCALES}
+    return next(((name, each) for name, each in held.items() if isinstance(each, Tensor)), ("", None))
+
+
+def _layout_of(module: nn.Module) -> Layout | None:
+    """The layout of the scales; None if there is no such layout."""
+    _, scale = _scale_of(module)
+    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    block = getattr(module, "block_size", None)
+    if scale is None or (block is not None and tuple(block) != (128, 128)):
+        return None
+    shape = tuple(scale.shape)
+    if block is None and scale.numel() == 1:
+        return Layout.TENSOR
+    if block is None and shape in ((rows, 1), (rows,)):
+        return Layout.ROW
+    return Layout.BLOCK_128X128 if shape == Layout.BLOCK_128X128.scale_shape(rows, columns) else None
+
+
+def adopt_codes(model: nn.Module, policy: Policy) -> None:
+    """Turn the layers of ``model`` that hold FP8 codes into layers of this package with these codes, in place.
+
+    Layers that ``policy`` skips stay as they are.
+
+    Raises:
+        TypeError: If a module that ``policy.skip`` does not match has a float8 parameter that cannot be multiplied.
+            Nothing is changed then.
+    """
+    refused: list[tuple[str, str, torch.dtype, str]] = []
+    layers: list[nn.Module] = []
+    for names, module in zip(names_of(model).values(), model.modules()):
+        if not (codes := codes_of(module)):
+            continue
+        full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
+        if skipped_by(module, names, policy, full):
+            continue
+        if reason := why_not_codes(module):
+            refused.append((full[0], names[0], next(iter(codes.values())).dtype, reason))
+        elif policy.replace_layers:
+            layers.append(module)
+    if refused:
+        key, name, dtype, reason = refused[0]
+        more = f" ({len(refused) - 1} more modules are refused)" if len(refused) > 1 else ""
+        raise TypeError(
+            f"{key} of {type(model).__name__} is {dtype}, codes that cannot be trained on: {reason}{more}. Load the "
+            "model with its weights dequantized, quantization_config=FineGrainedFP8Config(dequantize=True). Or keep "
+            f"such layers as they are: skip=({name!r},), or a module_filter_fn that does not choose them"
+        )
+    if layers:
+        listen(before, warn_without_masters)  # which refuses to train them
+    dtype = _dtype_of(model)
+    for module in layers:
+        _adopt(module, dtype)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of most values of ``model`` beside codes and scales; BF16 if there are none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, each in model.named_parameters():
+        if each.is_floating_point() and not holds_codes(each) and not name.endswith(_SCALES):
+            sizes[each.dtype] += each.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+
+
+def _adopt(module: nn.Module, dtype: torch.dtype) -> None:
+    layout, (name, scale) = _layout_of(module), _scale_of(module)
+    bias = module._parameters.get("bias")
+    codes = module._parameters["weight"]
+    assert layout is not None
+    assert scale is not None
+    assert codes is not None
+    weight = coded_weight(codes.detach(), scale.detach(), name, layout, dtype if bias is None else bias.dtype)
+    delattr(module, name)
+    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    swap_class(module, Linear)
