@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.numerics.formats import E4M3, holds_codes
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
-from lightning_fp8.weights.fp8_tensor import FP8Tensor, StoredScale
+from lightning_fp8.weights.fp8_tensor import CodesShard, FP8Tensor, StoredScale
 
 
 def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype: torch.dtype) -> FP8Tensor:
@@ -28,28 +30,59 @@ def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype:
     return weight
 
 
-def save_codes(weight: FP8Tensor, destination: dict[str, Any], prefix: str, name: str) -> None:
-    """Put the codes and scales of ``weight`` into a ``state_dict``, as the checkpoint stores them."""
-    row, stored = weight.operands.rowwise, weight.stored
+def codes_in(weight: Any) -> FP8Tensor | None:
+    """``weight``, or this rank's shard of it, if its codes are those of a checkpoint; else None."""
+    held = weight._local_tensor if is_dtensor(weight) else weight
+    return held if isinstance(held, FP8Tensor) and held.stored is not None else None
+
+
+def save_codes(weight: Any, destination: dict[str, Any], prefix: str, name: str) -> None:
+    """Put the codes and scales of ``weight`` into a ``state_dict``, as the checkpoint stores them.
+
+    If ``weight`` is sharded, both are DTensors, but one scale for all rows is not.
+    """
+    held = codes_in(weight)
+    assert held is not None
+    row, stored = held.operands.rowwise, held.stored
     assert row is not None
     assert stored is not None
-    destination[prefix + name] = row.data
-    destination[prefix + stored.name] = row.scale_inv.to(stored.dtype).reshape(stored.shape)
+    destination[prefix + name] = _placed(row.data, weight, weight.shape)
+    scale = row.scale_inv.to(stored.dtype)
+    if is_dtensor(weight) and not row.layout.has_one_scale:
+        scale = _placed(scale.reshape(-1, *stored.shape[1:]), weight, stored.shape)
+    destination[prefix + stored.name] = scale.reshape(stored.shape)
 
 
-def replace_codes(weight: FP8Tensor, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
+def _placed(local: Tensor, like: Any, shape: torch.Size) -> Tensor:
+    """The tensor of ``shape`` with the shard ``local`` on this rank, if ``like`` is sharded; else ``local``."""
+    if not is_dtensor(like):
+        return local
+    kept: Any = {"shape": shape, "stride": torch._prims_common.make_contiguous_strides_for(shape)}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **kept)
+
+
+def _shard_of(values: Any, like: Any) -> Tensor:
+    """This rank's shard of ``values``, if ``like`` is sharded; else ``values``."""
+    if is_dtensor(like) and not is_dtensor(values):
+        values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+    return values.to_local() if is_dtensor(values) else values  # type: ignore[no-any-return]
+
+
+def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
     """A ``state_dict`` in which one value ``name``, an FP8Tensor, stands for the codes and the scales of ``weight``.
 
     Returns:
         The dictionary, in which ``weight`` itself stands for what cannot be loaded, and the error message or "".
     """
-    stored = weight.stored
-    assert stored is not None
+    held = codes_in(weight)
+    assert held is not None
+    assert held.stored is not None
+    stored = held.stored
     key, scale_key = prefix + name, prefix + stored.name
     codes, scale = state_dict.get(key), state_dict.get(scale_key)
-    if isinstance(codes, FP8Tensor) or (codes is None and scale is None):
+    if codes_in(codes) is not None or (codes is None and scale is None):
         return state_dict, ""
-    loaded: FP8Tensor = weight
+    loaded: Tensor = weight
     error = ""
     if isinstance(codes, Tensor) and not holds_codes(codes):
         error = (
@@ -60,17 +93,20 @@ def replace_codes(weight: FP8Tensor, state_dict: dict[str, Any], prefix: str, na
     elif not (
         isinstance(codes, Tensor)
         and isinstance(scale, Tensor)
-        and (codes.dtype, codes.shape) == (weight.codes, weight.shape)
+        and (codes.dtype, codes.shape) == (held.codes, weight.shape)
         and (scale.dtype, scale.shape) == stored[1:]
     ):
         found = [
             f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in (codes, scale)
         ]
         error = (
-            f"{key} and {stored.name} are {' and '.join(found)} in the state dict, and {weight.codes} "
+            f"{key} and {stored.name} are {' and '.join(found)} in the state dict, and {held.codes} "
             f"{list(weight.shape)} and {stored.dtype} {list(stored.shape)} in the model: load the state dict of a "
             "model with the same quantization_config"
         )
     else:
-        loaded = coded_weight(codes, scale, stored.name, weight.scaling, weight.dtype)
+        scale = scale if held.scaling.has_one_scale else _shard_of(scale, weight)
+        made = coded_weight(_shard_of(codes, weight), scale, stored.name, held.scaling, weight.dtype)
+        made.stored = stored
+        loaded = _placed(CodesShard.of(made, 0, len(made)), weight, weight.shape) if is_dtensor(weight) else made
     return {**{other: value for other, value in state_dict.items() if other != scale_key}, key: loaded}, error

@@ -513,11 +513,9 @@ def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
     ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
     why = ""
     if not hasattr(param, "fsdp_placement"):
-        why = (
-            f"{type(param).__name__} of torch {torch.__version__} is not known: use torch.distributed.fsdp.fully_shard"
-        )
+        why = f"torch {torch.__version__} does it in a way that is not known"
     elif param.fsdp_placement.dim != 0:
-        why = f"shard_placement_fn shards dimension {param.fsdp_placement.dim}, and codes are sharded by rows: Shard(0)"
+        why = f"shard_placement_fn gives {param.fsdp_placement}, and codes are sharded by rows: Shard(0)"
     elif param.post_forward_mesh_info not in (None, param.mesh_info):
         why = "reshard_after_forward is a number of ranks: pass True or False"
     elif param.pin_memory:
