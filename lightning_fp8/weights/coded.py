@@ -30,8 +30,8 @@ def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype:
     return weight
 
 
-def codes_in(weight: Any) -> FP8Tensor | None:
-    """``weight``, or this rank's shard of it, if its codes are those of a checkpoint; else None."""
+def codes_in(weight: Any) -> Any:
+    """The FP8Tensor ``weight``, or this rank's shard of it, if its codes are those of a checkpoint; else None."""
     held = weight._local_tensor if is_dtensor(weight) else weight
     return held if isinstance(held, FP8Tensor) and held.stored is not None else None
 
@@ -41,31 +41,27 @@ def save_codes(weight: Any, destination: dict[str, Any], prefix: str, name: str)
 
     If ``weight`` is sharded, both are DTensors, but one scale for all rows is not.
     """
-    held = codes_in(weight)
-    assert held is not None
-    row, stored = held.operands.rowwise, held.stored
-    assert row is not None
-    assert stored is not None
-    destination[prefix + name] = _placed(row.data, weight, weight.shape)
+    (row, _), stored = codes_in(weight).operands, codes_in(weight).stored
     scale = row.scale_inv.to(stored.dtype)
     if is_dtensor(weight) and not row.layout.has_one_scale:
         scale = _placed(scale.reshape(-1, *stored.shape[1:]), weight, stored.shape)
+    destination[prefix + name] = _placed(row.data, weight, weight.shape)
     destination[prefix + stored.name] = scale.reshape(stored.shape)
 
 
-def _placed(local: Tensor, like: Any, shape: torch.Size) -> Tensor:
-    """The tensor of ``shape`` with the shard ``local`` on this rank, if ``like`` is sharded; else ``local``."""
+def _placed(shard: Tensor, like: Any, shape: torch.Size) -> Tensor:
+    """The tensor of ``shape`` of which this rank has ``shard``, if ``like`` is sharded; else ``shard``."""
     if not is_dtensor(like):
-        return local
-    kept: Any = {"shape": shape, "stride": torch._prims_common.make_contiguous_strides_for(shape)}
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **kept)
+        return shard
+    stride = torch._prims_common.make_contiguous_strides_for(shape)
+    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 
-def _shard_of(values: Any, like: Any) -> Tensor:
+def _shard_of(values: Any, like: Any) -> Any:
     """This rank's shard of ``values``, if ``like`` is sharded; else ``values``."""
     if is_dtensor(like) and not is_dtensor(values):
         values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
-    return values.to_local() if is_dtensor(values) else values  # type: ignore[no-any-return]
+    return values.to_local() if is_dtensor(values) else values
 
 
 def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
@@ -75,8 +71,6 @@ def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: st
         The dictionary, in which ``weight`` itself stands for what cannot be loaded, and the error message or "".
     """
     held = codes_in(weight)
-    assert held is not None
-    assert held.stored is not None
     stored = held.stored
     key, scale_key = prefix + name, prefix + stored.name
     codes, scale = state_dict.get(key), state_dict.get(scale_key)

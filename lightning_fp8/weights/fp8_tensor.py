@@ -261,13 +261,8 @@ class FP8Tensor(Tensor):
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
-            if function in (_aten.split.Tensor, _aten.new_zeros.default) and (sharding := _sharding()) is not None:
-                _refuse_sharding(first, *sharding)
-                if function is _aten.new_zeros.default:
-                    return CodesShard.zeros(first, args[1][0])
-                return [CodesShard.of(first, at, at + args[1]) for at in range(0, max(len(first), 1), args[1])]
-            if function is _aten.as_strided.default and args[1:3] == ([*first.shape], [*first.stride()]):
-                return first._same(first.shape)
+            if function in _OF_FSDP2 and (found := _shards(function, first, args)) is not None:
+                return found
             if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"))
             if function is _aten.copy_.default:
@@ -347,68 +342,41 @@ class CodesShard(FP8Tensor):
     """
 
     @classmethod
-    def of(cls, weight: FP8Tensor, start: int, stop: int) -> CodesShard:
-        """The rows from ``start`` to ``stop`` of ``weight``, which share its memory."""
-        row, block = weight.operands.rowwise, weight.scaling.block[0]
-        assert row is not None
-        scale_inv = row.scale_inv if block is None else row.scale_inv[start // block : ceil_div(stop, block)]
-        return cls._made(weight, ScaledTensor(row.data[start:stop], scale_inv, row.layout))
-
-    @classmethod
-    def zeros(cls, like: FP8Tensor, rows: int) -> CodesShard:
-        """``rows`` rows of zeros; one scale of the whole weight is copied."""
-        row, size = like.operands.rowwise, (rows, like.shape[1])
-        assert row is not None
-        scale_inv = row.scale_inv.new_zeros(row.layout.scale_shape(*size))
-        if row.layout.has_one_scale:
-            scale_inv.copy_(row.scale_inv)
-        codes = torch.zeros(size, dtype=torch.uint8, device=like.device).view(like.codes)
-        return cls._made(like, ScaledTensor(codes, scale_inv, row.layout))
-
-    @classmethod
-    def _made(cls, like: FP8Tensor, row: ScaledTensor) -> CodesShard:
-        """An object of this class for ``row``; the rest as of ``like``."""
-        made = cls(Quantized(row, None), like.cast, row.data.shape, like.dtype)
-        made.stored = like.stored
+    def of(cls, whole: FP8Tensor, start: int, stop: int, zeros: bool = False) -> CodesShard:
+        """The rows from ``start`` to ``stop`` of ``whole``, in its memory; or as many rows of ``zeros``."""
+        row: Any = whole.operands.rowwise
+        block, codes, scale_inv = row.layout.block[0], row.data[start:stop], row.scale_inv
+        if zeros:
+            codes = row.data.new_zeros(stop, whole.shape[1])
+            scale_inv = scale_inv.new_zeros(row.layout.scale_shape(*codes.shape)) if block else scale_inv.clone()
+        elif block:
+            scale_inv = scale_inv[start // block : ceil_div(stop, block)]
+        made = cls(Quantized(ScaledTensor(codes, scale_inv, row.layout), None), whole.cast, codes.shape, whole.dtype)
+        made.stored = whole.stored
         return made
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Called by FSDP2: what it gathers of this rank, padded as that of the first rank, and what it keeps here."""
-        row = self.operands.rowwise
-        assert row is not None
+        row: Any = self.operands.rowwise
         codes = row.data.view(torch.uint8)
-        missing = ceil_div(outer_size[0], mesh.size()) - len(codes)
-        codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])]) if missing else codes
-        is_whole = row.layout.has_one_scale or mesh.size() == 1
-        return (codes,) if is_whole else (codes, row.scale_inv), (outer_size, row.scale_inv)
+        codes = torch.cat([codes, codes.new_zeros(ceil_div(outer_size[0], mesh.size()) - len(codes), codes.shape[1])])
+        alone = row.layout.has_one_scale or mesh.size() == 1
+        return (codes,) if alone else (codes, row.scale_inv), (outer_size, row.scale_inv)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], kept: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[FP8Tensor, tuple[()]] | None:
         """Called by FSDP2: the whole weight, in the memory of what was ``gathered``."""
-        size, own_scale_inv = kept
-        scale_inv = gathered[1] if len(gathered) > 1 else own_scale_inv
-        whole = Quantized(ScaledTensor(gathered[0].view(self.codes)[: size[0]], scale_inv, self.scaling), None)
+        (size, own_scale), (codes, *scales) = kept, gathered
+        row = ScaledTensor(codes.view(self.codes)[: size[0]], *(scales or (own_scale,)), self.scaling)
         if out is not None:
-            out.operands = whole
+            out.operands = Quantized(row, None)
             return None
-        made = FP8Tensor(whole, self.cast, size, param_dtype)
+        made = FP8Tensor(Quantized(row, None), self.cast, size, param_dtype)
         made.stored = self.stored
         return made, ()
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0] if args else None
-        if isinstance(first, CodesShard):
-            if function is _aten.slice.Tensor and args[1] == 0 and len(args) == 4:
-                return cls.of(first, *slice(*args[2:]).indices(len(first))[:2])
-            if function is _aten.new_zeros.default and tuple(args[1][1:]) == first.shape[1:]:
-                return cls.zeros(first, args[1][0])
-            if function is _aten.view.default and list(args[1]) in ([-1], [first.numel()]):  # FSDP2 keeps it
-                return first._same(torch.Size((first.numel(),)))
-        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
@@ -488,33 +456,51 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
 
 
-def _sharding() -> tuple[Any, Any] | None:
-    """The ``FSDPParam`` that ``fully_shard`` is creating, and what it was called for; None outside of it."""
-    frame: Any = sys._getframe()
-    param, found = None, None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
-            found = param or frame.f_locals.get("self"), frame.f_locals.get("module")
-            param = found[0]
-        frame = frame.f_back
-    return found
+_OF_FSDP2 = (
+    *(_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor),
+    *(_aten.view.default, _aten.as_strided.default),
+)
 
 
-def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
-    """Raises:
-    NotImplementedError: If ``fully_shard`` cannot shard the codes of ``weight [N, K]``.
+def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
+    """The result of an operation by which FSDP2 divides a weight, pads or flattens a shard; None for other uses."""
+    size = args[1]
+    if function is _aten.as_strided.default:  # of what was gathered
+        return x._same(x.shape) if args[1:3] == ([*x.shape], [*x.stride()]) else None
+    if isinstance(x, CodesShard):
+        if function is _aten.slice.Tensor and args[1] == 0 and len(args) == 4:
+            return CodesShard.of(x, *slice(*args[2:]).indices(len(x))[:2])
+        if function is _aten.view.default and list(size) in ([-1], [x.numel()]):
+            return x._same(torch.Size((x.numel(),)))
+    elif function not in _OF_FSDP2[:2] or not _refuse_sharding(x):
+        return None
+    if function is _aten.new_zeros.default and size[1:] == [*x.shape[1:]]:
+        return CodesShard.of(x, 0, size[0], zeros=True)
+    if function is _aten.split.Tensor and args[2:] in ((), (0,)):
+        return [CodesShard.of(x, at, min(at + size, len(x))) for at in range(0, max(len(x), 1), size)]
+    return None
+
+
+def _refuse_sharding(weight: FP8Tensor) -> bool:
+    """Whether ``fully_shard`` is calling.
+
+    Raises:
+        NotImplementedError: If it cannot shard the codes of ``weight [N, K]``.
     """
+    frame, calls = sys._getframe(), []
+    while frame is not None:
+        calls += [frame.f_locals] if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp.") else []
+        frame = frame.f_back
+    if not calls:
+        return False
     if weight.stored is None:
         raise NotImplementedError(
             "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
             "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
         )
-    rows, block = len(weight), weight.scaling.block[0] or 0
-    ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
-    why = ""
-    if not hasattr(param, "fsdp_placement"):
-        why = f"torch {torch.__version__} does it in a way that is not known"
-    elif param.fsdp_placement.dim != 0:
+    param: Any = next((each["self"] for each in calls if "self" in each), None)
+    rows, block, ranks = len(weight), weight.scaling.block[0] or 0, getattr(param.mesh_info, "shard_mesh_size", 1)
+    if param.fsdp_placement.dim != 0:
         why = f"shard_placement_fn gives {param.fsdp_placement}, and codes are sharded by rows: Shard(0)"
     elif param.post_forward_mesh_info not in (None, param.mesh_info):
         why = "reshard_after_forward is a number of ranks: pass True or False"
@@ -526,11 +512,12 @@ def _refuse_sharding(weight: FP8Tensor, param: Any, modules: Any) -> None:
             f"{ranks} ranks cannot share its {rows} rows in multiples of {block}, the rows of a scale: {mesh}leave the "
             "weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
         )
-    if why:
-        around = modules if isinstance(modules, (list, tuple)) else [modules] if modules is not None else []
-        named = (each for module in around for each in module.named_parameters())
-        name = next((name for name, each in named if each is weight), "a weight")
-        raise NotImplementedError(f"fully_shard cannot shard {name} {list(weight.shape)}, codes of a checkpoint: {why}")
+    else:
+        return True
+    module = calls[-1].get("module")
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    name = next((name for name, each in named if each is weight), "a weight")
+    raise NotImplementedError(f"fully_shard cannot shard {name} {list(weight.shape)}, codes of a checkpoint: {why}")
 
 
 def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
