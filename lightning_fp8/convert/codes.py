@@ -49,21 +49,19 @@ def layout_of_codes(module: nn.Module) -> Layout | None:
     return _layout_of(module) if codes_of(module) and not why_not_codes(module) else None
 
 
-def note_of_codes(module: nn.Module, fp8: bool) -> str:
-    """What a layer of the table with :func:`layout_of_codes` does with its codes."""
-    if not fp8 or (layout := layout_of_codes(module)) is None:
-        return "its FP8 codes are dequantized in each pass"
-    return f"frozen FP8 codes, multiplied as they are with {_RECIPES[layout]}; else cast again"
+def note_of_codes(layout: Layout, fp8: bool) -> str:
+    """What a layer of the table does with codes whose scales have this layout."""
+    with_codes = f"frozen FP8 codes, multiplied as they are with {_RECIPES[layout]}; else cast again"
+    return with_codes if fp8 else "its FP8 codes are dequantized in each pass"
 
 
 def why_not_codes(module: nn.Module) -> str:
     """The reason why the codes of ``module`` cannot be multiplied in FP8; an empty string if they can."""
     cls, codes = unsharded_class(module), codes_of(module)
     weight, (name, scale) = codes.get("weight"), _scale_of(module)
-    if not isinstance(module, nn.Linear) or weight is None or len(codes) > 1:
-        return f"{cls.__name__} is not a linear layer with one weight"
-    if cls is not nn.Linear and cls.__name__ != "FP8Linear":
-        return f"{cls.__name__} is a subclass of nn.Linear that is not known"
+    is_known = cls is nn.Linear or (issubclass(cls, nn.Linear) and cls.__name__ == "FP8Linear")
+    if weight is None or len(codes) > 1 or not is_known:
+        return f"{cls.__name__} is neither nn.Linear nor FP8Linear with one float8 weight"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance"
     if is_dtensor(weight):
@@ -73,15 +71,11 @@ def why_not_codes(module: nn.Module) -> str:
     if scale is None or scale.dtype not in _SCALE_DTYPES:
         found = "nothing" if scale is None else f"{name} of {scale.dtype}"
         return f"it has {found} for {' or '.join(_SCALES)} of {', '.join(map(str, _SCALE_DTYPES))}"
-    for constant in ("activation_scale", "input_scale"):
-        if getattr(module, constant, None) is not None:
-            return f"its {constant} is a constant scale of its inputs, and recipes compute theirs"
+    if any(getattr(module, constant, None) is not None for constant in ("activation_scale", "input_scale")):
+        return "its inputs have a constant scale, and recipes compute theirs"
     if _layout_of(module) is None:
-        blocks = "" if (block := getattr(module, "block_size", None)) is None else f", for blocks of {tuple(block)},"
-        return (
-            f"its {name} of shape {tuple(scale.shape)}{blocks} is neither one scale, nor one for each row, nor one for "
-            "each block of 128 × 128"
-        )
+        of = f"{tuple(scale.shape)} and block_size {getattr(module, 'block_size', None)}"
+        return f"its {name} of shape {of} has neither one scale, nor one per row, nor one per 128 × 128 block"
     return ""
 
 
@@ -98,12 +92,11 @@ def _layout_of(module: nn.Module) -> Layout | None:
     block = getattr(module, "block_size", None)
     if scale is None or (block is not None and tuple(block) != (128, 128)):
         return None
-    shape = tuple(scale.shape)
+    if scale.shape == Layout.BLOCK_128X128.scale_shape(rows, columns):
+        return Layout.BLOCK_128X128
     if block is None and scale.numel() == 1:
         return Layout.TENSOR
-    if block is None and shape in ((rows, 1), (rows,)):
-        return Layout.ROW
-    return Layout.BLOCK_128X128 if shape == Layout.BLOCK_128X128.scale_shape(rows, columns) else None
+    return Layout.ROW if block is None and tuple(scale.shape) in ((rows, 1), (rows,)) else None
 
 
 def adopt_codes(model: nn.Module, policy: Policy) -> None:
@@ -135,30 +128,20 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
             "model with its weights dequantized, quantization_config=FineGrainedFP8Config(dequantize=True). Or keep "
             f"such layers as they are: skip=({name!r},), or a module_filter_fn that does not choose them"
         )
-    if layers:
-        listen(before, warn_without_masters)  # which refuses to train them
-    dtype = _dtype_of(model)
-    for module in layers:
-        _adopt(module, dtype)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most values of ``model`` beside codes and scales; BF16 if there are none."""
+    if not layers:
+        return
+    listen(before, warn_without_masters)  # which refuses to train them
     sizes: Counter[torch.dtype] = Counter()
     for name, each in model.named_parameters():
         if each.is_floating_point() and not holds_codes(each) and not name.endswith(_SCALES):
             sizes[each.dtype] += each.numel()
-    return max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
-
-
-def _adopt(module: nn.Module, dtype: torch.dtype) -> None:
-    layout, (name, scale) = _layout_of(module), _scale_of(module)
-    bias = module._parameters.get("bias")
-    codes = module._parameters["weight"]
-    assert layout is not None
-    assert scale is not None
-    assert codes is not None
-    weight = coded_weight(codes.detach(), scale.detach(), name, layout, dtype if bias is None else bias.dtype)
-    delattr(module, name)
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    swap_class(module, Linear)
+    # Not float32, which adapters have, if others are narrower.
+    dtype = max(sizes, key=lambda each: (each.itemsize < 4, sizes[each]), default=torch.bfloat16)
+    for module in layers:
+        layout, (name, scale) = _layout_of(module), _scale_of(module)
+        bias, codes = (module._parameters.get(each) for each in ("bias", "weight"))
+        own = dtype if bias is None else bias.dtype
+        weight = coded_weight(codes.detach(), scale.detach(), name, layout, own)  # type: ignore[union-attr, arg-type]
+        delattr(module, name)
+        module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        swap_class(module, Linear)

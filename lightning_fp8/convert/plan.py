@@ -78,8 +78,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
         if attention and name in attentions:
             decisions.append(attentions[name])
         if is_linear(module):
-            names, coded = aliases[id(module)], layout_of_codes(module) is not None
-            ours = isinstance(module, LinearLayer) and not coded  # an adopted layer was not constructed as ours
+            names, coded = aliases[id(module)], layout_of_codes(module)
+            ours = isinstance(module, LinearLayer) and coded is None  # an adopted layer was not constructed as ours
             has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
             stays = (
                 reason_ineligible(module, policy.replace_layers)
@@ -96,8 +96,8 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
                 or ("" if ours else reason_small(name, features_of(module), adapted))
             )
             fp8 = not reason
-            if coded and not stays:
-                reason = "; ".join(filter(None, (reason, note_of_codes(module, fp8))))
+            if coded is not None and not stays:
+                reason = "; ".join(filter(None, (reason, note_of_codes(coded, fp8))))
             for gemm, shape in matrices_of(module).items():
                 size = math.prod(shape)
                 decisions.append(LayerDecision(gemm_name(name, gemm), shape, fp8, reason, parameters=size))

@@ -17,6 +17,7 @@ from lightning_fp8.modules.conv1d import TransposedLinear
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.names import clean_name
+from lightning_fp8.numerics.formats import holds_codes
 from lightning_fp8.numerics.recipes import DelayedScaling, make_recipe
 from lightning_fp8.numerics.scaled import ATTENTION_ROLES, Role
 from lightning_fp8.te.keys import ATTENTION_GEMMS, BACKWARD_SLOTS, FORWARD_SLOTS, column_of, state_key
@@ -43,7 +44,7 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
 
     Raises:
         ValueError: If ``version`` is invalid or before 0.12, if the recipe is not delayed scaling, or if a layer stores
-            its weight transposed.
+            its weight transposed or as FP8 codes.
         TypeError: If ``model`` is not a module, ``version`` not a string, or ``recipe`` not a recipe.
     """
     require_module("export_te_state_dict", model)
@@ -57,6 +58,11 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
             "such module; replace it by a Linear first"
         )
     state_dict = {clean_name(key): value for key, value in model.state_dict().items()}
+    if codes := [key for key, value in state_dict.items() if isinstance(value, Tensor) and holds_codes(value)]:
+        raise ValueError(
+            f"{codes[0]} is FP8 codes, whose scales have no key in Transformer Engine: load the model with "
+            "quantization_config=FineGrainedFP8Config(dequantize=True)"
+        )
     for name, module in fp8_modules(model):
         slots = module.slots_of_gemms if module.fp8 else ()
         attention = module.roles == ATTENTION_ROLES

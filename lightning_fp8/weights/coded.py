@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fp8.arguments import is_dtensor
-from lightning_fp8.numerics.formats import E4M3, holds_codes
+from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
 from lightning_fp8.weights.fp8_tensor import CodesShard, FP8Tensor, StoredScale
@@ -65,7 +65,7 @@ def _shard_of(values: Any, like: Any) -> Any:
 
 
 def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
-    """A ``state_dict`` in which one value ``name``, an FP8Tensor, stands for the codes and the scales of ``weight``.
+    """A ``state_dict`` in which one FP8Tensor stands for the codes and the scales of ``weight``.
 
     Returns:
         The dictionary, in which ``weight`` itself stands for what cannot be loaded, and the error message or "".
@@ -73,34 +73,22 @@ def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: st
     held = codes_in(weight)
     stored = held.stored
     key, scale_key = prefix + name, prefix + stored.name
-    codes, scale = state_dict.get(key), state_dict.get(scale_key)
+    given = codes, scale = state_dict.get(key), state_dict.get(scale_key)
     if codes_in(codes) is not None or (codes is None and scale is None):
         return state_dict, ""
-    loaded: Tensor = weight
-    error = ""
-    if isinstance(codes, Tensor) and not holds_codes(codes):
-        error = (
-            f"{key} is {codes.dtype} in the state dict, and FP8 codes with {stored.name} in the model, which are "
-            "not trained and not cast from values: load these values into a model of "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)"
-        )
-    elif not (
-        isinstance(codes, Tensor)
-        and isinstance(scale, Tensor)
-        and (codes.dtype, codes.shape) == (held.codes, weight.shape)
-        and (scale.dtype, scale.shape) == stored[1:]
-    ):
-        found = [
-            f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in (codes, scale)
-        ]
-        error = (
-            f"{key} and {stored.name} are {' and '.join(found)} in the state dict, and {held.codes} "
-            f"{list(weight.shape)} and {stored.dtype} {list(stored.shape)} in the model: load the state dict of a "
-            "model with the same quantization_config"
-        )
-    else:
+    kept = {other: value for other, value in state_dict.items() if other != scale_key}
+    expected = (held.codes, weight.shape), stored[1:]
+    if [(each.dtype, each.shape) for each in given if isinstance(each, Tensor)] == [*expected]:
         scale = scale if held.scaling.has_one_scale else _shard_of(scale, weight)
-        made = coded_weight(_shard_of(codes, weight), scale, stored.name, held.scaling, weight.dtype)
-        made.stored = stored
-        loaded = _placed(CodesShard.of(made, 0, len(made)), weight, weight.shape) if is_dtensor(weight) else made
-    return {**{other: value for other, value in state_dict.items() if other != scale_key}, key: loaded}, error
+        made: Any = coded_weight(_shard_of(codes, weight), scale, stored.name, held.scaling, weight.dtype)  # type: ignore[arg-type]
+        if is_dtensor(weight):
+            made.stored = stored
+            made = _placed(CodesShard.of(made, 0, len(made)), weight, weight.shape)
+        return {**kept, key: made}, ""
+    found = [f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in given]
+    needed = [f"{dtype} {list(shape)}" for dtype, shape in expected]
+    return {**kept, key: weight}, (
+        f"{key} and {stored.name} are {' and '.join(found)} in the state dict, {' and '.join(needed)} in the model: "
+        "FP8 codes are not cast from values. Load codes with their scales, or load values into a model of "
+        "quantization_config=FineGrainedFP8Config(dequantize=True)"
+    )

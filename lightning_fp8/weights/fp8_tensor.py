@@ -207,8 +207,8 @@ class FP8Tensor(Tensor):
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            "share_memory_() of a weight that fp8_model_init keeps in FP8 is not supported; send model.state_dict(), "
-            "or construct the model outside of fp8_model_init"
+            "share_memory_() of a weight that is kept in FP8, by fp8_model_init or as in its checkpoint, is not "
+            "supported; send model.state_dict(), or construct the model outside of fp8_model_init"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
