@@ -67,7 +67,7 @@ def why_not_codes(module: nn.Module) -> str:
     if is_dtensor(weight):
         return "it is sharded already: call convert_module before fully_shard"
     if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter):
-        return f"only parameters of {E4M3.dtype} can be multiplied"
+        return f"only unsharded parameters of {E4M3.dtype} can be multiplied"
     if scale is None or scale.dtype not in _SCALE_DTYPES:
         found = "nothing" if scale is None else f"{name} of {scale.dtype}"
         return f"it has {found} for {' or '.join(_SCALES)} of {', '.join(map(str, _SCALE_DTYPES))}"

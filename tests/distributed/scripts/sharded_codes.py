@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -28,11 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import conversion_summary, convert_module, fp8_autocast
 from lightning_fp8.numerics.formats import holds_codes
 from tests.distributed.launch import leave
 from tests.distributed.scripts.fsdp import Collectives
+from tests.small import fp8_trainer
 
 WIDTH, HIDDEN, RANK, STEPS = 256, 512, 4, 2
 KINDS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], torch.dtype, str]] = {
@@ -187,7 +191,10 @@ def part_numbers() -> dict[str, Any]:
 def part_mesh() -> dict[str, Any]:
     """Four ranks: two replicas of two shards, and four shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return {"replicas": of_case("rows", mesh), "four": of_case("uneven")}
+    refused: dict[str, Any] = {}
+    with said(refused, "ranks"):
+        shard(blocks("blocks"), reshard_after_forward=2)
+    return {"replicas": of_case("rows", mesh), "four": of_case("uneven"), **refused}
 
 
 def part_orders() -> dict[str, Any]:
@@ -221,36 +228,30 @@ def part_state(folder: Path) -> dict[str, Any]:
 
 
 def of_state(kind: str, folder: Path) -> dict[str, bool]:
-    recipe, width = "blockwise", WIDTH if kind != "one" else 264
-    plain = blocks(kind, width=width)
-    expected, state = train(blocks(kind, width=width), recipe, width), plain.state_dict()
-    model = shard(blocks(kind, width=width))
-    found = {}
-
-    def check(name: str, other: nn.Module) -> None:
-        found[name] = are_equal(train(other, recipe, width), expected)
-
-    def other() -> nn.Sequential:
-        return shard(blocks(kind, width=width, seed=9))
-
+    sizes = {"width": 272, "hidden": 261} if kind == "one" else {}
+    state = blocks(kind, **sizes).state_dict()
+    model = shard(blocks(kind, **sizes))
     with SendsFloat8():
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    found["full"] = bits(full) == bits(state)
+    found = {"full": bits(full) == bits(state)}
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     dist.barrier()
     if dist.get_rank() == 0:
         dcp_to_torch_save(folder, folder / "whole.pt")
         found["file"] = bits(torch.load(folder / "whole.pt", weights_only=True)) == bits(state)
-    from_file, from_full, from_meta = other(), other(), shard(blocks(kind, width=width, seed=9).to("meta"))
+    from_file, from_full, on_meta = (shard(blocks(kind, seed=9, **sizes).to(at)) for at in ("cpu", "cpu", "meta"))
     into = get_model_state_dict(from_file)
     dcp.load(into, checkpoint_id=folder)
     set_model_state_dict(from_file, into)
-    check("loaded", from_file)
     with SendsFloat8():
         set_model_state_dict(from_full, dict(state), options=StateDictOptions(full_state_dict=True))
-    check("loaded full", from_full)
-    from_meta.load_state_dict(model.state_dict(), assign=True)
-    check("assigned", from_meta)
+    on_meta.load_state_dict(model.state_dict(), assign=True)
+    empty = shard(blocks(kind, seed=9, **sizes).to("meta")).to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    expected = train(blocks(kind, **sizes), "tensorwise", sizes.get("width", WIDTH))
+    for name, each in {"from file": from_file, "from full": from_full, "on meta": on_meta, "empty": empty}.items():
+        found[name] = bits(full_state(each)) == bits(state)
+        found[f"{name}, trained"] = are_equal(train(each, "tensorwise", sizes.get("width", WIDTH)), expected)
     return found
 
 
@@ -283,11 +284,36 @@ def part_refused() -> dict[str, str]:
     return found
 
 
-def part_number_of_ranks() -> dict[str, str]:
-    found: dict[str, str] = {}
-    with said(found, "ranks"):
-        shard(blocks("blocks"), reshard_after_forward=2)
-    return found
+class InTrainer(L.LightningModule):
+    """Converted and sharded by the user, in this order, as codes must be; the plugin converts it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.outputs = blocks("blocks"), list[Tensor]()
+
+    def configure_model(self) -> None:
+        shard(self.net, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        y = self.net(batch[0])
+        self.outputs.append(y.detach())
+        return y.float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.1)
+
+
+def part_trainer() -> dict[str, Any]:
+    expected = train(blocks("blocks"), "blockwise")
+    strategy = ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    trainer = fp8_trainer("blockwise", fp8={"first_last_layers_bf16": False}, strategy=strategy, devices=2)
+    model = InTrainer()
+    batches = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
+    data = torch.cat(batches).bfloat16().repeat_interleave(dist.get_world_size(), 0)  # each rank has every row
+    with Collectives() as sent:
+        trainer.fit(model, DataLoader(TensorDataset(data), 16))
+    adapters = [whole(each) for each in model.parameters() if each.requires_grad]
+    return {"equal": are_equal((model.outputs, adapters), expected), "sent": sent.sent["_allgather_base_"]}
 
 
 if __name__ == "__main__":
