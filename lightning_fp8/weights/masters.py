@@ -257,14 +257,15 @@ def warn_without_masters(optimizer: Any) -> None:
     """Warn once per optimizer that it steps FP8 weights without masters."""
     if optimizer in _known or optimizer in _with_masters:
         return
-    _known.add(optimizer)
-    for group in optimizer.param_groups:
-        in_fp8 = [parameter for parameter in group["params"] if isinstance(parameter, FP8Tensor)]
-        if any(not _is_frozen(parameter) and parameter.requires_grad for parameter in in_fp8):
-            warnings.warn(
-                f"{type(optimizer).__name__} steps weights that are stored in FP8: each update is rounded to FP8, and "
-                "updates below half the spacing of FP8 values are lost. Keep float32 masters in it: "
-                "lightning_fp8.with_master_weights(optimizer), before the first step",
-                stacklevel=2,
-            )
-            return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    in_fp8 = [parameter for parameter in parameters if isinstance(parameter, FP8Tensor)]
+    trained = [parameter for parameter in in_fp8 if not _is_frozen(parameter)]
+    if any(parameter.requires_grad for parameter in trained):
+        warnings.warn(
+            f"{type(optimizer).__name__} steps weights that are stored in FP8: each update is rounded to FP8, and "
+            "updates below half the spacing of FP8 values are lost. Keep float32 masters in it: "
+            "lightning_fp8.with_master_weights(optimizer), before the first step",
+            stacklevel=2,
+        )
+    if len(trained) == len(in_fp8):  # else each step looks whether codes are still frozen
+        _known.add(optimizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fp8 import Float8CurrentScaling, Linear, fp8_autocast, fp8_model_init, with_master_weights
+from lightning_fp8 import (
+    Float8CurrentScaling,
+    Linear,
+    convert_module,
+    fp8_autocast,
+    fp8_model_init,
+    with_master_weights,
+)
+from tests.convert.codes.made import chain, copied, same_bits
 from tests.distributed.launch import leave
 
 RECIPE = Float8CurrentScaling(power_2_scale=True)
@@ -58,6 +67,21 @@ def ddp(rank: int) -> dict[str, Any]:
     }
 
 
+def coded() -> bool:
+    """Whether DDP leaves the codes of a checkpoint as they are, when it broadcasts them and in a step."""
+    net = chain()
+    before = {name: each for name, each in copied(net.state_dict()).items() if name[0] in "12" and "weight" in name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        net = DistributedDataParallel(convert_module(net))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with fp8_autocast(fp8_recipe="blockwise"):
+        net(torch.randn(4, 128, dtype=torch.bfloat16)).float().square().sum().backward()
+    optimizer.step()
+    after = net.module.state_dict()
+    return same_bits({name: after[name] for name in before}, before)
+
+
 def sharded() -> str:
     try:
         fully_shard(model(seed=0))
@@ -69,7 +93,7 @@ def sharded() -> str:
 def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    report = {**ddp(rank), "sharded": sharded()}
+    report = {**ddp(rank), "coded": coded(), "sharded": sharded()}
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(report))
     leave()
 
