@@ -127,6 +127,14 @@ def are_equal(found: tuple[list[Tensor], list[Tensor]], expected: tuple[list[Ten
     return all(torch.equal(a, b.to(a.dtype)) for i in range(2) for a, b in zip(found[i], expected[i], strict=True))
 
 
+def are_close(found: tuple[list[Tensor], list[Tensor]], expected: tuple[list[Tensor], list[Tensor]]) -> bool:
+    """Whether the outputs of the first step are equal, and adapters within a step of BF16."""
+    pairs = zip(found[1], expected[1], strict=True)
+    return torch.equal(found[0][0], expected[0][0]) and all(
+        torch.allclose(a.bfloat16().float(), b.float(), rtol=2**-7, atol=1e-6) for a, b in pairs
+    )
+
+
 def bits(state: dict[str, Any]) -> dict[str, tuple[torch.dtype, list[Any]]]:
     values = {name: each.contiguous() for name, each in state.items()}
     return {n: (v.dtype, (v.view(torch.uint8) if v.itemsize == 1 else v).tolist()) for n, v in values.items()}
@@ -156,11 +164,12 @@ def of_case(name: str, mesh: Any = None) -> dict[str, Any]:
         state = {name: each for name, each in blocks(kind).state_dict().items() if "base" in name}
         model.load_state_dict(state, strict=False)
     before = bits(model.state_dict())
+    exact = "mp_policy" not in options and not sizes.get("hidden", 0) % 2  # odd sizes: torch's BF16 adapters are not
     shard(model, mesh, **options)
     with Collectives() as sent:
         found = train(model, recipe, sizes.get("width", WIDTH))
     return {
-        "equal": are_equal(found, expected) if "mp_policy" not in options else torch.equal(found[0][0], expected[0][0]),
+        "equal": are_equal(found, expected) if exact else are_close(found, expected),
         "sent": sent.sent["_allgather_base_"],
         "kept": {n: v for n, v in before.items() if "base" in n} == {
             n: v for n, v in bits(full_state(model)).items() if "base" in n
@@ -249,9 +258,10 @@ def of_state(kind: str, folder: Path) -> dict[str, bool]:
     empty = shard(blocks(kind, seed=9, **sizes).to("meta")).to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     expected = train(blocks(kind, **sizes), "tensorwise", sizes.get("width", WIDTH))
+    equal = are_close if sizes else are_equal
     for name, each in {"from file": from_file, "from full": from_full, "on meta": on_meta, "empty": empty}.items():
         found[name] = bits(full_state(each)) == bits(state)
-        found[f"{name}, trained"] = are_equal(train(each, "tensorwise", sizes.get("width", WIDTH)), expected)
+        found[f"{name}, trained"] = equal(train(each, "tensorwise", sizes.get("width", WIDTH)), expected)
     return found
 
 
@@ -306,10 +316,12 @@ class InTrainer(L.LightningModule):
 def part_trainer() -> dict[str, Any]:
     expected = train(blocks("blocks"), "blockwise")
     strategy = ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-    trainer = fp8_trainer("blockwise", fp8={"first_last_layers_bf16": False}, strategy=strategy, devices=2)
+    trainer = fp8_trainer(
+        "blockwise", fp8={"first_last_layers_bf16": False}, strategy=strategy, devices=2, use_distributed_sampler=False
+    )
     model = InTrainer()
     batches = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
-    data = torch.cat(batches).bfloat16().repeat_interleave(dist.get_world_size(), 0)  # each rank has every row
+    data = torch.cat(batches).bfloat16()
     with Collectives() as sent:
         trainer.fit(model, DataLoader(TensorDataset(data), 16))
     adapters = [whole(each) for each in model.parameters() if each.requires_grad]
