@@ -261,7 +261,7 @@ class FP8Tensor(Tensor):
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
-            if function in _OF_FSDP2 and (found := _shards(function, first, args)) is not None:
+            if function in _FSDP2 and (found := _shards(function, first, args)) is not None:
                 return found
             if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"))
@@ -293,11 +293,7 @@ class FP8Tensor(Tensor):
         return made
 
     def store_(self, values: Tensor) -> FP8Tensor:
-        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast.
-
-        Raises:
-            NotImplementedError: If other values are written to a shard of the codes of a checkpoint.
-        """
+        """Cast ``values`` into the operands' memory; codes are copied if ``values`` has the same cast."""
         row, column = self.operands
         if isinstance(values, FP8Tensor) and values.cast == self.cast:
             new = values.quantized(rowwise=row is not None, columnwise=column is not None)
@@ -361,7 +357,8 @@ class CodesShard(FP8Tensor):
         """Called by FSDP2: what it gathers of this rank, padded as that of the first rank, and what it keeps here."""
         row: Any = self.operands.rowwise
         codes = row.data.view(torch.uint8)
-        codes = torch.cat([codes, codes.new_zeros(ceil_div(outer_size[0], mesh.size()) - len(codes), codes.shape[1])])
+        missing = ceil_div(outer_size[0], mesh.size()) - len(codes)
+        codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])]) if missing else codes
         alone = row.layout.has_one_scale or mesh.size() == 1
         return (codes,) if alone else (codes, row.scale_inv), (outer_size, row.scale_inv)
 
@@ -370,7 +367,7 @@ class CodesShard(FP8Tensor):
     ) -> tuple[FP8Tensor, tuple[()]] | None:
         """Called by FSDP2: the whole weight, in the memory of what was ``gathered``."""
         (size, own_scale), (codes, *scales) = kept, gathered
-        row = ScaledTensor(codes.view(self.codes)[: size[0]], *(scales or (own_scale,)), self.scaling)
+        row = ScaledTensor(codes.view(self.codes)[: size[0]], scales[0] if scales else own_scale, self.scaling)
         if out is not None:
             out.operands = Quantized(row, None)
             return None
@@ -456,10 +453,7 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
 
 
-_OF_FSDP2 = (
-    *(_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor),
-    *(_aten.view.default, _aten.as_strided.default),
-)
+_FSDP2 = (_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default)
 
 
 def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
@@ -472,7 +466,7 @@ def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
             return CodesShard.of(x, *slice(*args[2:]).indices(len(x))[:2])
         if function is _aten.view.default and list(size) in ([-1], [x.numel()]):
             return x._same(torch.Size((x.numel(),)))
-    elif function not in _OF_FSDP2[:2] or not _refuse_sharding(x):
+    elif function not in _FSDP2[:2] or not _refuse_sharding(x):
         return None
     if function is _aten.new_zeros.default and size[1:] == [*x.shape[1:]]:
         return CodesShard.of(x, 0, size[0], zeros=True)
@@ -487,7 +481,8 @@ def _refuse_sharding(weight: FP8Tensor) -> bool:
     Raises:
         NotImplementedError: If it cannot shard the codes of ``weight [N, K]``.
     """
-    frame, calls = sys._getframe(), []
+    frame: Any = sys._getframe()
+    calls: list[dict[str, Any]] = []
     while frame is not None:
         calls += [frame.f_locals] if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp.") else []
         frame = frame.f_back
