@@ -139,9 +139,9 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
     dtype = max(sizes, key=lambda each: (each.itemsize < 4, sizes[each]), default=torch.bfloat16)
     for module in layers:
         layout, (name, scale) = _layout_of(module), _scale_of(module)
-        bias, codes = (module._parameters.get(each) for each in ("bias", "weight"))
+        bias, weight = (module._parameters.get(each) for each in ("bias", "weight"))
         own = dtype if bias is None else bias.dtype
-        weight = coded_weight(codes.detach(), scale.detach(), name, layout, own)  # type: ignore[union-attr, arg-type]
+        coded = coded_weight(weight.detach(), scale.detach(), name, layout, own)  # type: ignore[union-attr, arg-type]
         delattr(module, name)
-        module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        module._parameters["weight"] = nn.Parameter(coded, requires_grad=False)
         swap_class(module, Linear)

@@ -148,7 +148,8 @@ class FP8Tensor(Tensor):
         """
         if requires_grad and self.stored is not None:
             raise RuntimeError(CODES_ARE_FROZEN)
-        return super().requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
 
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         """The requested operands; one that is not stored is transposed from the other, or cast from the values.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fp8
 from examples import resume_te_checkpoint
 from lightning_fp8 import FP8FabricPrecision, LayerNormMLP
+from tests.convert.codes.made import save_qwen
 
 FEATURES = 32
 
@@ -116,10 +117,16 @@ def of_transformer_engines_arguments() -> dict[str, Any]:
     return {"mesh": mesh, "x": torch.randn(8, 2, 512), "model": model, "ranks": 1}
 
 
+def of_fp8_checkpoints() -> dict[str, Any]:
+    save_qwen(folder := Path("qwen"))
+    return {"folder": folder, "tokens": torch.randint(64, (2, 2, 16))}
+
+
 OF_PAGES = {
     "attention.md": of_attention,
     "checkpoints.md": of_checkpoints,
     "distributed.md": of_distributed,
     "distributed_te.md": of_transformer_engines_arguments,
+    "fp8_checkpoints.md": of_fp8_checkpoints,
 }
 """What the text of a page takes as given beside."""

@@ -61,6 +61,7 @@ def cast(x: Tensor, recipe: str, dtype: torch.dtype = torch.float8_e4m3fn) -> Te
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
+    expected = expected.detach()
     return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
