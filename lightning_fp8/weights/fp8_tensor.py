@@ -476,7 +476,7 @@ def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
     return None
 
 
-def _refuse_sharding(weight: FP8Tensor) -> bool:
+def _refuse_sharding(weight: Any) -> bool:
     """Whether ``fully_shard`` is calling.
 
     Raises:
