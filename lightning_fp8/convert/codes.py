@@ -19,8 +19,7 @@ from lightning_fp8.modules.swap import calls_own_forward, swap_class, unsharded_
 from lightning_fp8.numerics.formats import E4M3, E8M0_DTYPE, holds_codes
 from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.optimizer_steps import before, listen
-from lightning_fp8.weights.coded import coded_weight
-from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.coded import coded_weight, codes_in
 from lightning_fp8.weights.masters import warn_without_masters
 
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -45,8 +44,8 @@ def codes_of(module: nn.Module) -> dict[str, Tensor]:
 def layout_of_codes(module: nn.Module) -> Layout | None:
     """The layout of the scales of codes that ``module`` multiplies, or could; None if it has none."""
     weight = module._parameters.get("weight")
-    if isinstance(weight, FP8Tensor):
-        return None if weight.stored is None else weight.scaling
+    if (held := codes_in(weight)) is not None:
+        return held.scaling  # type: ignore[no-any-return]
     return _layout_of(module) if codes_of(module) and not why_not_codes(module) else None
 
 
@@ -65,7 +64,9 @@ def why_not_codes(module: nn.Module) -> str:
         return f"{cls.__name__} is neither nn.Linear nor FP8Linear with one float8 weight"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance"
-    if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter) or is_dtensor(weight):
+    if is_dtensor(weight):
+        return "it is sharded already: call convert_module before fully_shard"
+    if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter):
         return f"only unsharded parameters of {E4M3.dtype} can be multiplied"
     if scale is None or scale.dtype not in _SCALE_DTYPES:
         found = "nothing" if scale is None else f"{name} of {scale.dtype}"

@@ -18,6 +18,7 @@ from lightning_fp8.names import gemm_name, slot_name
 from lightning_fp8.numerics.formats import CODES_NEED_SCALES, holds_codes
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.te.keys import take_state
+from lightning_fp8.weights.coded import codes_in
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def require_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(f"{prefix}{name}")
-        coded = holds_codes(parameter) or (isinstance(parameter, FP8Tensor) and parameter.stored is not None)
+        coded = holds_codes(parameter) or codes_in(parameter) is not None
         if isinstance(value, Tensor) and holds_codes(value) and not coded:
             raise RuntimeError(
                 f"{prefix}{name} is {value.dtype} in the state dict and {parameter.dtype} in the model: "

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops import Quantized
-from lightning_fp8.weights.coded import replace_codes, save_codes
+from lightning_fp8.weights.coded import codes_in, replace_codes, save_codes
 from lightning_fp8.weights.fp8_tensor import FP8Tensor, is_cast_for, quantized_tensor
 
 
@@ -72,7 +72,11 @@ class WeightCachingModule(FP8Module):
 
     Attributes:
         weight_names: the names of the parameters that hold the rows of the weight, or of all weights.
+        weight_scale_inv, weight_scale: None; torch.distributed.checkpoint looks all keys of a ``state_dict`` up.
     """
+
+    weight_scale_inv: ClassVar[None] = None
+    weight_scale: ClassVar[None] = None
 
     weight_names: tuple[str, ...] = ("weight",)
     _weight_cache: dict[tuple[str, ...], _KeptWeight] | None = None  # keys: the names of a weight's parameters
@@ -89,9 +93,9 @@ class WeightCachingModule(FP8Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         in_fp8 = [(name, weight) for name in self.weight_names if isinstance(weight := self._held(name), FP8Tensor)]
         preserved = {name: weight.high_precision_init_val for name, weight in in_fp8}
-        for name, weight in in_fp8:
-            if weight.stored is not None:
-                state_dict, error = replace_codes(weight, args[0], args[1], name)
+        for name in self.weight_names:
+            if codes_in(held := self._held(name)) is not None:
+                state_dict, error = replace_codes(held, args[0], args[1], name)
                 args = (state_dict, *args[1:])
                 args[-1].extend([error] if error else [])
         before = self._values_if_watched()
@@ -125,7 +129,7 @@ class WeightCachingModule(FP8Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         for name in self.weight_names:
             weight = destination.get(prefix + name)
-            if isinstance(weight, FP8Tensor) and weight.stored is not None:
+            if codes_in(weight) is not None:
                 save_codes(weight, destination, prefix, name)
             elif not keep_vars and isinstance(weight, FP8Tensor):
                 destination[prefix + name] = weight.dequantize()

@@ -90,6 +90,8 @@ def gather_in_fp8(model: nn.Module) -> None:
         owner, name = param._module_info.module, param._module_info.param_name
         if isinstance(param, GatheredParam) or not isinstance(owner, LinearLayer) or name not in owner.weight_names:
             continue
+        if isinstance(param._sharded_local_tensor, FP8Tensor):  # which gathers its codes itself
+            continue
         parts = names[owner].split(".")
         around = [modules_by_name.get(".".join(parts[:length])) for length in range(len(parts) + 1)]
         param.__class__ = GatheredParam

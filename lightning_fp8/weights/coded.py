@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
-from lightning_fp8.weights.fp8_tensor import FP8Tensor, StoredScale
+from lightning_fp8.weights.fp8_tensor import CodesShard, FP8Tensor, StoredScale
 
 
 def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype: torch.dtype) -> FP8Tensor:
@@ -28,31 +30,61 @@ def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype:
     return weight
 
 
-def save_codes(weight: FP8Tensor, destination: dict[str, Any], prefix: str, name: str) -> None:
-    """Put the codes and scales of ``weight`` into a ``state_dict``, as the checkpoint stores them."""
-    row, stored = weight.operands.rowwise, weight.stored
-    assert row is not None
-    assert stored is not None
-    destination[prefix + name] = row.data
-    destination[prefix + stored.name] = row.scale_inv.to(stored.dtype).reshape(stored.shape)
+def codes_in(weight: Any) -> Any:
+    """The FP8Tensor ``weight``, or this rank's shard of it, if its codes are those of a checkpoint; else None."""
+    held = weight._local_tensor if is_dtensor(weight) else weight
+    return held if isinstance(held, FP8Tensor) and held.stored is not None else None
 
 
-def replace_codes(weight: FP8Tensor, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
+def save_codes(weight: Any, destination: dict[str, Any], prefix: str, name: str) -> None:
+    """Put the codes and scales of ``weight`` into a ``state_dict``, as the checkpoint stores them.
+
+    If ``weight`` is sharded, both are DTensors, but one scale for all rows is not.
+    """
+    (row, _), stored = codes_in(weight).operands, codes_in(weight).stored
+    scale = row.scale_inv.to(stored.dtype)
+    if is_dtensor(weight) and not row.layout.has_one_scale:
+        scale = _placed(scale.reshape(-1, *stored.shape[1:]), weight, stored.shape)
+    destination[prefix + name] = _placed(row.data, weight, weight.shape)
+    destination[prefix + stored.name] = scale.reshape(stored.shape)
+
+
+def _placed(shard: Tensor, like: Any, shape: torch.Size) -> Tensor:
+    """The tensor of ``shape`` of which this rank has ``shard``, if ``like`` is sharded; else ``shard``."""
+    if not is_dtensor(like):
+        return shard
+    stride = torch._prims_common.make_contiguous_strides_for(shape)
+    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=shape, stride=stride)
+
+
+def _shard_of(values: Any, like: Any) -> Any:
+    """This rank's shard of ``values``, if ``like`` is sharded; else ``values``."""
+    if is_dtensor(like) and not is_dtensor(values):
+        values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+    return values.to_local() if is_dtensor(values) else values
+
+
+def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: str) -> tuple[dict[str, Any], str]:
     """A ``state_dict`` in which one FP8Tensor stands for the codes and the scales of ``weight``.
 
     Returns:
         The dictionary, in which ``weight`` itself stands for what cannot be loaded, and the error message or "".
     """
-    stored = weight.stored
-    assert stored is not None
+    held = codes_in(weight)
+    stored = held.stored
     key, scale_key = prefix + name, prefix + stored.name
     given = codes, scale = state_dict.get(key), state_dict.get(scale_key)
-    if isinstance(codes, FP8Tensor) or (codes is None and scale is None):
+    if codes_in(codes) is not None or (codes is None and scale is None):
         return state_dict, ""
     kept = {other: value for other, value in state_dict.items() if other != scale_key}
-    expected = (weight.codes, weight.shape), stored[1:]
+    expected = (held.codes, weight.shape), stored[1:]
     if [(each.dtype, each.shape) for each in given if isinstance(each, Tensor)] == [*expected]:
-        return {**kept, key: coded_weight(codes, scale, stored.name, weight.scaling, weight.dtype)}, ""  # type: ignore[arg-type]
+        scale = scale if held.scaling.has_one_scale else _shard_of(scale, weight)
+        made: Any = coded_weight(_shard_of(codes, weight), scale, stored.name, held.scaling, weight.dtype)  # type: ignore[arg-type]
+        if is_dtensor(weight):
+            made.stored = stored
+            made = _placed(CodesShard.of(made, 0, len(made)), weight, weight.shape)
+        return {**kept, key: made}, ""
     found = [f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in given]
     needed = [f"{dtype} {list(shape)}" for dtype, shape in expected]
     return {**kept, key: weight}, (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8 import ops
 from lightning_fp8.notices import say_once
 from lightning_fp8.numerics.recipes import Recipe
@@ -251,7 +252,7 @@ class FP8Tensor(Tensor):
         first = args[0] if args else None
         if isinstance(first, FP8Tensor):
             if function is _aten.detach.default:
-                _refuse_distribution(sys._getframe().f_back)
+                _refuse_distribution(first, sys._getframe().f_back)
             if function in _SAME_VALUES:
                 size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
                 if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
@@ -261,11 +262,8 @@ class FP8Tensor(Tensor):
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
-            if function is _aten.split.Tensor and _is_sharding():
-                raise NotImplementedError(
-                    "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
-                    "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
-                )
+            if function in _FSDP2 and (found := _shards(function, first, args)) is not None:
+                return found
             if function in _COPIES and kwargs.get("dtype", first.dtype) in ops.HIGH_PRECISION:
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"))
             if function is _aten.copy_.default:
@@ -274,7 +272,7 @@ class FP8Tensor(Tensor):
 
     def _same(self, size: torch.Size) -> FP8Tensor:
         """The same values in another shape."""
-        made = FP8Tensor(self.operands, self.cast, size, self.dtype, observed=self.observed)
+        made = type(self)(self.operands, self.cast, size, self.dtype, observed=self.observed)
         made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # nn.Parameter detaches
         return made
@@ -289,7 +287,8 @@ class FP8Tensor(Tensor):
             None if each is None else ScaledTensor(copied(each.data), copied(each.scale_inv), each.layout)
             for each in self.operands
         ]
-        made = FP8Tensor(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
+        cls = FP8Tensor if self.is_gathered else type(self)
+        made = cls(Quantized(*operands), self.cast, self.shape, dtype or self.dtype, observed=self.observed)
         made.takers, made.stored = self.takers, self.stored
         made.high_precision_init_val = self.high_precision_init_val  # Module.to keeps it so
         return made
@@ -305,6 +304,8 @@ class FP8Tensor(Tensor):
             if self.stored is not None and not plain.is_meta:
                 if torch.equal(plain, self.dequantize().to(plain.dtype).view(plain.shape)):
                     return self  # the values of these codes, as DistributedDataParallel broadcasts them
+                if isinstance(self, CodesShard):
+                    raise NotImplementedError(CODES_ARE_SHARDED)
                 say_once(_said, CODES_ARE_CAST_AGAIN, stacklevel=4)
             new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
         for old, made in zip((row, column), new):
@@ -323,7 +324,57 @@ CODES_ARE_CAST_AGAIN = (
     "codes and scales are cast again, which rounds the sum to FP8, and unmerging does not restore the codes. To merge "
     "without rounding, load the adapter on the model of quantization_config=FineGrainedFP8Config(dequantize=True)"
 )
+CODES_ARE_SHARDED = (
+    "values cannot be written to a weight whose FP8 codes are those of a checkpoint and which fully_shard has sharded, "
+    "because its scales belong to all ranks: load codes with their scales, or merge adapters in an unsharded model"
+)
 _said: dict[Any, str] = {}
+
+
+class CodesShard(FP8Tensor):
+    """This rank's rows of a weight ``[N, K]`` whose codes are those of a checkpoint, as ``fully_shard`` stores them.
+
+    It is the local tensor of a DTensor. FSDP2 gathers its codes, and the scales if rows have their own, and makes the
+    whole FP8Tensor from them.
+    """
+
+    @classmethod
+    def of(cls, whole: FP8Tensor, start: int, stop: int, zeros: bool = False) -> CodesShard:
+        """The rows from ``start`` to ``stop`` of ``whole``, in its memory; or as many rows of ``zeros``."""
+        row: Any = whole.operands.rowwise
+        block, codes, scale_inv = row.layout.block[0], row.data[start:stop], row.scale_inv
+        if zeros:
+            codes = row.data.new_zeros(stop, whole.shape[1])
+            scale_inv = scale_inv.new_zeros(row.layout.scale_shape(*codes.shape)) if block else scale_inv.clone()
+        elif block:
+            scale_inv = scale_inv[start // block : ceil_div(stop, block)]
+        made = cls(Quantized(ScaledTensor(codes, scale_inv, row.layout), None), whole.cast, codes.shape, whole.dtype)
+        made.stored = whole.stored
+        return made
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Called by FSDP2: what it gathers of this rank, padded as that of the first rank, and what it keeps here."""
+        row: Any = self.operands.rowwise
+        codes = row.data.view(torch.uint8)
+        missing = ceil_div(outer_size[0], mesh.size()) - len(codes)
+        codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])]) if missing else codes
+        alone = row.layout.has_one_scale or mesh.size() == 1
+        return (codes,) if alone else (codes, row.scale_inv), (outer_size, row.scale_inv)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], kept: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[FP8Tensor, tuple[()]] | None:
+        """Called by FSDP2: the whole weight, in the memory of what was ``gathered``."""
+        (size, own_scale), (codes, *scales) = kept, gathered
+        row = ScaledTensor(codes.view(self.codes)[: size[0]], scales[0] if scales else own_scale, self.scaling)
+        if out is not None:
+            out.operands = Quantized(row, None)
+            return None
+        made = FP8Tensor(Quantized(row, None), self.cast, size, param_dtype)
+        made.stored = self.stored
+        return made, ()
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
@@ -403,17 +454,69 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
     return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
 
 
-def _is_sharding() -> bool:
-    """Whether ``fully_shard`` is calling; it would shard the values in high precision."""
+_FSDP2 = (_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default)
+
+
+def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
+    """The result of an operation by which FSDP2 divides a weight, pads or flattens a shard; None for other uses."""
+    size = args[1]
+    if function is _aten.as_strided.default:  # of what was gathered
+        return x._same(x.shape) if args[1:3] == ([*x.shape], [*x.stride()]) else None
+    if isinstance(x, CodesShard):
+        if function is _aten.slice.Tensor and args[1] == 0 and len(args) == 4:
+            return CodesShard.of(x, *slice(*args[2:]).indices(len(x))[:2])
+        if function is _aten.view.default and list(size) in ([-1], [x.numel()]):
+            return x._same(torch.Size((x.numel(),)))
+    elif function not in _FSDP2[:2] or not _refuse_sharding(x):
+        return None
+    if function is _aten.new_zeros.default and size[1:] == [*x.shape[1:]]:
+        return CodesShard.of(x, 0, size[0], zeros=True)
+    if function is _aten.split.Tensor and args[2:] in ((), (0,)):
+        return [CodesShard.of(x, at, min(at + size, len(x))) for at in range(0, max(len(x), 1), size)]
+    return None
+
+
+def _refuse_sharding(weight: Any) -> bool:
+    """Whether ``fully_shard`` is calling.
+
+    Raises:
+        NotImplementedError: If it cannot shard the codes of ``weight [N, K]``.
+    """
     frame: Any = sys._getframe()
+    calls: list[dict[str, Any]] = []
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
-            return True
+        calls += [frame.f_locals] if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp.") else []
         frame = frame.f_back
-    return False
+    if not calls:
+        return False
+    if weight.stored is None:
+        raise NotImplementedError(
+            "fully_shard does not shard weights that fp8_model_init keeps in FP8. It gathers the weights of "
+            "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
+        )
+    param: Any = next((each["self"] for each in calls if "self" in each), None)
+    rows, block, ranks = len(weight), weight.scaling.block[0] or 0, getattr(param.mesh_info, "shard_mesh_size", 1)
+    if param.fsdp_placement.dim != 0:
+        why = f"shard_placement_fn gives {param.fsdp_placement}, and codes are sharded by rows: Shard(0)"
+    elif param.post_forward_mesh_info not in (None, param.mesh_info):
+        why = "reshard_after_forward is a number of ranks: pass True or False"
+    elif param.pin_memory:
+        why = "CPUOffloadPolicy would pin its memory: pass CPUOffloadPolicy(pin_memory=False)"
+    elif block and ranks > 1 and rows % (block * ranks):
+        mesh = "" if rows % block else f"use a mesh whose number of ranks divides {rows // block}, or "
+        why = (
+            f"{ranks} ranks cannot share its {rows} rows in multiples of {block}, the rows of a scale: {mesh}leave the "
+            "weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
+        )
+    else:
+        return True
+    module = calls[-1].get("module")
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    name = next((name for name, each in named if each is weight), "a weight")
+    raise NotImplementedError(f"fully_shard cannot shard {name} {list(weight.shape)}, codes of a checkpoint: {why}")
 
 
-def _refuse_distribution(frame: Any) -> None:
+def _refuse_distribution(weight: FP8Tensor, frame: Any) -> None:
     """Raises:
     NotImplementedError: If ``detach`` is called by torch's function that makes a DTensor of a parameter; it would
         shard the values in high precision.
@@ -421,6 +524,11 @@ def _refuse_distribution(frame: Any) -> None:
     while frame is not None and frame.f_code.co_filename == _PARAMETER:  # nn.Parameter(...) detaches
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name in _DISTRIBUTES and _is_of_dtensor(frame):
+        if weight.stored is not None:
+            raise NotImplementedError(
+                "parallelize_module, distribute_module and distribute_tensor do not distribute FP8 codes of a "
+                f"checkpoint ({list(weight.shape)}): use fully_shard, or load the model with its weights dequantized"
+            )
         raise NotImplementedError(
             "parallelize_module, distribute_module and distribute_tensor do not distribute weights that fp8_model_init "
             "keeps in FP8. Construct and convert the model outside of fp8_model_init, or pass tp_group to layers of "
