@@ -137,9 +137,10 @@ class FP8TrainerCallback(*_BASES):  # type: ignore[misc]
             return
         try:
             FP8State(self._model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:
+        except Exception as error:  # of torch, an advice to run the code of the file
+            reason = error if isinstance(error, (TypeError, ValueError)) else type(error).__name__
             raise ValueError(
-                f"{path} cannot be loaded as FP8 state: {error}. Remove the file to continue with empty scales"
+                f"{path} cannot be loaded as FP8 state: {reason}. Remove the file to continue with empty scales"
             ) from error
         if delayed and self._reports:
             updates = max(pinned.history.updates for _, pinned in roots)

@@ -143,8 +143,6 @@ def test_resumes_from_the_folder_of_another_run(trained: Trainer, tmp_path: Path
 def test_resumes_from_a_folder_that_was_moved(trained: Trainer, run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "kept"
     (run / CHECKPOINT).rename(moved)
-    elsewhere = {"sha256": json.loads((moved / "trainer_state.json").read_text())}
-    assert elsewhere
     assert_resumes(trained, tmp_path / "new", str(moved), callback=FP8TrainerCallback(moved))
     assert_resumes(trained, tmp_path / "newer", str(moved), resume_from_checkpoint=str(moved))
 
@@ -159,19 +157,19 @@ def test_other_recipes_resume(recipe: str, tmp_path: Path) -> None:
     assert_same_weights(resumed.model, trained.model)
 
 
-def test_a_checkpoint_without_scales_empties_them(run: Path, trained: Trainer) -> None:
-    """That of another model, which trained before, are not kept; and the Trainer saves again."""
+def test_a_checkpoint_without_scales_empties_them(run: Path, tmp_path: Path) -> None:
+    """Those of the training before are not kept; and the Trainer saves again."""
     (run / CHECKPOINT / "fp8_state.pt").unlink()
     state = json.loads((run / CHECKPOINT / "trainer_state.json").read_text())
     del state["stateful_callbacks"]["FP8TrainerCallback"]
     (run / CHECKPOINT / "trainer_state.json").write_text(json.dumps(state))
-    resumed = trainer(run)
+    resumed = trainer(tmp_path)
     resumed.train()
     with pytest.warns(UserWarning, match="training resumes without FP8 state.*start empty") as told:
         resumed.train(resume_from_checkpoint=str(run / CHECKPOINT))
     assert sum("FP8 state" in str(each.message) for each in told) == 1
     assert fp8_state_dict(resumed.model)["updates"] == 2
-    assert (run / "checkpoint-4" / "fp8_state.pt").is_file()
+    assert torch.load(tmp_path / "checkpoint-4" / "fp8_state.pt")["updates"] == 2
 
 
 class Opened:
@@ -196,9 +194,8 @@ def test_a_file_that_is_no_state_is_refused(
 
 
 def test_the_best_model_has_its_scales(tmp_path: Path) -> None:
-    """The first checkpoint is the best by this measure."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trained = trainer(tmp_path, eval_strategy="steps", eval_steps=2, learning_rate=1e-3, **best)
+    """The first: what is learned of random tokens is no use for others."""
+    trained = trainer(tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
     trained.train()
     assert trained.state.best_model_checkpoint == str(tmp_path / CHECKPOINT)
     expected = convert_module(llama(7))
@@ -240,7 +237,7 @@ def test_the_table_is_told_once_and_what_ran(tmp_path: Path, capsys: pytest.Capt
     trained = trainer(tmp_path, save_strategy="no")
     trained.train()
     said = capsys.readouterr().out
-    assert said.count("model.layers.1.mlp.up_proj") == 1
+    assert said.count("model.layers.1.mlp.{gate,up}_proj") == 1
     assert said.count("first step: 7 of 22 linear layers ran in FP8") == 1
     trained.train()
     assert "linear layers" not in capsys.readouterr().out
