@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -35,6 +35,8 @@ from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp
 from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d
 from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.numerics.recipes import Recipe
+from lightning_fp8.optimizer_steps import after, leave
+from lightning_fp8.optimizer_steps import listen as listen_to
 from lightning_fp8.parallel.agreement import require_same_plans
 from lightning_fp8.sharding.fsdp import gather_in_fp8, reasons_for_high_precision
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
@@ -118,6 +120,7 @@ def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], No
         _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
         if _act_where_sharded not in fp8_region.waiting:
             fp8_region.waiting.append(_act_where_sharded)
+        listen_to(after, _act_after_step)
     return plain is not None
 
 
@@ -136,6 +139,12 @@ def _act_where_sharded() -> bool:
         for action in actions:
             action(model)
     return not _until_sharded
+
+
+def _act_after_step(optimizer: Any) -> None:
+    """Look at sharded models after a step, too: compiled layers do not tell that a forward begins."""
+    if _act_where_sharded():
+        leave(after, _act_after_step)
 
 
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
-from lightning_fp8.fp8_region import current_context
+from lightning_fp8.delayed.update import listen
+from lightning_fp8.fp8_region import FP8Context, current_context
 from lightning_fp8.functions.product import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
@@ -31,6 +32,7 @@ class FP8Module(nn.Module):
         gemms: the names of the module's linear layers, each of which has those roles. A module that is itself one
             linear layer has the single name ``""``.
         fp8: False keeps the module in high precision.
+        own_context: the context of forwards outside every region; None runs them in high precision.
         comparison: what :mod:`lightning_fp8.faster` says of its first training forward; None compares nothing.
         slower: why FP8 is slower for its sizes, so that it stays in high precision; empty if it is not.
     """
@@ -38,6 +40,7 @@ class FP8Module(nn.Module):
     roles: ClassVar[tuple[Role, ...]] = ()
     gemms: ClassVar[tuple[str, ...]] = ("",)
     fp8: bool = True
+    own_context: FP8Context | None = None
     comparison: str | None = None
     slower: str = ""
     _ran_slower: bool = False
@@ -116,6 +119,8 @@ class FP8Module(nn.Module):
         super().__setstate__(state)
         if self.history is not None:
             self._join(self.history)
+        if self.own_context is not None:
+            listen()
 
     def _replicate_for_data_parallel(self) -> Any:
         """A replica of ``torch.nn.DataParallel``, whose threads do not inherit this thread's ``fp8_autocast``.

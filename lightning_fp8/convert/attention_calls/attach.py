@@ -58,9 +58,9 @@ def _key(place: AttentionPlace) -> tuple[Any, ...]:
 
 
 def attach(model: nn.Module) -> None:
-    """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached."""
+    """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached, or on a copy."""
     with _lock:
-        if model in _attached:
+        if model in _attached or model not in _prepared:
             return
         said.clear()
         modules = {clean_name(name): module for name, module in model.named_modules()}
