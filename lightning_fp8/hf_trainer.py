@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fp8.convert.conversion import pinned_in
+from lightning_fp8.convert.pinned import pinned_in
 from lightning_fp8.convert.first_step import conversion_summary
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.delayed.watch import PATIENCE
