@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_fp8.convert.first_step import conversion_summary
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.fp8_region import autocast, fp8_autocast
-    from lightning_fp8.hf_trainer import FP8TrainerCallback
+    from lightning_fp8.hf_trainer import FP8TrainerCallback as FP8TrainerCallback
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
     from lightning_fp8.modules.norm import LayerNorm, RMSNorm
@@ -94,7 +94,7 @@ _HOMES = {
     "onnx_export": "export.context",
     "with_master_weights": "weights.masters",
 }
-"""The module of each public name."""
+"""The module of each public name. ``__all__`` has those that import no package that may be missing."""
 
 __all__ = [
     "DelayedScaling",
@@ -104,7 +104,6 @@ __all__ = [
     "FP8Monitor",
     "FP8Precision",
     "FP8State",
-    "FP8TrainerCallback",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
@@ -152,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

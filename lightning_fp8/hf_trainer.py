@@ -13,51 +13,39 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from lightning_fp8.convert.pinned import pinned_in
 from lightning_fp8.convert.first_step import conversion_summary
+from lightning_fp8.convert.pinned import pinned_in
 from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.files import replacing
 from lightning_fp8.modules.state import FP8State, fp8_state_dict, reset_fp8_scales
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 
-_BASES: tuple[type, ...] = ()
-try:
-    from transformers.trainer_callback import ExportableState, TrainerCallback
-
-    _BASES = TrainerCallback, ExportableState
-except ImportError as _error:  # the name can be imported without transformers
-    _missing = _error
-
 FILE = "fp8_state.pt"
 """The FP8 state in the folder of a checkpoint: the result of ``fp8_state_dict`` of the Trainer's model."""
 
 
-class FP8TrainerCallback(*_BASES):  # type: ignore[misc]
-    """Resumes FP8 training in ``transformers.Trainer``, and in the trainers of TRL, and reports what runs in FP8.
+class FP8TrainerCallback(TrainerCallback, ExportableState):
+    """Resumes FP8 training in the Trainer of transformers and in those of TRL, and reports what runs in FP8.
 
-    ``Trainer(model=convert_module(model, recipe="delayed"), callbacks=[FP8TrainerCallback()])``. It saves the scales of
-    the model as ``fp8_state.pt`` in each checkpoint. They are loaded when training resumes, and with the best model
-    for ``load_best_model_at_end``. It prints the table of layers before the first step, and after it what ran.
+    ``Trainer(convert_module(model, recipe="delayed"), ..., callbacks=[FP8TrainerCallback()])``. Each checkpoint has the
+    scales in ``fp8_state.pt``. They are loaded when training resumes, and for ``load_best_model_at_end``. The table of
+    layers is printed before the first step, and after it what ran.
 
     Args:
-        resume_from_checkpoint: the folder that training resumes from. It is needed only for a checkpoint that was
-            moved out of its ``output_dir``.
+        resume_from_checkpoint: the folder that training resumes from; needed only if its ``output_dir`` was moved.
 
     Raises:
-        ImportError: If ``transformers`` is not installed.
-        ValueError: When training begins, if no part of the model has a recipe; or if ``fp8_state.pt`` cannot be loaded.
+        ValueError: When training begins, if no part of the model has a recipe or ``fp8_state.pt`` cannot be loaded.
     """
 
     def __init__(self, resume_from_checkpoint: str | os.PathLike[str] | None = None) -> None:
-        if not _BASES:
-            raise ImportError(f"FP8TrainerCallback needs transformers: {_missing}") from _missing
         self.resume_from_checkpoint = resume_from_checkpoint
         self.saved: dict[str, str] = {}
         self._model: nn.Module | None = None
-        self._output_dir = ""
-        self._content = b""
+        self._output_dir, self._content = "", b""
         self._reports = self._reports_first_step = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -68,7 +56,7 @@ class FP8TrainerCallback(*_BASES):  # type: ignore[misc]
                 "FP8; pass Trainer(model=convert_module(model, recipe='delayed'), ...)"
             )
         is_new, self._model = model is not self._model, model
-        self._content, self._output_dir = b"", os.path.abspath(args.output_dir)
+        self._output_dir, self._content = os.path.abspath(args.output_dir), b""
         for _root, pinned in roots:
             pinned.history.watch.patience = PATIENCE * args.gradient_accumulation_steps
         # The Trainer saves only callbacks that its state has, and a state without this callback may have been loaded.
@@ -96,63 +84,53 @@ class FP8TrainerCallback(*_BASES):  # type: ignore[misc]
     # --- Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What a Trainer that saves writes into ``trainer_state.json``: which FP8 state :meth:`on_save` writes beside it."""
+        """What a Trainer that saves writes into ``trainer_state.json``: the hash of what :meth:`on_save` writes."""
         if self._model is not None:
             torch.save(fp8_state_dict(self._model), buffer := io.BytesIO())
             self._content = buffer.getvalue()
-            self.saved = {"sha256": _sha256(self._content), "output_dir": self._output_dir}
+            self.saved = {"sha256": hashlib.sha256(self._content).hexdigest(), "output_dir": self._output_dir}
         return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        path = Path(self._output_dir, f"checkpoint-{state.global_step}", FILE)
         content, self._content = self._content, b""
-        folder = Path(self._output_dir, _folder(state))
-        if content and args.should_save and folder.is_dir():  # a search of hyperparameters saves elsewhere
-            with replacing(folder / FILE) as part:
+        if content and args.should_save and path.parent.is_dir():  # a search of hyperparameters saves elsewhere
+            with replacing(path) as part:
                 part.write_bytes(content)
 
     def _found(self, args: Any, state: Any, saved: dict[str, str]) -> Path | None:
         """The file that ``trainer_state.json`` names; the Trainer does not tell the folder that it resumes from."""
         if self.resume_from_checkpoint is not None:
             return Path(self.resume_from_checkpoint, FILE)
-        folders = [Path(output_dir, _folder(state)) for output_dir in (args.output_dir, saved.get("output_dir", ""))]
-        if isinstance(args.resume_from_checkpoint, str):
-            folders.append(Path(args.resume_from_checkpoint))
-        paths = (folder / FILE for folder in folders)
-        return next((each for each in paths if each.is_file() and _sha256(each.read_bytes()) == saved.get("sha256")), None)
+        outputs = args.output_dir, saved.get("output_dir", "")
+        folders = *(Path(each, f"checkpoint-{state.global_step}") for each in outputs), str(args.resume_from_checkpoint)
+        for path in (Path(folder, FILE) for folder in folders):
+            if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == saved.get("sha256"):
+                return path
+        return None
 
     def _load(self, path: Path | None, why: str) -> None:
         """Load the file, or empty the scales without one."""
         assert self._model is not None
-        roots = pinned_in(self._model)
-        delayed = any(isinstance(pinned.recipe, DelayedScaling) for _, pinned in roots)
+        delayed = [each for _, each in pinned_in(self._model) if isinstance(each.recipe, DelayedScaling)]
         if path is None or not path.is_file():
             reset_fp8_scales(self._model)
             if delayed and self._reports:
-                warnings.warn(
-                    f"{why} without FP8 state: {path or f'no {FILE} of this checkpoint was found'}. The delayed scales "
-                    "start empty; until the first update each tensor is scaled by its own amax. If the folder was "
-                    "moved, pass FP8TrainerCallback(resume_from_checkpoint=folder)",
-                    stacklevel=3,
+                said = (
+                    f"{why}, but its {path or FILE} was not found: the delayed scales start empty, and until the first "
+                    "update each tensor is scaled by its own amax. If the checkpoint was moved, pass "
+                    "FP8TrainerCallback(resume_from_checkpoint=folder)"
                 )
+                warnings.warn(said, stacklevel=3)
             return
         try:
             FP8State(self._model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # of torch, an advice to run the code of the file
             reason = error if isinstance(error, (TypeError, ValueError)) else type(error).__name__
-            raise ValueError(
-                f"{path} cannot be loaded as FP8 state: {reason}. Remove the file to continue with empty scales"
-            ) from error
+            said = f"{path} cannot be loaded as FP8 state: {reason}. Remove the file to continue with empty scales"
+            raise ValueError(said) from error
         if delayed and self._reports:
-            updates = max(pinned.history.updates for _, pinned in roots)
-            print(f"FP8 state: the scales of {path} are loaded, after {updates} updates")
-
-
-def _folder(state: Any) -> str:
-    return f"checkpoint-{state.global_step}"
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+            print(f"FP8 state: the scales of {path} are loaded, after {delayed[0].history.updates} updates")
 
 
 def _traps(recipes: list[Recipe]) -> Iterator[str]:

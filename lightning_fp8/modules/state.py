@@ -116,14 +116,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
 
 
 class FP8State:
-    """The FP8 state of ``model``, as an object of which others save and load the state.
-
-    ``accelerator.register_for_checkpointing(FP8State(model))`` adds it to what ``accelerator.save_state`` saves, and
-    ``torch.distributed.checkpoint`` takes it as a value of the state that it saves.
-
-    Raises:
-        TypeError: If ``model`` is not a module.
-    """
+    """The FP8 state of ``model`` as an object with a state, as ``accelerator.register_for_checkpointing`` takes it."""
 
     def __init__(self, model: nn.Module) -> None:
         require_module("FP8State", model)
@@ -134,9 +127,9 @@ class FP8State:
         return fp8_state_dict(self.model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :func:`load_fp8_state_dict`. A warning lists tensors that are missing, which start empty."""
+        """See :func:`load_fp8_state_dict`. A warning names tensors that are missing, which start empty."""
         if missing := load_fp8_state_dict(self.model, state_dict):
-            warnings.warn(f"the FP8 state has no scales of {len(missing)} tensors, {missing[0]} for example", stacklevel=2)
+            warnings.warn(f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example", stacklevel=2)
 
 
 def update_fp8_scales(model: nn.Module) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -15,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
 from examples import resume_te_checkpoint
-from lightning_fp8 import FP8FabricPrecision, LayerNormMLP
+from lightning_fp8 import FP8FabricPrecision, LayerNormMLP, convert_module
+from tests.hf_trainer.small import llama, sentences, tokenizer
 
 FEATURES = 32
 
@@ -116,10 +119,18 @@ def of_transformer_engines_arguments() -> dict[str, Any]:
     return {"mesh": mesh, "x": torch.randn(8, 2, 512), "model": model, "ranks": 1}
 
 
+def of_transformers() -> dict[str, Any]:
+    names: dict[str, Any] = {"Trainer": transformers.Trainer, "model": convert_module(llama(), recipe="delayed")}
+    if find_spec("datasets") is not None:
+        names |= {"texts": sentences("text"), "tokenizer": tokenizer()}
+    return names
+
+
 OF_PAGES = {
     "attention.md": of_attention,
     "checkpoints.md": of_checkpoints,
     "distributed.md": of_distributed,
     "distributed_te.md": of_transformer_engines_arguments,
+    "transformers.md": of_transformers,
 }
 """What the text of a page takes as given beside."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from lightning_fp8 import FP8TrainerCallback, convert_module, fp8_state_dict
 
@@ -78,6 +80,24 @@ def trainer(
         eval_dataset=Tokens(4, seed=9),
         callbacks=callbacks,  # type: ignore[arg-type]
     )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of 64 words."""
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(61))]
+    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
+
+
+def sentences(*columns: str) -> Any:
+    """A data set of 32 rows."""
+    from datasets import Dataset as Rows
+
+    draw = random.Random(0)
+    rows = [{each: " ".join(f"w{draw.randrange(61)}" for _ in range(8)) for each in columns} for _ in range(32)]
+    return Rows.from_list(rows)
 
 
 def losses(trained: Trainer) -> list[float]:

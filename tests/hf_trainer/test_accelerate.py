@@ -65,7 +65,7 @@ def test_what_is_missing_in_a_state_is_told() -> None:
     kept = [index for index, name in enumerate(state["names"]) if "up_proj" not in name]
     part = {"names": [state["names"][index] for index in kept]}
     part |= {name: state[name][..., kept] for name in ("scale", "amax_history", "seen", "counts")}
-    with pytest.warns(UserWarning, match=r"no scales of 3 tensors, model.layers.1.mlp.up_proj.\w+ for example"):
+    with pytest.warns(UserWarning, match=r"lacks 3 tensors, model.layers.1.mlp.up_proj.\w+ for example"):
         FP8State(model).load_state_dict({**state, **part})
     with pytest.raises(TypeError, match="FP8State"):
         FP8State(None)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +164,9 @@ def test_a_checkpoint_without_scales_empties_them(run: Path, tmp_path: Path) -> 
     (run / CHECKPOINT / "trainer_state.json").write_text(json.dumps(state))
     resumed = trainer(tmp_path)
     resumed.train()
-    with pytest.warns(UserWarning, match="training resumes without FP8 state.*start empty") as told:
+    with pytest.warns(UserWarning, match="training resumes, but its fp8_state.pt was not found: .*start empty") as told:
         resumed.train(resume_from_checkpoint=str(run / CHECKPOINT))
-    assert sum("FP8 state" in str(each.message) for each in told) == 1
+    assert sum("fp8_state.pt" in str(each.message) for each in told) == 1
     assert fp8_state_dict(resumed.model)["updates"] == 2
     assert torch.load(tmp_path / "checkpoint-4" / "fp8_state.pt")["updates"] == 2
 
@@ -177,7 +176,10 @@ class Opened:
         return os.mkdir, ("opened",)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", pickle.dumps(Opened()), None], ids=["empty", "cut", "code", "other"])
+NO_STATES = {"empty": b"", "cut": b"PK\x03\x04 cut", "code": pickle.dumps(Opened()), "other": None}
+
+
+@pytest.mark.parametrize("content", NO_STATES.values(), ids=NO_STATES)
 def test_a_file_that_is_no_state_is_refused(
     content: bytes | None, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +214,7 @@ def test_checkpoints_are_kept_and_removed_as_before(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
     state = torch.load(tmp_path / "checkpoint-4" / "fp8_state.pt", weights_only=True)
     assert state["updates"] == STEPS
-    assert not [each for each in tmp_path.rglob(".*")]
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_a_saved_model_is_one_without_fp8(trained: Trainer, tmp_path: Path) -> None:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-for _package in ("transformers", "accelerate", "datasets", "peft", "trl"):
-    pytest.importorskip(_package, reason=f"TRL's trainers need {_package}")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+pytest.importorskip("datasets", reason="TRL's trainers need datasets")
+pytest.importorskip("peft", reason="adapters are peft's")
+pytest.importorskip("trl", reason="the trainers are TRL's")
 
-from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fp8 import FP8TrainerCallback, conversion_summary, convert_module
-from tests.hf_trainer.small import RECIPES, arguments, assert_same_scales, assert_same_weights, llama, losses
+from tests.hf_trainer.small import (
+    RECIPES,
+    arguments,
+    assert_same_scales,
+    assert_same_weights,
+    llama,
+    losses,
+    sentences,
+    tokenizer,
+)
 from tests.tiers import thorough
 
 pytestmark = thorough
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(61))]
-    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
-
-
-def sentences(*columns: str) -> Dataset:
-    draw = random.Random(0)
-    rows = [{each: " ".join(f"w{draw.randrange(61)}" for _ in range(8)) for each in columns} for _ in range(32)]
-    return Dataset.from_list(rows)
 
 
 def trained(
