@@ -81,10 +81,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trl_trains_and_resumes(
     kind: str, lora: bool, recipe: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reference: dict[str, Any] = {}
-    if kind == "dpo" and not lora:
-        reference["ref_model"] = convert_module(type(llama()).from_pretrained(base, dtype=torch.float32), recipe=recipe)
-    first = trained(kind, tmp_path, base, recipe, lora, **reference)
+    def reference() -> dict[str, Any]:
+        """One for each Trainer, which changes it."""
+        if kind == "sft" or lora:
+            return {}
+        return {"ref_model": convert_module(type(llama()).from_pretrained(base, dtype=torch.float32), recipe=recipe)}
+
+    first = trained(kind, tmp_path, base, recipe, lora, **reference())
     said = capsys.readouterr().out
     assert "first step: 7 of" in said
     assert "adapter" in said or not lora
@@ -93,7 +96,7 @@ def test_trl_trains_and_resumes(
     assert losses(first) != losses(in_bf16)
     if kind == "dpo":
         assert losses(first)[0] == pytest.approx(0.693147, abs=1e-6)  # ln 2: the policy is the reference
-    resumed = trained(kind, tmp_path, base, recipe, lora, tmp_path / "checkpoint-2", **reference)
+    resumed = trained(kind, tmp_path, base, recipe, lora, tmp_path / "checkpoint-2", **reference())
     assert_same_weights(resumed.model, first.model)
     if recipe == "delayed":
         assert_same_scales(resumed.model, first.model)
