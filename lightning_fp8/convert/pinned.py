@@ -80,6 +80,8 @@ def pin(model: nn.Module, pinned: Pinned | None) -> None:
         delattr(module, _ATTRIBUTE)
     if pinned is not None:
         setattr(model, _ATTRIBUTE, pinned)
+        if pinned.context.attention:
+            attach(model)
         pin_again(model)
         return
     modules = [each for each in model.modules() if before or not _is_chosen(each)]
@@ -89,11 +91,15 @@ def pin(model: nn.Module, pinned: Pinned | None) -> None:
             module.history.pin(None)
 
 
-def pin_again(model: nn.Module) -> list[Pinned]:
-    """Give the modules of pinned parts of ``model``, which may be new, their contexts, and return what was pinned."""
+def pin_again(model: nn.Module, detached: bool = False) -> list[Pinned]:
+    """Give the modules of pinned parts of ``model``, which may be new, their contexts, and return what was pinned.
+
+    Args:
+        detached: a plugin has detached its attention from them.
+    """
     found = pinned_in(model)
     for root, pinned in found:
-        if pinned.context.attention:  # a plugin may have detached it
+        if detached and pinned.context.attention:
             detach(root)
             attach(root)
         set_own_context(root.modules(), pinned.context)

@@ -517,6 +517,7 @@ def _update_stepped(histories: Sequence[AmaxHistory]) -> None:
     for history in histories:
         history.steps = history.steps or 0
         history.watch.stepped = True
+    uses_begin(history.watch for history in histories if history.own_recipe is not None)  # compiled layers do not tell
     without_slots = [history for history in all_histories() if not history.names and history not in histories]
     decide_where_faster((*histories, *without_slots))
     update(histories)

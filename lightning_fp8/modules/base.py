@@ -126,14 +126,16 @@ class FP8Module(nn.Module):
         """A replica of ``torch.nn.DataParallel``, whose threads do not inherit this thread's ``fp8_autocast``.
 
         Raises:
-            RuntimeError: If the replica would run in another precision than this thread's region asks for.
+            RuntimeError: If the replica would run in another precision than this thread's region asks for, or by a
+                recipe that :func:`convert_module` gave the model: replicas would share its state.
         """
-        context, own = current_context(), getattr(self, "own_context", None)
-        if self.fp8 and (context.enabled or context.calibrating or (own is not None and not context.outside)):
+        context, own = current_context(), self.own_context
+        pinned = own is not None and not (context.outside and own.chosen)
+        if self.fp8 and (context.enabled or context.calibrating or pinned):
             raise RuntimeError(
                 "torch.nn.DataParallel runs each replica in a separate thread, where fp8_autocast has no effect: "
                 f"{type(self).__name__} would run in {f'FP8, {own.recipe.name},' if own else 'high precision'} there. "
-                "Use DistributedDataParallel, strategy='ddp' of a Trainer, or leave fp8_autocast"
+                "Use DistributedDataParallel, as torchrun starts it, strategy='ddp' of a Trainer, or a single GPU"
             )
         self._record = self.record  # replicas count in it
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]

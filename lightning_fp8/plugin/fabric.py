@@ -297,7 +297,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         """Detach FP8 attention from the models when training ends."""
         for model in list(self._models):
             detach(model)
-            pin_again(model)
+            pin_again(model, detached=True)
 
     @override
     def teardown(self) -> None:

@@ -71,6 +71,8 @@ def attach(model: nn.Module) -> None:
             slower = getattr(module, owners.SLOWER, None)
             compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
             owner = Owner(type(module).__qualname__, place.fp8, *compared)
+            if (former := owners.owner_of(module)) is not None:  # of a part that was converted by itself
+                owner.own_context = former.own_context
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(partial(owners.disown, weakref.ref(module), owner))
