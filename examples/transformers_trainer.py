@@ -5,8 +5,8 @@
     python examples/transformers_trainer.py --recipe bf16        # the baseline
     python examples/transformers_trainer.py --resume             # from the last checkpoint in runs/
 
-It needs transformers and accelerate, and about a minute of processor time. Two lines are about FP8: ``convert_module`` and
-the callback. The model is saved as one without FP8.
+It needs transformers and accelerate, and about a minute of processor time. Two lines are about FP8:
+``convert_module`` and the callback. The model is saved as one without FP8.
 """
 
 from __future__ import annotations

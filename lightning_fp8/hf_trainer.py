@@ -103,8 +103,8 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         if self.resume_from_checkpoint is not None:
             return Path(self.resume_from_checkpoint, FILE)
         outputs = args.output_dir, saved.get("output_dir", "")
-        folders = *(Path(each, f"checkpoint-{state.global_step}") for each in outputs), str(args.resume_from_checkpoint)
-        for path in (Path(folder, FILE) for folder in folders):
+        folders = [os.path.join(each, f"checkpoint-{state.global_step}") for each in outputs]
+        for path in (Path(folder, FILE) for folder in (*folders, str(args.resume_from_checkpoint))):
             if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == saved.get("sha256"):
                 return path
         return None

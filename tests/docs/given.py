@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fp8
 from examples import resume_te_checkpoint
 from lightning_fp8 import FP8FabricPrecision, LayerNormMLP, convert_module
-from tests.hf_trainer.small import llama, sentences, tokenizer
+from tests.hf_trainer.small import sentences, tokenizer
 
 FEATURES = 32
 
@@ -120,7 +120,9 @@ def of_transformer_engines_arguments() -> dict[str, Any]:
 
 
 def of_transformers() -> dict[str, Any]:
-    names: dict[str, Any] = {"Trainer": transformers.Trainer, "model": convert_module(llama(), recipe="delayed")}
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+    names: dict[str, Any] = {"Trainer": transformers.Trainer, "model": convert_module(model, recipe="delayed")}
     if find_spec("datasets") is not None:
         names |= {"texts": sentences("text"), "tokenizer": tokenizer()}
     return names
