@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import fp8_region
+from lightning_fp8 import fp8_region, optimizer_steps
 from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.convert.attention_calls import attach
@@ -35,8 +35,6 @@ from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp
 from lightning_fp8.modules.swap import is_conv1d, swap_class, swap_conv1d
 from lightning_fp8.names import clean_name, gemm_name
 from lightning_fp8.numerics.recipes import Recipe
-from lightning_fp8.optimizer_steps import after, leave
-from lightning_fp8.optimizer_steps import listen as listen_to
 from lightning_fp8.parallel.agreement import require_same_plans
 from lightning_fp8.sharding.fsdp import gather_in_fp8, reasons_for_high_precision
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
@@ -120,7 +118,7 @@ def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], No
         _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
         if _act_where_sharded not in fp8_region.waiting:
             fp8_region.waiting.append(_act_where_sharded)
-        listen_to(after, _act_after_step)
+        optimizer_steps.listen(optimizer_steps.after, _act_after_step)
     return plain is not None
 
 
@@ -144,7 +142,7 @@ def _act_where_sharded() -> bool:
 def _act_after_step(optimizer: Any) -> None:
     """Look at sharded models after a step, too: compiled layers do not tell that a forward begins."""
     if _act_where_sharded():
-        leave(after, _act_after_step)
+        optimizer_steps.leave(optimizer_steps.after, _act_after_step)
 
 
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:

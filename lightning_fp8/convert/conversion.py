@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_fp8.arguments import plain, require_bool, require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
-from lightning_fp8.convert.pinned import Pinned, attending, pin
+from lightning_fp8.convert.pinned import Pinned, pin
 from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION, LINEAR, ConversionSummary
@@ -89,7 +90,12 @@ def convert_module(
             transformers.
     """
     require_module("convert_module", model)
-    context, compares = _own_context(recipe, attention, plain(cache_fp8_weights))
+    require_bool("cache_fp8_weights", cache_fp8_weights := plain(cache_fp8_weights))
+    own, compares = attending(make_recipe("delayed" if recipe is None else recipe), attention)
+    if recipe is None and (attention or cache_fp8_weights):
+        given = f"attention={attention!r}" if attention else "cache_fp8_weights=True"
+        raise ValueError(f"{given} needs a recipe: convert_module(model, recipe='delayed', {given})")
+    context = FP8Context(own, enabled=recipe is not None, weight_period=0 if cache_fp8_weights else None)
     policy = Policy(
         first_last_layers_bf16,
         num_layers_at_start_in_bf16,
@@ -100,14 +106,14 @@ def convert_module(
         where_faster,
     )
     refuse_codes(model, policy)
-    attends = context is not None and context.attention
-    plan = plan_conversion(model, policy, attends, compares)
+    plan = plan_conversion(model, policy, context.attention, compares)
     for wrong in plan.wrong_globs:
         raise ValueError(wrong)
     history = apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
-    pin(model, None if context is None else Pinned(context, policy, history, compares))
-    if attends and not any(layer.kind == ATTENTION for layer in plan.summary.layers):
-        warnings.warn(f"attention={attention!r}: {no_attention(model)}", stacklevel=2)
+    pin(model, Pinned(context, policy, history) if context.enabled else None)
+    if context.attention and not any(layer.kind == ATTENTION for layer in plan.summary.layers):
+        text = f"attention={attention!r}: no module of {type(model).__name__} was found that computes attention"
+        warnings.warn(text, stacklevel=2)
     if not plan.summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=2)
     report_first_steps(model, plan)
@@ -118,27 +124,17 @@ def convert_module(
     return model
 
 
-def _own_context(
-    recipe: Any, attention: bool | Literal["always"], cache_fp8_weights: bool
-) -> tuple[FP8Context | None, bool]:
-    """The context of layers outside every region, and whether attention compares FP8 with SDPA."""
-    require_bool("cache_fp8_weights", cache_fp8_weights)
-    made, compares = attending(make_recipe("delayed" if recipe is None else recipe), attention)
-    if recipe is not None:
-        return FP8Context(made, weight_period=0 if cache_fp8_weights else None), compares
-    if attention or cache_fp8_weights:
-        given = f"attention={attention!r}" if attention else "cache_fp8_weights=True"
-        raise ValueError(
-            f"{given} needs a recipe: convert_module(model, recipe='delayed', {given}). Without one, fp8_autocast has "
-            "the recipe: DelayedScaling(fp8_dpa=True) also runs attention in FP8, and layers that are called with "
-            "is_first_microbatch keep FP8 copies of their weights"
-        )
-    return None, False
+def attending(recipe: Recipe, attention: bool | Literal["always"]) -> tuple[Recipe, bool]:
+    """``recipe`` with attention as asked, and whether attention compares FP8 with SDPA.
 
-
-def no_attention(model: nn.Module) -> str:
-    """The message that nothing runs attention in FP8."""
-    return f"no module of {type(model).__name__} was found that computes attention"
+    Raises:
+        TypeError: If ``attention`` is not True, False or ``"always"``.
+    """
+    attention = plain(attention)
+    if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
+        raise TypeError(f"attention={attention!r} must be True, False or 'always'")
+    compares = attention is True and not FP8Context(recipe).attention
+    return (replace(recipe, fp8_dpa=True) if attention else recipe), compares
 
 
 def report_first_steps(model: nn.Module, plan: Plan) -> None:

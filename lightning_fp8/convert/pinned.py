@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from lightning_fp8.arguments import plain
 from lightning_fp8.convert.apply import with_gathers
-from lightning_fp8.convert.attention_calls.attach import attach, detach
+from lightning_fp8.convert.attention_calls.attach import attach, detach, note_unpickled
 from lightning_fp8.convert.attention_calls.owners import Owner, owner_of
 from lightning_fp8.convert.blocks import is_linear
 from lightning_fp8.convert.fused.fused import FusedModule
@@ -36,13 +34,11 @@ class Pinned:
         context: the context of its layers outside every region.
         policy: which layers stay in high precision.
         history: the state of delayed scaling.
-        compares: whether attention compares FP8 with SDPA.
     """
 
     context: FP8Context
     policy: Policy
     history: AmaxHistory
-    compares: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -51,18 +47,19 @@ class Pinned:
 
     def summary(self, model: nn.Module) -> ConversionSummary:
         """The table of ``model`` as it is now: adapters rename layers."""
-        plan = plan_conversion(model, self.policy, self.context.attention, self.compares)
+        plan = plan_conversion(model, self.policy, self.context.attention)
         return with_gathers(plan.summary, model, self.recipe)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pinned:
-        return replace(self, history=copy.deepcopy(self.history, memo), context=copy.deepcopy(self.context, memo))
-
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a pickle, in which the layers say what functions of ``skip`` have decided."""
-        policy = self.policy
-        if len(policy.globs) < len(policy.skip):  # type: ignore[arg-type]
-            policy = replace(policy, skip=(*policy.globs, runs_in_high_precision))
-        return {**self.__dict__, "policy": policy}
+        """The state of copies and pickles, in which layers say what functions of ``skip`` have decided."""
+        globs = self.policy.globs
+        kept = len(globs) == len(self.policy.skip)  # type: ignore[arg-type]
+        return {**vars(self), "policy": self.policy if kept else replace(self.policy, skip=(*globs, is_kept))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.context.attention:
+            note_unpickled(self.history)
 
 
 def pinned_in(model: nn.Module) -> list[tuple[nn.Module, Pinned]]:
@@ -73,22 +70,19 @@ def pinned_in(model: nn.Module) -> list[tuple[nn.Module, Pinned]]:
 def pin(model: nn.Module, pinned: Pinned | None) -> None:
     """Give all of a converted ``model`` the context of ``pinned``; None removes that of earlier calls.
 
-    Layers that were chosen by torchao's function and not pinned since keep theirs.
+    Layers that torchao's function chose, and that were not pinned since, keep theirs.
     """
     model, before = getattr(model, "_orig_mod", model), pinned_in(model)
     for module, _ in before:
         delattr(module, _ATTRIBUTE)
-    if pinned is not None:
-        setattr(model, _ATTRIBUTE, pinned)
-        if pinned.context.attention:
-            attach(model)
-        pin_again(model)
+    if pinned is None:
+        others = [each for each in model.modules() if getattr(each, "own_context", None)]
+        set_own_context([each for each in others if before or not each.own_context.chosen], None)  # type: ignore[union-attr]
         return
-    modules = [each for each in model.modules() if before or not _is_chosen(each)]
-    set_own_context(modules, None)
-    for module in modules:
-        if isinstance(module, FP8Module) and module.history is not None:
-            module.history.pin(None)
+    setattr(model, _ATTRIBUTE, pinned)
+    if pinned.context.attention:
+        attach(model)
+    pin_again(model)
 
 
 def pin_again(model: nn.Module, detached: bool = False) -> list[Pinned]:
@@ -103,10 +97,8 @@ def pin_again(model: nn.Module, detached: bool = False) -> list[Pinned]:
             detach(root)
             attach(root)
         set_own_context(root.modules(), pinned.context)
-        histories = [each.history for each in root.modules() if isinstance(each, FP8Module) and each.history]
-        for history in histories:  # a conversion of more of the model has made a new one
-            history.pin(pinned.recipe)
-        setattr(root, _ATTRIBUTE, replace(pinned, history=next(iter(histories), pinned.history)))
+        histories = (each.history for each in root.modules() if isinstance(each, FP8Module) and each.history)
+        setattr(root, _ATTRIBUTE, replace(pinned, history=next(histories, pinned.history)))
     return [pinned for _, pinned in found]
 
 
@@ -116,26 +108,11 @@ def set_own_context(modules: Iterable[nn.Module], context: FP8Context | None) ->
         for each in (module, owner_of(module)):
             if isinstance(each, (FP8Module, FusedModule, Owner)) and each.own_context is not context:
                 each.own_context = context
+        if isinstance(module, FP8Module) and module.history is not None:
+            module.history.pin(None if context is None else context.recipe)
 
 
-def _is_chosen(module: nn.Module) -> bool:
-    return isinstance(module, FP8Module) and module.own_context is not None and module.own_context.chosen
-
-
-def runs_in_high_precision(module: nn.Module, name: str) -> bool:
-    """A function for ``skip``: whether an earlier conversion has decided so."""
+def is_kept(module: nn.Module, name: str) -> bool:
+    """A function for ``skip``: whether an earlier conversion keeps ``module`` in high precision."""
     owner = owner_of(module)
     return not owner.fp8 if owner else is_linear(module) and not (isinstance(module, LinearLayer) and module.fp8)
-
-
-def attending(recipe: Recipe, attention: bool | Literal["always"]) -> tuple[Recipe, bool]:
-    """``recipe`` as ``attention`` of a plugin or a conversion asks, and whether attention compares FP8 with SDPA.
-
-    Raises:
-        TypeError: If ``attention`` is not True, False or ``"always"``.
-    """
-    attention = plain(attention)
-    if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
-        raise TypeError(f"attention={attention!r} must be True, False or 'always'")
-    compares = attention is True and not FP8Context(recipe).attention
-    return (replace(recipe, fp8_dpa=True) if attention else recipe), compares

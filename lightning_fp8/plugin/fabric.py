@@ -25,14 +25,14 @@ from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.apply import apply_conversion, when_sharded, with_gathers
 from lightning_fp8.convert.attention_calls.attach import attach, detach
-from lightning_fp8.convert.conversion import no_attention, nothing_runs_in_fp8
+from lightning_fp8.convert.conversion import attending, nothing_runs_in_fp8
 from lightning_fp8.convert.first_step import (
     FirstStep,
     idle_message,
     watch_first_steps,
     watched,
 )
-from lightning_fp8.convert.pinned import attending, pin_again
+from lightning_fp8.convert.pinned import pin_again
 from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
@@ -221,9 +221,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
                 rank_zero_warn(
-                    f"attention=True: {no_attention(module)}. Calls of torch.nn.functional."
-                    "scaled_dot_product_attention that the search did not find run in FP8; attention by other "
-                    "functions does not"
+                    f"attention=True: no module of {type(module).__name__} was found that computes attention. "
+                    "Calls of torch.nn.functional.scaled_dot_product_attention that the search did not find run in "
+                    "FP8; attention by other functions does not"
                 )
         elif said:
             rank_zero_info(said.rstrip())

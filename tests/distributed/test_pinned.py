@@ -13,6 +13,14 @@ from tests.tiers import covering, thorough
 LAYERS = 4
 
 
+def test_torchaos_function_may_come_before_fully_shard(tmp_path: Path) -> None:
+    for report in run_on_two_ranks("pinned", str(tmp_path), "rowwise", "before torchao", folder=tmp_path):
+        case = report["before torchao"]
+        assert case["losses"]
+        assert case["weights"]
+        assert case["gathered"][2:] == [LAYERS] * 4  # from the first optimizer step on
+
+
 @pytest.mark.parametrize("hows", [("ddp", "before", "after"), pytest.param(("before compiled",), marks=thorough)])
 @pytest.mark.parametrize("recipe", covering(RECIPES, lambda recipe: {"delayed"} & {recipe}))
 def test_ranks_compute_what_they_do_in_a_region(recipe: str, hows: tuple[str, ...], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class AttentionPlace(NamedTuple):
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_copies: weakref.WeakSet[Any] = weakref.WeakSet()
 """Copies of attached modules, also unpickled ones."""
 _lock = threading.RLock()
 
@@ -106,10 +107,18 @@ def attach_prepared() -> bool:
     return bool(_attached or _copies)
 
 
-def note_copy(module: nn.Module) -> None:
+def note_copy(module: Any) -> None:
     """Note that ``module`` is a copy of one that was attached, and may outlive its model."""
     _copies.add(module)
     weakref.finalize(module, _uninstall_if_unused).atexit = False
+
+
+def note_unpickled(lives: Any) -> None:
+    """Let attention of an unpickled model run in FP8 in this process, which may have attached none, while it lives."""
+    note_copy(lives)
+    sdpa.install()
+    if "transformers.modeling_utils" in sys.modules:
+        from lightning_fp8.convert.attention_calls import hf  # noqa: F401 - registers the function of configurations
 
 
 fp8_region.before_attention.append(attach_prepared)

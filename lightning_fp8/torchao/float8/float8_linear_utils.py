@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.conversion import report_first_steps
-from lightning_fp8.convert.pinned import runs_in_high_precision, set_own_context
+from lightning_fp8.convert.pinned import is_kept, set_own_context
 from lightning_fp8.convert.plan import plan_conversion, reason_ineligible, refuse_codes
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import FP8Context
@@ -36,9 +36,6 @@ def convert_to_float8_training(
 
     As in torchao, layers that are not chosen stay as they are, also if an earlier call has converted them. Converted
     layers that are chosen again get the new configuration.
-
-    If FSDP2 should gather weights in FP8, call it after ``fully_shard``. Otherwise weights are gathered in high
-    precision.
 
     Args:
         module: any module, or a single ``nn.Linear``.
@@ -68,7 +65,7 @@ def convert_to_float8_training(
             swap_class(each, Linear)
         each.fp8 = True  # type: ignore[assignment]
     set_own_context(in_fp8, context)
-    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=runs_in_high_precision, where_faster=False)
+    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=is_kept, where_faster=False)
     plan = plan_conversion(module, policy)._replace(attention=None)
     apply_conversion(module, plan)
     report_first_steps(module, plan)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fp8 import convert_module, fp8_autocast, fp8_state_dict
 from lightning_fp8.sharding import fsdp
+from lightning_fp8.torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from tests.distributed.launch import leave
 from tests.distributed.scripts.fsdp import blocks
 
@@ -30,7 +31,9 @@ from tests.distributed.scripts.fsdp import blocks
 def made(how: str, recipe: str | None) -> nn.Module:
     torch.manual_seed(0)
     model = blocks(width=128, hidden=256)().bfloat16()
-    if "after" not in how:
+    if "torchao" in how and recipe is not None:
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    elif "after" not in how:
         convert_module(model, recipe=recipe, first_last_layers_bf16=False)
     if how == "ddp":
         return DistributedDataParallel(model)
