@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,10 +51,10 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         roots = pinned_in(model)
         if not roots:
-            raise ValueError(
-                f"FP8TrainerCallback: no part of the Trainer's {type(model).__name__} has a recipe, so nothing runs in "
-                "FP8; pass Trainer(model=convert_module(model, recipe='delayed'), ...)"
+            what = (
+                f"FP8TrainerCallback: no part of the Trainer's {type(model).__name__} has a recipe, nothing runs in FP8"
             )
+            raise ValueError(f"{what}; pass Trainer(model=convert_module(model, recipe='delayed'), ...)")
         is_new, self._model = model is not self._model, model
         self._output_dir, self._content = os.path.abspath(args.output_dir), b""
         for _root, pinned in roots:
@@ -80,8 +80,6 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint, FILE), "the weights of the best checkpoint were loaded")
-
-    # --- Checkpoints
 
     def state(self) -> dict[str, Any]:
         """What a Trainer that saves writes into ``trainer_state.json``: the hash of what :meth:`on_save` writes."""
@@ -140,20 +138,13 @@ def _traps(recipes: list[Recipe]) -> Iterator[str]:
             "reduce_amax=False: each process has its own delayed scales, and checkpoints hold those of process 0, with "
             "which all processes resume. Training resumes to the bit with reduce_amax=True"
         )
-    reference = getattr(_trainer(), "ref_model", None)
+    # Callbacks are not given their Trainer, and only it knows the reference model of DPO.
+    callers = (each.frame.f_locals.get("self") for each in inspect.stack(0))
+    trainer = next((each for each in callers if hasattr(each, "callback_handler")), None)
+    reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, nn.Module) and not pinned_in(reference):
         yield (
             f"the reference model (ref_model, {type(reference).__name__}) runs in high precision and the trained model "
             "in FP8, so their log-probabilities differ before the first step; pass "
             f"ref_model=convert_module(reference, recipe={recipes[0].name!r})"
         )
-
-
-def _trainer() -> Any:
-    """The Trainer that calls its callbacks. It does not pass itself, and only it knows the reference model of DPO."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if hasattr(caller := frame.f_locals.get("self"), "callback_handler"):
-            return caller
-    return None
