@@ -51,9 +51,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         roots = pinned_in(model)
         if not roots:
-            what = (
-                f"FP8TrainerCallback: no part of the Trainer's {type(model).__name__} has a recipe, nothing runs in FP8"
-            )
+            what = f"FP8TrainerCallback: the Trainer's {type(model).__name__} has no recipe, nothing runs in FP8"
             raise ValueError(f"{what}; pass Trainer(model=convert_module(model, recipe='delayed'), ...)")
         is_new, self._model = model is not self._model, model
         self._output_dir, self._content = os.path.abspath(args.output_dir), b""
