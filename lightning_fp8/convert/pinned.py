@@ -76,8 +76,9 @@ def pin(model: nn.Module, pinned: Pinned | None) -> None:
     for module, _ in before:
         delattr(module, _ATTRIBUTE)
     if pinned is None:
-        others = [each for each in model.modules() if getattr(each, "own_context", None)]
-        set_own_context([each for each in others if before or not each.own_context.chosen], None)  # type: ignore[union-attr]
+        layers = [] if before else [each for each in model.modules() if isinstance(each, FP8Module)]
+        kept = {each for each in layers if each.own_context is not None and each.own_context.chosen}
+        set_own_context((each for each in model.modules() if each not in kept), None)
         return
     setattr(model, _ATTRIBUTE, pinned)
     if pinned.context.attention:
