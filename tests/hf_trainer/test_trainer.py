@@ -99,7 +99,8 @@ def test_compiled(recipe: str, tmp_path: Path) -> None:
     if recipe == "delayed":
         state, expected = fp8_state_dict(compiled.model), fp8_state_dict(eager.model)
         assert state["updates"] == expected["updates"] == STEPS
-        torch.testing.assert_close(state["scale"], expected["scale"], rtol=0.2, atol=0.0)
+        first, amaxes = state["amax_history"][-STEPS], expected["amax_history"][-STEPS]  # of equal weights
+        torch.testing.assert_close(first, amaxes, rtol=0.05, atol=0.0)
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
