@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from lightning_fp8.convert.first_step import conversion_summary
     from lightning_fp8.export.context import onnx_export
     from lightning_fp8.fp8_region import autocast, fp8_autocast
+    from lightning_fp8.hf_trainer import FP8TrainerCallback as FP8TrainerCallback
     from lightning_fp8.modules.fused import LayerNormLinear, LayerNormMLP
     from lightning_fp8.modules.linear import Linear
     from lightning_fp8.modules.norm import LayerNorm, RMSNorm
-    from lightning_fp8.modules.state import fp8_state_dict, load_fp8_state_dict, reset_fp8_scales, update_fp8_scales
+    from lightning_fp8.modules.state import (
+        FP8State,
+        fp8_state_dict,
+        load_fp8_state_dict,
+        reset_fp8_scales,
+        update_fp8_scales,
+    )
     from lightning_fp8.monitor.callback import FP8Monitor
     from lightning_fp8.numerics.formats import Format
     from lightning_fp8.numerics.recipes import (
@@ -54,6 +61,8 @@ _HOMES = {
     "FP8FabricPrecision": "plugin.fabric",
     "FP8Monitor": "monitor.callback",
     "FP8Precision": "plugin.precision",
+    "FP8State": "modules.state",
+    "FP8TrainerCallback": "hf_trainer",
     "Float8BlockScaling": "numerics.recipes",
     "Float8CurrentScaling": "numerics.recipes",
     "Float8RowwiseScaling": "numerics.recipes",
@@ -85,7 +94,7 @@ _HOMES = {
     "onnx_export": "export.context",
     "with_master_weights": "weights.masters",
 }
-"""The module of each public name."""
+"""The module of each public name. ``__all__`` has those that import no package that may be missing."""
 
 __all__ = [
     "DelayedScaling",
@@ -94,6 +103,7 @@ __all__ = [
     "FP8FabricPrecision",
     "FP8Monitor",
     "FP8Precision",
+    "FP8State",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
@@ -141,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

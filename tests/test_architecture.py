@@ -178,6 +178,7 @@ ROOMS = {
         "transformer",
         "weights",
     },
+    "hf_trainer": {"convert", "delayed", "modules"},
     "plugin": {
         "convert",
         "delayed",

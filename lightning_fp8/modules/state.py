@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -112,6 +113,23 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"model {model_names[0]!r}; pass the module that was saved, which may be a child or the parent of this one"
         )
     return [name for history, own in names.items() for name in history.load_state_dict(state, own, model)]
+
+
+class FP8State:
+    """The FP8 state of ``model`` as an object with a state, as ``accelerator.register_for_checkpointing`` takes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        require_module("FP8State", model)
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :func:`fp8_state_dict`."""
+        return fp8_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :func:`load_fp8_state_dict`. A warning names tensors that are missing, which start empty."""
+        if missing := load_fp8_state_dict(self.model, state_dict):
+            warnings.warn(f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example", stacklevel=2)
 
 
 def update_fp8_scales(model: nn.Module) -> None:

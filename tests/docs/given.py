@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -15,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fp8
 from examples import resume_te_checkpoint
-from lightning_fp8 import FP8FabricPrecision, LayerNormMLP
+from lightning_fp8 import FP8FabricPrecision, LayerNormMLP, convert_module
 from tests.convert.codes.made import save_qwen
+from tests.hf_trainer.small import sentences, tokenizer
 
 FEATURES = 32
 
@@ -122,11 +125,21 @@ def of_fp8_checkpoints() -> dict[str, Any]:
     return {"folder": folder, "tokens": torch.randint(64, (2, 2, 16))}
 
 
+def of_transformers() -> dict[str, Any]:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+    names: dict[str, Any] = {"Trainer": transformers.Trainer, "model": convert_module(model, recipe="delayed")}
+    if find_spec("datasets") is not None:
+        names |= {"texts": sentences("text"), "tokenizer": tokenizer()}
+    return names
+
+
 OF_PAGES = {
     "attention.md": of_attention,
     "checkpoints.md": of_checkpoints,
     "distributed.md": of_distributed,
     "distributed_te.md": of_transformer_engines_arguments,
     "fp8_checkpoints.md": of_fp8_checkpoints,
+    "transformers.md": of_transformers,
 }
 """What the text of a page takes as given beside."""

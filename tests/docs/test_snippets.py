@@ -27,7 +27,7 @@ RUN_ELSEWHERE = {"cuda_graphs.md", "onnx.md"}
 """Pages whose blocks another test runs, and looks at what they leave."""
 
 
-NOT_EVERYWHERE = {"liger_kernel", "litgpt", "peft", "timm"}
+NOT_EVERYWHERE = {"accelerate", "liger_kernel", "litgpt", "peft", "timm", "trl"}
 """Packages that the extra ``test`` does not install."""
 _FP8_QUANTIZER = "transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer"
 
@@ -78,6 +78,8 @@ def surroundings(block: Block) -> AbstractContextManager[Any]:
 def missing_packages(block: Block) -> list[str]:
     """Those that ``block`` imports, and not every environment has."""
     imported = re.findall(r"^(?:from|import) (\w+)", block.text, re.MULTILINE)
+    if "TrainingArguments(" in block.text or "FP8TrainerCallback(" in block.text:
+        imported.append("accelerate")  # which the Trainer of transformers needs
     return [name for name in imported if name in NOT_EVERYWHERE and find_spec(name) is None]
 
 

@@ -1,0 +1,148 @@
+"""FP8TrainerCallback: delayed scales beside the checkpoints of transformers' Trainer, and what runs in FP8 in it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from lightning_fp8.convert.first_step import conversion_summary
+from lightning_fp8.convert.pinned import pinned_in
+from lightning_fp8.delayed.update import are_several_ranks
+from lightning_fp8.delayed.watch import PATIENCE
+from lightning_fp8.files import replacing
+from lightning_fp8.modules.state import FP8State, fp8_state_dict, reset_fp8_scales
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+
+FILE = "fp8_state.pt"
+"""The FP8 state in the folder of a checkpoint: the result of ``fp8_state_dict`` of the Trainer's model."""
+
+
+class FP8TrainerCallback(TrainerCallback, ExportableState):
+    """Resumes FP8 training in the Trainer of transformers and in those of TRL, and reports what runs in FP8.
+
+    ``Trainer(convert_module(model, recipe="delayed"), ..., callbacks=[FP8TrainerCallback()])``. Each checkpoint has the
+    scales in ``fp8_state.pt``. They are loaded when training resumes, and for ``load_best_model_at_end``. The table of
+    layers is printed before the first step, and after it what ran.
+
+    Args:
+        resume_from_checkpoint: the folder that training resumes from; needed only if its ``output_dir`` was moved.
+
+    Raises:
+        ValueError: When training begins, if no part of the model has a recipe or ``fp8_state.pt`` cannot be loaded.
+    """
+
+    def __init__(self, resume_from_checkpoint: str | os.PathLike[str] | None = None) -> None:
+        self.resume_from_checkpoint = resume_from_checkpoint
+        self.saved: dict[str, str] = {}
+        self._model: nn.Module | None = None
+        self._output_dir, self._content = "", b""
+        self._reports = self._reports_first_step = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        roots = pinned_in(model)
+        if not roots:
+            what = f"FP8TrainerCallback: the Trainer's {type(model).__name__} has no recipe, nothing runs in FP8"
+            raise ValueError(f"{what}; pass Trainer(model=convert_module(model, recipe='delayed'), ...)")
+        is_new, self._model = model is not self._model, model
+        self._output_dir, self._content = os.path.abspath(args.output_dir), b""
+        for _root, pinned in roots:
+            pinned.history.watch.patience = PATIENCE * args.gradient_accumulation_steps
+        # The Trainer saves only callbacks that its state has, and a state without this callback may have been loaded.
+        recorded = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
+        self._reports = state.is_world_process_zero
+        if state.global_step:
+            self._load(self._found(args, state, recorded["attributes"].get("saved", {})), "training resumes")
+        self._reports_first_step = self._reports and is_new
+        if self._reports_first_step:
+            for root, pinned in roots:
+                print(f"{pinned.recipe}\n{pinned.summary(root)}")
+            for said in _traps([pinned.recipe for _, pinned in roots]):
+                warnings.warn(said, stacklevel=2)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._reports_first_step:
+            self._reports_first_step = False
+            for root, _pinned in pinned_in(model):
+                print(f"first step: {conversion_summary(root).verdict()}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self._load(Path(state.best_model_checkpoint, FILE), "the weights of the best checkpoint were loaded")
+
+    def state(self) -> dict[str, Any]:
+        """What a Trainer that saves writes into ``trainer_state.json``: the hash of what :meth:`on_save` writes."""
+        if self._model is not None:
+            torch.save(fp8_state_dict(self._model), buffer := io.BytesIO())
+            self._content = buffer.getvalue()
+            self.saved = {"sha256": hashlib.sha256(self._content).hexdigest(), "output_dir": self._output_dir}
+        return {"args": {}, "attributes": {"saved": self.saved}}
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        path = Path(self._output_dir, f"checkpoint-{state.global_step}", FILE)
+        content, self._content = self._content, b""
+        if content and args.should_save and path.parent.is_dir():  # a search of hyperparameters saves elsewhere
+            with replacing(path) as part:
+                part.write_bytes(content)
+
+    def _found(self, args: Any, state: Any, saved: dict[str, str]) -> Path | None:
+        """The file that ``trainer_state.json`` names; the Trainer does not tell the folder that it resumes from."""
+        if self.resume_from_checkpoint is not None:
+            return Path(self.resume_from_checkpoint, FILE)
+        outputs = args.output_dir, saved.get("output_dir", "")
+        folders = [os.path.join(each, f"checkpoint-{state.global_step}") for each in outputs]
+        for path in (Path(folder, FILE) for folder in (*folders, str(args.resume_from_checkpoint))):
+            if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == saved.get("sha256"):
+                return path
+        return None
+
+    def _load(self, path: Path | None, why: str) -> None:
+        """Load the file, or empty the scales without one."""
+        assert self._model is not None
+        delayed = [each for _, each in pinned_in(self._model) if isinstance(each.recipe, DelayedScaling)]
+        if path is None or not path.is_file():
+            reset_fp8_scales(self._model)
+            if delayed and self._reports:
+                said = (
+                    f"{why}, but its {path or FILE} was not found: the delayed scales start empty, and until the first "
+                    "update each tensor is scaled by its own amax. If the checkpoint was moved, pass "
+                    "FP8TrainerCallback(resume_from_checkpoint=folder)"
+                )
+                warnings.warn(said, stacklevel=3)
+            return
+        try:
+            FP8State(self._model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # of torch, an advice to run the code of the file
+            reason = error if isinstance(error, (TypeError, ValueError)) else type(error).__name__
+            said = f"{path} cannot be loaded as FP8 state: {reason}. Remove the file to continue with empty scales"
+            raise ValueError(said) from error
+        if delayed and self._reports:
+            print(f"FP8 state: the scales of {path} are loaded, after {delayed[0].history.updates} updates")
+
+
+def _traps(recipes: list[Recipe]) -> Iterator[str]:
+    """What is known to go wrong in silence in this run."""
+    if any(isinstance(each, DelayedScaling) and not each.reduce_amax for each in recipes) and are_several_ranks():
+        yield (
+            "reduce_amax=False: each process has its own delayed scales, and checkpoints hold those of process 0, with "
+            "which all processes resume. Training resumes to the bit with reduce_amax=True"
+        )
+    # Callbacks are not given their Trainer, and only it knows the reference model of DPO.
+    callers = (each.frame.f_locals.get("self") for each in inspect.stack(0))
+    trainer = next((each for each in callers if hasattr(each, "callback_handler")), None)
+    reference = getattr(trainer, "ref_model", None)
+    if isinstance(reference, nn.Module) and not pinned_in(reference):
+        yield (
+            f"the reference model (ref_model, {type(reference).__name__}) runs in high precision and the trained model "
+            "in FP8, so their log-probabilities differ before the first step; pass "
+            f"ref_model=convert_module(reference, recipe={recipes[0].name!r})"
+        )
