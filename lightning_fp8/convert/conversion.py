@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_fp8.arguments import require_module
+from lightning_fp8.arguments import naming_arguments, require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
 from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
@@ -17,6 +17,7 @@ from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import RegionWatch
 
 
+@naming_arguments
 def convert_module(
     model: nn.Module,
     *,
@@ -83,7 +84,7 @@ def convert_module(
         raise ValueError(wrong)
     apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
     if not plan.summary.num_fp8:
-        warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=2)
+        warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=3)
     report_first_steps(model, plan)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():
