@@ -20,5 +20,5 @@ def sizes(text: str) -> tuple[int, int]:
 def count(text: str) -> int:
     """Parse a number of at least 1."""
     if not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

@@ -170,8 +170,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def __str__(self) -> str:
         """The text in Lightning's errors about a plugin that a Trainer, Fabric or a strategy does not support."""
         return (
-            f"{self!r} ({self._place}; both of the package lightning, not of pytorch_lightning or lightning_fabric; "
-            "leave precision= out; FSDPStrategy and DeepSpeedStrategy are not supported, ModelParallelStrategy is)"
+            f"{self!r} ({self._place}. Import both from lightning, not from pytorch_lightning or lightning_fabric; "
+            "leave precision= out; shard with ModelParallelStrategy, not FSDPStrategy or DeepSpeedStrategy)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
