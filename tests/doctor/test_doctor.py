@@ -145,7 +145,7 @@ BROKEN: dict[str, tuple[Machine, str, str, str, str]] = {
         Machine({"numba-cuda": None}), "compile", "fail", "slower", 'pip install -e ".[cuda]" in the checkout',
     ),
     "no numba-cuda, CUDA 12": (
-        Machine({"numba-cuda": None}, cuda="12.8"), "compile", "fail", "slower", 'pip install -e ".[cuda12]" in the checkout',
+        Machine({"numba-cuda": None}, cuda="12.8"), "compile", "fail", "slower", 'pip install -e ".[cuda12]" in the',
     ),
     "numba older than numpy": (
         Machine({"numba": "0.66.0", "numpy": "2.5.2"}), "versions", "fail",
