@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,12 @@ TRANSFORM_WAYS_OUT = (
     "take gradients with backward() or torch.autograd.grad, one at a time, give a batch as leading dimensions, or run "
     "this part in high precision: with fp8_autocast(enabled=False)"
 )
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_SKIPS = ("exclude", "ignore", "ignored_modules", "filter", "filter_fn", "module_filter_fn", "modules_to_not_convert")
+"""What other packages call ``skip``."""
 
 
 def plain(value: Any) -> Any:
@@ -85,6 +94,32 @@ def one_of(name: str, value: Any, known: Collection[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
     return str(value)
+
+
+def unknown_name(owner: str, kind: str, name: str, known: Collection[str]) -> str:
+    """The error about a ``name`` that ``owner`` does not have, which lists the ``known`` ones and the nearest."""
+    if name in _SKIPS and "skip" in known:
+        near = ["skip"]
+    else:
+        near = [each for each in known if name in each or each in name] or get_close_matches(name, known, 1, 0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{owner} has no {kind} {name!r}; its {kind}s are {', '.join(map(repr, known))}{meant}"
+
+
+def naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let ``function``, or the ``__init__`` of a class, list its arguments if it is called with a name that is none."""
+    names = tuple(signature(function).parameters)
+    is_method = names[0] == "self"
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in names:
+                owner = type(args[0]).__name__ if is_method else function.__name__
+                raise TypeError(unknown_name(owner, "argument", name, names[is_method:]))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def rows_by_name(parameters_split: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fp8.arguments import plain, require_bool
+from lightning_fp8.arguments import naming_arguments, plain, require_bool
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import AmaxHistory, any_history
 from lightning_fp8.delayed.update import forwards_begin, region_begins, update_calibrated
@@ -173,6 +173,7 @@ class fp8_autocast(ContextDecorator):
 
     _of_recipe, _of_group = "fp8_recipe", "fp8_group"
 
+    @naming_arguments
     def __init__(
         self,
         enabled: bool = True,
@@ -217,8 +218,8 @@ class fp8_autocast(ContextDecorator):
         self._regions.pop().__exit__(*exception)
         quiet = exception[0] is not None or self._reaches_attention or torch.compiler.is_compiling()
         if self.context.enabled and not quiet and not any_history():
-            name = type(self).__name__
-            warnings.warn(f"{name} ran nothing in FP8: there is no FP8 layer; convert_module(model)", stacklevel=2)
+            said = "ran nothing in FP8: the model has no FP8 layers; call convert_module(model) first"
+            warnings.warn(f"{type(self).__name__} {said}", stacklevel=2)
         calibrated = not thread.active_regions and self.context.calibrating and exception[0] is None
         if calibrated and self._observed is not None:
             update_calibrated(self._observed, self.context.group)
@@ -250,6 +251,7 @@ class autocast(fp8_autocast):
 
     _of_recipe, _of_group = "recipe", "amax_reduction_group"
 
+    @naming_arguments
     def __init__(
         self,
         enabled: bool = True,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cuda_kernels.host import compile_cache, proofs
 from cuda_kernels.host.cache_folder import CARRIED_VARIABLE, OFF
-from cuda_kernels.host.toolchain import conflicts, versions
+from cuda_kernels.host.toolchain import conflicts, install_compilers, versions
 from cuda_kernels.kernel import ARCHITECTURES, Kernel, KernelError, compute_capability
 
 
@@ -303,14 +303,8 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoKernels(f"cuda-bindings is not installed; {_install()}") from error
+        raise NoKernels(f"cuda-bindings is not installed; {install_compilers(torch.version.cuda)}") from error
     return driver
-
-
-def _install() -> str:
-    """The command that installs compilers and bindings for torch's CUDA version."""
-    extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
-    return f'pip install "lightning-fp8[{extra}]"'
 
 
 _OUT_OF_MEMORY = 2
@@ -339,7 +333,8 @@ def _machine_code(kernel: Kernel, arch: str) -> bytes:
     except Exception as error:  # compilers may raise anything
         missing = isinstance(error, ImportError)  # the same for all kernels, so that it is reported once
         what = "kernels cannot be compiled" if missing else f"{kernel.name} cannot be compiled for sm_{arch}"
-        ways_out = [str(conflict) for conflict in conflicts(versions())] or [_install()] * missing
+        install = install_compilers(torch.version.cuda)
+        ways_out = [str(conflict) for conflict in conflicts(versions())] or [install] * missing
         raise KernelError("; ".join((f"{what}: {error}", *ways_out))) from error
 
 

@@ -35,6 +35,16 @@ _NUMBA_READ = (0, 69)
 Versions = Mapping[str, str]
 
 
+def install(extra: str) -> str:
+    """The command that installs lightning-fp8 with the requirements of ``extra``; there is no release yet."""
+    return f'pip install -e ".[{extra}]" in the checkout of lightning-fp8'
+
+
+def install_compilers(cuda: str | None) -> str:
+    """The command that installs compilers and bindings for the CUDA version that torch is built for."""
+    return install("cuda12" if cuda and cuda.startswith("12.") else "cuda")
+
+
 class Conflict(NamedTuple):
     """Incompatible versions: ``problem`` is a sentence without a period, ``way_out`` a command."""
 

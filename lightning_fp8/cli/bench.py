@@ -1,9 +1,9 @@
-"""``lightning-fp8 bench``: times the matrix products of a model's layers on this GPU.
+"""``lightning-fp8 bench``: times the GEMMs of a model's layers on this GPU.
 
     lightning-fp8 bench --linear 4096x14336 --tokens 8192
     lightning-fp8 bench --tune --linear 4096x6144 --linear 4096x4096 --tokens 8192 --recipe blockwise
 
-Each linear layer has three products: forward, and the gradients of its input and of its weight. For each product, all
+Each linear layer has three GEMMs: forward, and the gradients of its input and of its weight. For each GEMM, all
 valid kernels of this package and of cuBLASLt are timed. ``--tune`` saves the fastest ones for training.
 """
 
@@ -26,7 +26,7 @@ from cuda_kernels.host.gemm_configs import GemmChoice, Library, legal_choices
 from cuda_kernels.host.gemm_measurements import Measurement, save
 from cuda_kernels.host.gemm_selection import builds_of
 from cuda_kernels.host.precompile import compile_ahead, missing
-from lightning_fp8.cli.values import count, sizes
+from lightning_fp8.cli.values import LINEAR, TOKENS, count, sizes
 from lightning_fp8.numerics.recipes import RECIPES, Recipe, make_recipe
 from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.cast import quantize_op
@@ -199,10 +199,10 @@ def _lines(gemm: LayerGemm, times: dict[GemmChoice, float]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> None:
     """``lightning-fp8 bench``."""
-    parser = argparse.ArgumentParser(prog="lightning-fp8 bench", description="Time a model's FP8 products on this GPU.")
-    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help="of a layer")
-    parser.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
-    parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed")
+    parser = argparse.ArgumentParser(prog="lightning-fp8 bench", description="Time a model's FP8 GEMMs on this GPU.")
+    parser.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help=LINEAR)
+    parser.add_argument("--tokens", type=count, default=8192, help=TOKENS)
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="delayed", help="default: %(default)s")
     parser.add_argument("--tune", action="store_true", help="save the fastest choices for training on this GPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the speeds, as PNG or PDF")
     args = parser.parse_args(argv)

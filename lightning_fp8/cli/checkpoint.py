@@ -24,25 +24,24 @@ PLUGIN = "FP8Precision"
 AVERAGED = ("current_model_state", "state_dict")
 """The state dicts of one model in a checkpoint of Lightning's WeightAveraging: the trained weights and the average."""
 
+_SAVED_BY = ". The plugins save it in the checkpoints of a Trainer and of Fabric, fp8_state_dict(model) in other loops"
+
 
 def main(argv: Sequence[str]) -> None:
     """Run the command. An error is printed in one line on the standard error, with exit status 1."""
-    parser = argparse.ArgumentParser("lightning-fp8 checkpoint", description="FP8 state in checkpoints")
+    parser = argparse.ArgumentParser("lightning-fp8 checkpoint", description="The FP8 state in checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     inspecting = commands.add_parser("inspect", help="print the FP8 state of a checkpoint; no code in it is executed")
-    inspecting.add_argument("file", type=Path)
-    inspecting.add_argument("--filter", default="*", metavar="GLOB", help="print only tensors whose names match")
+    inspecting.add_argument("file", type=Path, help="checkpoint of Lightning, Fabric, torch.save or Transformer Engine")
+    inspecting.add_argument("--filter", default="*", metavar="GLOB", help="print tensors whose names match; default: *")
     inspecting.add_argument(
-        "--worst",
-        type=count,
-        metavar="N",
-        help="print the N tensors whose scales are stalest: largest over newest amax",
+        "--worst", type=count, metavar="N", help="print the N tensors with the largest ratio of largest to newest amax"
     )
     converting = commands.add_parser(
         "convert", help="convert Transformer Engine's FP8 state to this package's, so that the file loads without it"
     )
-    converting.add_argument("file", type=Path, metavar="IN")
-    converting.add_argument("target", type=Path, metavar="OUT")
+    converting.add_argument("file", type=Path, metavar="IN", help="checkpoint with Transformer Engine's FP8 state")
+    converting.add_argument("target", type=Path, metavar="OUT", help="file to write, which must not exist")
     args = parser.parse_args(argv)
     try:
         if args.command == "inspect":
@@ -51,6 +50,9 @@ def main(argv: Sequence[str]) -> None:
             print(convert(args.file, args.target))
     except CheckpointError as error:
         raise SystemExit(f"lightning-fp8: {args.file}: {_printable(error)}") from None
+    except IsADirectoryError:
+        way_out = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {args.file} FILE"
+        raise SystemExit(f"lightning-fp8: {args.file}: a folder; a sharded one is made a file by {way_out}") from None
     except OSError as error:
         raise SystemExit(f"lightning-fp8: {error}") from None
     except RecursionError:
@@ -85,7 +87,7 @@ def inspect(path: str | os.PathLike[str], only: str = "*", worst: int | None = N
                 shown = (f"{largest:.6g}", f"{newest:.6g}") if len(amaxes) else ("-", "-")
                 rows.append((largest / newest if newest else 0.0, (_printable(name), scale, *shown, writer)))
     if not rows:
-        return f"{path}: no FP8 state" + (f" of tensors called {only}" if writers else "")
+        return f"{path}: no FP8 state" + (f" of tensors called {only}" if writers else _SAVED_BY)
     if worst is not None:
         rows = sorted(rows, key=lambda row: -row[0])[:worst]
     lines = [("tensor", "scale", "largest amax", "newest amax", "written by"), *(cells for _, cells in rows)]
@@ -117,7 +119,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
     file, unread = load_checkpoint(source, check_sums=True)
     by_name = {key: states_by_name(value) for key, value in _dicts_in(file) if any(te_states_in(value))}
     if not by_name:
-        raise CheckpointError("it has no Transformer Engine state to convert")
+        raise CheckpointError("it has no Transformer Engine state to convert; this package's own needs no conversion")
     if unread:
         raise CheckpointError(
             f"it holds an object of {', '.join(unread)[:200]}, which cannot be written again without its class; save "

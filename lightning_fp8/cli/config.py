@@ -54,5 +54,5 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-fp8 config", description="Print YAML for lightning-fp8 fit, or for a LightningCLI of your own."
     )
-    parser.add_argument("recipe", choices=list(RECIPES))
+    parser.add_argument("recipe", choices=list(RECIPES), help="the recipe, with the defaults of all its fields")
     print(configuration(parser.parse_args(argv).recipe), end="")

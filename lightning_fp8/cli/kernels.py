@@ -30,7 +30,7 @@ from cuda_kernels.host.precompile import num_processors, process_pool
 from cuda_kernels.kernel import ARCHITECTURES, Kernel
 from lightning_fp8 import ops
 from lightning_fp8.cli.bench import LayerGemm, bound_gemm, gemms_of, has_kernels
-from lightning_fp8.cli.values import count, sizes
+from lightning_fp8.cli.values import LINEAR, TOKENS, count, sizes
 from lightning_fp8.doctor import probes
 from lightning_fp8.fp8_region import fp8_autocast
 from lightning_fp8.modules.linear import Linear
@@ -200,19 +200,12 @@ def main(argv: Sequence[str]) -> None:
     command = parser.add_subparsers(required=True, metavar="build").add_parser(
         "build", help="compile a model's kernels to a folder for a machine with a GPU"
     )
-    command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="architecture of the GPU; 90a is Hopper")
+    command.add_argument("--arch", choices=ARCHITECTURES, default="90a", help="GPU architecture; default: 90a, Hopper")
     command.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the kernels; existing ones are kept"
     )
-    command.add_argument(
-        "--linear",
-        type=sizes,
-        action="append",
-        required=True,
-        metavar="INxOUT",
-        help="sizes of a layer; may be repeated",
-    )
-    command.add_argument("--tokens", type=count, default=8192, help="rows of its input: batch size times length")
+    command.add_argument("--linear", type=sizes, action="append", required=True, metavar="INxOUT", help=LINEAR)
+    command.add_argument("--tokens", type=count, default=8192, help=TOKENS)
     command.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="may be repeated; default: delayed")
     args = parser.parse_args(argv)
     wanted = args.linear, args.tokens, args.recipe or ["delayed"], args.arch

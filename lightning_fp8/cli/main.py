@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cuda_kernels.host.toolchain import install
 from lightning_fp8.version import __version__
 
 if TYPE_CHECKING:
@@ -40,10 +41,20 @@ LIGHTNING = ("fit", "validate", "test", "predict")
 """Commands of LightningCLI."""
 
 ABOUT_TYPES = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Not a valid subclass of|Subclass types expect|a class path \(str\)|"
-    r"a dict with|Import path .* does not correspond to a subclass|Expected a <class '[\w.]+'>$|Given value"
+    r"Does not validate against|Subtypes:|Errors:|Not a valid subclass of|Subclass types expect|"
+    r"a class path \(str\)|a dict with|Expected a path but|Import path .* does not correspond to a subclass|"
+    r"Expected a <class '[\w.]+'>$|Given value"
 )
 """Lines of jsonargparse's errors that list the types of an argument, all of which it has tried."""
+
+_HINTS = {
+    r"required: \w+\.model": "name your classes: --model my_module.MyModel --data my_module.MyData",
+    r'"trainer\.precision"': "FP8 is a plugin: leave precision out, --trainer.plugins+=lightning_fp8.FP8Precision",
+    r"class_path 'lightning_fp8\.": "lightning-fp8 config delayed prints the plugin with all its arguments",
+    r"No module named": "classes are imported from the working directory and from installed packages",
+    r'"config": File does not exist': "lightning-fp8 config delayed > my.yaml writes one to start from",
+}
+"""What to do about errors of the parser, by patterns."""
 
 HELP = """usage: lightning-fp8 COMMAND ...
 
@@ -51,7 +62,7 @@ HELP = """usage: lightning-fp8 COMMAND ...
                 a LightningModule with FP8 recipes, from YAML: lightning-fp8 fit --config my.yaml
   config        print YAML for a recipe, to start from: lightning-fp8 config delayed > my.yaml
   doctor        check this machine: what runs, what does not, and what to install
-  bench         time the matrix products of a model's layers on this GPU, and save the fastest
+  bench         time the GEMMs of a model's layers on this GPU, and save the fastest kernels
   kernels       compile a model's kernels on a machine without a GPU
   checkpoint    inspect FP8 state in checkpoints, and convert Transformer Engine's
   report        write an HTML page on a run with FP8Monitor
@@ -88,7 +99,7 @@ def lightning_cli(argv: Sequence[str] | None, run: bool = True) -> LightningCLI:
         SystemExit: If jsonargparse is not installed, or an argument is invalid.
     """
     if importlib.util.find_spec("jsonargparse") is None:
-        raise SystemExit('lightning-fp8 needs jsonargparse; install it: pip install "lightning-fp8[cli]"')
+        raise SystemExit(f"lightning-fp8 needs jsonargparse: {install('cli')}")
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
     from lightning_fp8 import FP8Precision
@@ -140,7 +151,8 @@ def _about_values(message: str) -> str:
     """The lines of a parser's error ``message`` that say what is wrong with a value, or all of it if there are none."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     kept = [line for line in lines if line and not ABOUT_TYPES.match(line)]
-    return "\n  ".join(kept) if kept else message
+    kept += [hint for pattern, hint in _HINTS.items() if re.search(pattern, message)]
+    return "\n  ".join(dict.fromkeys(kept)) if kept else message
 
 
 if __name__ == "__main__":

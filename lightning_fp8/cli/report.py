@@ -46,7 +46,7 @@ def _read(path: Path) -> Record:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page. It exits with a message if a path is not a record, or if the page cannot be written."""
-    parser = argparse.ArgumentParser(prog="lightning-fp8 report", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning-fp8 report", description="Write a page on a run with FP8Monitor.")
     parser.add_argument("run", type=Path, help="the record of a run, or the folder of its logs")
     parser.add_argument(
         "other", type=Path, nargs="?", help="another run, for example in BF16, whose loss is plotted for comparison"

@@ -15,6 +15,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from lightning_fp8.cli.values import count
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print the ranking. It exits with a message if an argument or a file is invalid."""
-    parser = argparse.ArgumentParser(prog="lightning-fp8 sensitivity", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning-fp8 sensitivity", description="Find layers to keep in BF16.")
     parser.add_argument("--config", type=Path, required=True, help="YAML of lightning-fp8 fit with model and data")
     parser.add_argument("--ckpt_path", type=Path, help="a checkpoint, whose weights are loaded")
     parser.add_argument("--batches", type=count, default=4, help="number of batches of the training data; default: 4")
     parser.add_argument("--recipe", help="default: the recipe of the YAML's FP8Precision, or delayed")
     parser.add_argument(
-        "--group", choices=("layer", "block"), default="layer", help="measure layers one by one, or in groups"
+        "--group", choices=("layer", "block"), default="layer", help="what is measured at a time; default: layer"
     )
     parser.add_argument("--budget", type=_percent, metavar="PERCENT", help="choose layers for this gradient error")
     parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of the order of data; default: 0")
@@ -77,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _percent(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be positive, in percent")
-    return number
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a positive number, in percent: 1 for 1 %")
 
 
 def _prepared(config: Path, number: int, seed: int) -> tuple[Any, list[Any], Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_fp8.arguments import plain, require_bool, require_module
+from lightning_fp8.arguments import naming_arguments, plain, require_bool, require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.codes import adopt_codes
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
@@ -24,6 +24,7 @@ from lightning_fp8.modules.record import RegionWatch
 from lightning_fp8.numerics.recipes import Recipe, make_recipe
 
 
+@naming_arguments
 def convert_module(
     model: nn.Module,
     *,
@@ -114,9 +115,9 @@ def convert_module(
     pin(model, Pinned(context, policy, history) if context.enabled else None)
     if context.attention and not any(layer.kind == ATTENTION for layer in plan.summary.layers):
         text = f"attention={attention!r}: no module of {type(model).__name__} was found that computes attention"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     if not plan.summary.num_fp8:
-        warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=2)
+        warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=3)
     report_first_steps(model, plan)
     watch = RegionWatch(type(model).__name__)
     for module in model.modules():

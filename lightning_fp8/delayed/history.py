@@ -501,7 +501,7 @@ def validated_state(state: Any) -> tuple[list[str], Tensor, Tensor, int]:
     if version > STATE_VERSION:
         raise ValueError(
             f"FP8 state's 'version' is {version}, but this lightning_fp8 reads versions up to {STATE_VERSION}. It was "
-            "saved by a newer lightning_fp8: upgrade with pip install -U lightning-fp8"
+            "saved by a newer lightning_fp8: update this one, by git pull in its checkout"
         )
     missing = [key for key in ("names", "scale", "amax_history", "updates") if key not in state]
     if missing:

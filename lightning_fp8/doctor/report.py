@@ -59,6 +59,9 @@ _KNOWN_ERRORS = {
 }
 """Advice by a substring of the error."""
 
+_EMULATED = """. Without a GPU, FP8 is emulated with the same numbers: enough to try recipes, to debug and for tests.
+To train faster than in BF16, use a GPU of compute capability 8.9 or later"""
+
 LONGEST = 86400
 """Upper limit of ``--seconds``."""
 
@@ -89,15 +92,15 @@ def main(argv: Sequence[str]) -> None:
         description="What runs on this machine, what does not, and how to fix it. Exit status 1: something is broken.",
     )
     parser.add_argument("--compile", action="store_true", help="kernels must compile here, with or without a GPU")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write the findings there too")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the findings to this file too")
     parser.add_argument(
         "--prove", action="store_true", help="test every kind of kernel on the GPU and keep the results"
     )
     parser.add_argument("--dry-run", action="store_true", help="with --prove: list the kernels; needs no GPU")
-    parser.add_argument("--seconds", type=_seconds, default=60.0, help="for each thing that is started (60)")
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="time limit of each process; default: 60")
     args = parser.parse_args(argv)
     if args.dry_run and not args.prove:
-        parser.error("--dry-run is of --prove")
+        parser.error("--dry-run lists what --prove tests; pass both")
     findings = proofs(args.dry_run) if args.prove else report(args.seconds, args.compile)
     status = int(any(finding.verdict == "fail" for finding in findings))
     if args.json is not None:
@@ -136,8 +139,7 @@ def proofs(dry_run: bool) -> list[Finding]:
     from lightning_fp8.proofs.report import listed, proven
 
     if not dry_run and not has_fp8():
-        way_out = "run lightning-fp8 doctor to list the GPUs"
-        return shown([Finding("GPU", "no GPU with FP8 tensor cores", "fail", way_out)])
+        return shown([Finding("GPU", "no GPU with FP8 tensor cores; lightning-fp8 doctor lists the GPUs", "fail")])
     lines = listed() if dry_run else proven(device())
     findings = shown(Finding(kind, text, "ok" if is_right else "fail") for kind, text, is_right in lines)
     if failed := sum(finding.verdict == "fail" for finding in findings):
@@ -167,7 +169,8 @@ def advice_of(findings: Sequence[Finding]) -> str:
     """The advice of all findings, failures first."""
     order = sorted(findings, key=lambda finding: finding.verdict != "fail")
     lines = dict.fromkeys(f"do    {finding.way_out}" for finding in order if finding.way_out)
-    return "\n".join(lines) or "nothing to do"
+    emulated = any(finding.what == "GPU" for finding in findings)  # else it has a number
+    return "\n".join(lines) or f"nothing to fix{_EMULATED * emulated}"
 
 
 def installed(versions: Mapping[str, str]) -> Iterator[Finding]:
@@ -272,7 +275,7 @@ def _torch(facts: Mapping[str, Any], has_gpus: bool) -> Iterator[Finding]:
 def _compilation(versions: Mapping[str, str], seconds: float, wanted: bool, cuda: str | None) -> Iterator[Finding]:
     """Known version conflicts, and a test compilation; ``cuda``: the CUDA version torch was built for."""
     severity: Verdict = "fail" if wanted else "warn"
-    install = f'pip install "lightning-fp8[{"cuda12" if cuda and cuda.startswith("12.") else "cuda"}]"'
+    install = toolchain.install_compilers(cuda)
     if "numba-cuda" not in versions:
         missing = "numba-cuda is not installed: FP8 casts run as plain torch operations, slower"
         yield Finding("compile", missing, *(("fail", install) if wanted else ()))

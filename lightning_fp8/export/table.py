@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cuda_kernels.host.toolchain import install
 from lightning_fp8 import ops as _ops  # noqa: F401  (defines torch.ops.lightning_fp8)
 from lightning_fp8.attention import ops as _attention_ops  # noqa: F401  (likewise)
 
@@ -30,7 +31,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise ImportError(
-            f'export to ONNX needs {error.name}; pip install "lightning-fp8[onnx]" (torch.export needs nothing)',
+            f"export to ONNX needs {error.name}: {install('onnx')} (torch.export needs nothing)",
             name=error.name,
         ) from error
     by_name: dict[str, Callable[..., Any]] = {

@@ -38,7 +38,7 @@ def calls_own_forward(module: nn.Module) -> bool:
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Setters, one for each attribute or closure cell of the instance that holds the bound forward of its class."""
+    """A setter for each attribute or closure cell of the instance that stores the bound forward of its class."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:

@@ -226,7 +226,7 @@ class Alarms:
             hit = np.flatnonzero(clipped > CLIPPED_BITS)
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
                 in_a_step = np.argsort([self._roles[int(cast)].is_gradient for cast in hit], kind="stable")
-                text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
+                text = f"{len(hit)} of {len(self._names)} quantized tensors clipped, by up to {clipped.max():.1f} bits"
                 self._event("outlier step", step, hit[in_a_step], float(clipped.max()), text)
 
     def _sampled_event(self, interval: Interval, bits: Array, step: int) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fp8.arguments import require_bool
+from lightning_fp8.arguments import naming_arguments, require_bool
 from lightning_fp8.monitor.alarms import WARM_UP, Alarm, Alarms, skip_of
 from lightning_fp8.monitor.casts import Casts, Sampler, StepRows, StepTrace, clipped_bits, off_bits, step_figures
 from lightning_fp8.monitor.figure import log_figure
@@ -73,6 +73,7 @@ class FP8Monitor(Callback):
             ``path`` not a path.
     """
 
+    @naming_arguments
     def __init__(
         self, every_n_steps: int = 50, *, per_layer: bool = False, path: str | os.PathLike[str] | None = None
     ) -> None:

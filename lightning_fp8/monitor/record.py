@@ -235,7 +235,7 @@ class Record:
             raise ValueError(f"{path} is not a record of FP8Monitor: {error}") from None
         raise ValueError(
             f"{path} is a record of version {version}, but this lightning_fp8 reads versions up to {VERSION}. It was "
-            "saved by a newer lightning_fp8: upgrade with pip install -U lightning-fp8"
+            "saved by a newer lightning_fp8: update this one, by git pull in its checkout"
         )
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_fp8.arguments import one_of, plain, require_bool, require_number
+from lightning_fp8.arguments import naming_arguments, one_of, plain, require_bool, require_number, unknown_name
 from lightning_fp8.numerics.formats import E4M3, Float8, Format
 from lightning_fp8.numerics.recipe_arguments import translated, without_defaults
 from lightning_fp8.numerics.scaled import Cast, Layout, Role
@@ -53,7 +53,7 @@ def _require_algorithm(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use 'max' or 'most_recent'")
 
 
-_TOO_SMALL = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
+_TOO_SMALL = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more headroom every value would become 0"
 _TOO_LONG = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("fp8_dpa", "fp8_mha", "reduce_amax", "power_2_scale"), require_bool),
@@ -73,7 +73,7 @@ _Class = TypeVar("_Class", bound=type)
 def _takes_te_arguments(cls: _Class) -> _Class:
     """Let the class accept Transformer Engine's arguments in addition to its fields; see
     :mod:`lightning_fp8.numerics.recipe_arguments`."""
-    init = cls.__init__  # type: ignore[misc]
+    init = naming_arguments(cls.__init__)  # type: ignore[misc]
 
     @wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +123,8 @@ class RecipeFields:
                     f"{name}={value!r} does not belong to {type(self).__name__}, whose name is {expected!r}"
                 )
             elif name == "fp8_format" and not isinstance(value, Format):
-                raise TypeError(f"{name}={value!r} is not a Format; use one of {', '.join(map(repr, self._formats))}")
+                names = ", ".join(map(repr, self._formats))
+                raise TypeError(f"{name}={value!r} is not a lightning_fp8.Format; use one of {names}")
             elif name == "fp8_format" and value not in self._formats:
                 names = ", ".join(format.name for format in self._formats)
                 raise ValueError(f"{name}={value.name} is not supported by {expected!r}; use one of {names}")
@@ -209,6 +210,7 @@ class Float8CurrentScaling(RecipeFields):
         return Cast(float8_for(self.fp8_format, role), Layout.TENSOR, self.power_2_scale, self.amax_epsilon)
 
 
+@_takes_te_arguments
 @dataclass(frozen=True)
 class Float8RowwiseScaling(RecipeFields):
     """One scale per row of each GEMM operand along its contraction, a power of two.
@@ -354,7 +356,7 @@ def _from_fields(cls: type[Recipe], fields: dict[str, Any]) -> Recipe:
     fields = translated(cls.__name__, fields)
     for field in fields:
         if field not in valid:
-            raise ValueError(f"{cls.__name__} has no field {field!r}; its fields are {_quoted(valid)}")
+            raise ValueError(unknown_name(cls.__name__, "field", field, valid))
     if isinstance(fields.get("fp8_format"), str):
         name = fields["fp8_format"]
         if name.upper() not in Format.__members__:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8 import optimizer_steps
-from lightning_fp8.arguments import require_module
+from lightning_fp8.arguments import naming_arguments, require_module
 from lightning_fp8.convert.apply import apply_conversion, when_sharded, with_gathers
 from lightning_fp8.convert.attention_calls.attach import attach, detach
 from lightning_fp8.convert.codes import adopt_codes
@@ -47,7 +47,7 @@ from lightning_fp8.delayed.update import (
 )
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.tensor_parallel import CutLayer
-from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
 from lightning_fp8.plugin.dtypes import (
     Dtypes,
     cast_floating_point,
@@ -107,6 +107,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     and, after the first optimizer step or ``update_scales()``, what ran.
     """
 
+    _place = "for Fabric; the Trainer takes FP8Precision"
+
+    @naming_arguments
     def __init__(
         self,
         recipe: str | Recipe | Mapping[str, Any] = "delayed",
@@ -161,8 +164,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         return _call(self, {"recipe": _call(self.recipe, recipe), **_changed(arguments, defaults)})
 
     def __str__(self) -> str:
-        """The text in the Trainer's error about a plugin that it does not support."""
-        return f"{self!r} (for Fabric; the Trainer takes FP8Precision)"
+        """The text in Lightning's errors about a plugin that a Trainer, Fabric or a strategy does not support."""
+        return (
+            f"{self!r} ({self._place}. Import both from lightning, not from pytorch_lightning or lightning_fabric; "
+            "leave precision= out; shard with ModelParallelStrategy, not FSDPStrategy or DeepSpeedStrategy)"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that strategies send to the processes they start, without weak references."""
@@ -212,7 +218,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._watch(module, plan, is_new)
         if is_new:
             self._reported = set()
-            rank_zero_info(f"{said}{self.recipe}\n{self.summary}")
+            rank_zero_info(f"{said}recipe: {_described(_fields(self.recipe))}\n{self.summary}")
             for name in dict.fromkeys(pinned.recipe.name for pinned in own):
                 rank_zero_info(
                     f"convert_module gave the model recipe={name!r}: forwards under the plugin run by "
@@ -392,12 +398,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every living model's scales and amax histories, as tensors, numbers and names."""
         return {
-            "recipe": self._recipe_fields(),
+            "recipe": _fields(self.recipe),
             **{name: history.state_dict() for name, history in of_living_models(self.histories).items()},
         }
-
-    def _recipe_fields(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self.recipe), "fp8_format": self.recipe.fp8_format.name}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -422,8 +425,9 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         if not self.histories:
             self._pending_state = {"recipe": saved, **states}
             return
-        if isinstance(saved, dict) and saved != self._recipe_fields():
-            rank_zero_info(f"FP8 state: it was saved with the recipe {saved}; training continues with {self.recipe}")
+        if isinstance(saved, dict) and saved != _fields(self.recipe):
+            before, now = _described(saved), _described(_fields(self.recipe))
+            rank_zero_info(f"FP8 state: it was saved with the recipe {before}; training continues with {now}")
         if alike := with_equal_names(states):
             rank_zero_warn(
                 f"FP8 state: {' and '.join(alike)} hold tensors of the same names, and are loaded in the order in "
@@ -466,6 +470,18 @@ def _report(method: weakref.WeakMethod[Callable[[Any], None]], found: Any) -> No
     """Call a plugin's method, if the plugin is alive."""
     if (report := method()) is not None:
         report(found)
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    return {**dataclasses.asdict(recipe), "fp8_format": recipe.fp8_format.name}
+
+
+def _described(fields: Mapping[str, Any]) -> str:
+    """The name of the recipe with these ``fields``, and those that are not its defaults."""
+    name = str(fields.get("name"))
+    usual = _fields(RECIPES[name]()) if name in RECIPES else {}
+    changed = [f"{field}={value}" for field, value in fields.items() if usual.get(field, name) != value]
+    return ", ".join([name, *changed])
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:

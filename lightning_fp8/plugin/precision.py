@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,13 +47,21 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     Engine, add :class:`lightning_fp8.FP8Callback` to the Trainer.
     """
 
+    _place = "for the Trainer; Fabric takes FP8FabricPrecision"
     watched: FirstStep | None = None
     """The first training steps of the last model, whose FLOPs are counted."""
     _te_state: dict[str, Any] | None = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        if sys._getframe(1).f_globals.get("__name__") == "lightning.fabric.fabric":
+            raise MisconfigurationException(_NOT_FOR_FABRIC)
         trainer: Any = module._trainer if isinstance(module, LightningModule) else None
+        if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "FP8Precision does not support DeepSpeedStrategy, whose engine computes the backward and the steps "
+                "itself; shard the model with ModelParallelStrategy, or train with DDPStrategy"
+            )
         if trainer is not None and not any(isinstance(each, TrainerHooks) for each in trainer.callbacks):
             trainer.callbacks.insert(0, TrainerHooks())  # ModelCheckpoint stays the last
         if trainer is not None and isinstance(trainer.strategy, DDPStrategy) and (layers := pieces_of(module)):
@@ -62,10 +71,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
             )
         self._models = WeakKeyDictionary({each: self._models[each] for each in self._models if each is module})
         return super().convert_module(module)
-
-    @override
-    def __str__(self) -> str:
-        return repr(self)
 
     def _report_glob(self, wrong: str) -> None:
         raise MisconfigurationException(wrong)
@@ -159,11 +164,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     @override
     def predict_step_context(self) -> Any:
         return self._evaluating()
-
-    @override
-    def convert_output(self, data: Any) -> NoReturn:
-        """Called by Fabric's wrappers of models, not by the Trainer."""
-        raise MisconfigurationException(_NOT_FOR_FABRIC)
 
     @override
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:

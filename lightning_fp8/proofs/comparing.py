@@ -30,7 +30,7 @@ class WrongResult(AssertionError):
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """New memory is filled with NaN, so that elements a kernel does not write are NaN."""
+    """Fill new allocations with NaN, to expose elements that a kernel does not write."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

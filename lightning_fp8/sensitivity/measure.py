@@ -98,7 +98,9 @@ def measure_sensitivity(
     repeats = len(groups) + 4 + isinstance(of_recipe, DelayedScaling) + (budget is not None)
     passes = repeats * len(batches)
     if progress:
-        print(f"{passes} forward and backward passes: {repeats} of {len(batches)} batches", file=sys.stderr)
+        print(
+            f"{repeats} configurations × {len(batches)} batches = {passes} forward and backward passes", file=sys.stderr
+        )
     with tqdm(total=passes, disable=not progress, unit="pass") as bar:
         gradients = _Gradients(copied, layers, batches, loss or _loss_of(model), of_recipe, seed, bar)
         with _counted(layers) as flops:

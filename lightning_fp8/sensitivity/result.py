@@ -143,7 +143,7 @@ class Sensitivity:
             text = Path(path).read_text(encoding="utf-8")
             found: dict[str, Any] = json.loads(text, object_hook=_with_inf)
             if found.pop("version") > VERSION:
-                raise ValueError("a newer lightning_fp8 saved it; upgrade, pip install -U lightning-fp8")
+                raise ValueError("a newer lightning_fp8 saved it; update this one, by git pull in its checkout")
             rows = tuple(Row(**{**each, "layers": tuple(each["layers"])}) for each in found.pop("rows"))
             if (check := found.pop("check")) is not None:
                 check = Check(**{**check, "skip": tuple(check["skip"])})

@@ -121,10 +121,7 @@ def load_checkpoint(path: Path, check_sums: bool = False) -> tuple[Any, list[str
         except CheckpointError:
             raise
         except Exception as error:  # damaged files raise many types of errors
-            raise CheckpointError(
-                f"it is damaged, or holds what is not supported: {_reason(error)}; save it again without that, with "
-                "torch.save's defaults"
-            ) from None
+            raise CheckpointError(_reason(error)) from None
     return value, sorted(classes.keys() - _INERT)
 
 
@@ -147,12 +144,17 @@ def _unread(name: str) -> type[Unread]:
 
 def _reason(error: Exception) -> str:
     """The message of an error of ``torch.load``, without the advice around it to load the file unsafely."""
-    if isinstance(error, EOFError):
-        return "it ends too early (EOFError)"
+    if isinstance(error, (EOFError, zipfile.BadZipFile)):
+        return "it is damaged: it ends too early, as after an interrupted copy or save; copy or save it again"
+    if isinstance(error, KeyError):  # the first byte is no opcode of a pickle
+        return "it is not a file of torch.save; if its format is another, load it and torch.save its state dict"
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     advised = isinstance(error, pickle.UnpicklingError) and len(lines) > 1  # before it, and a link after it
     own = lines[-2 if advised else 0].rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0]
-    return f"{own.strip()[:300]} ({type(error).__name__})"
+    return (
+        f"it is damaged, or holds what is not supported: {own.strip()[:300]} ({type(error).__name__}); save it again "
+        "without that, with torch.save's defaults"
+    )
 
 
 def _refuse_primary_weight(name: str) -> None:

@@ -102,18 +102,24 @@ def check_fit(model: nn.Module, remapped: Remapped, strict: bool) -> LoadReport:
         and (problem := _misfit(file_params[key], value, wholes.get(key)))
     ]
     if strict:
-        problems += [f"the file lacks {key}" for key in missing]
-        problems += [
-            f"{key} is outside the part of the file that is the model's" if key in remapped.beside
-            else f"the model lacks {key}"
-            for key in unexpected
-        ]  # fmt: skip
+        beside = [key for key in unexpected if key in remapped.beside]
+        problems += _listed("the file lacks", missing)
+        problems += _listed("the model lacks", [key for key in unexpected if key not in beside])
+        problems += _listed("outside the part of the file that is the model's:", beside)
     if problems:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         advice = "; strict=False loads what fits" if strict and (missing or unexpected) else ""
+        if missing and len(missing) == len(model_params):
+            advice = "; no key is the model's: pass its state dict, such as checkpoint['state_dict']"
         raise CheckpointError(f"the checkpoint does not fit the model: {'; '.join(problems[:20])}{more}{advice}")
     note = _note_of_norms(model, file_params)
     return replace(remapped.report, missing_keys=tuple(missing), unexpected_keys=tuple(unexpected), note=note)
+
+
+def _listed(what: str, keys: list[str]) -> list[str]:
+    """A problem with ``keys``, of which the first are named; none without keys."""
+    more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
+    return [f"{what} {', '.join(keys[:6])}{more}"] if keys else []
 
 
 def _misfit(given: Any, own: Tensor, whole: tuple[int, ...] | None) -> str:

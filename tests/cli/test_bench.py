@@ -133,7 +133,7 @@ def test_errors(own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         bench.bench(bench.gemms_of(32, 48, 16), make_recipe("mxfp8"), CPU, lambda call: 1.0, tune=False)
     with pytest.raises(SystemExit):
         cli.main(["bench", "--linear", "4096"])
-    assert "'4096' is not in x out features, as in 4096x14336" in capsys.readouterr().err
+    assert "'4096' must be in_features x out_features, as in 4096x14336" in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="torch finds none"):
             cli.main(["bench", "--linear", "32x48"])

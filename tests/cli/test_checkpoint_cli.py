@@ -148,7 +148,7 @@ class Odd:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"hello", "damaged|not written by torch.save"),
+        (b"hello", "it is not a file of torch.save; .* torch.save its state dict"),
         ({"0._extra_state": b"garbage"}, r"0\._extra_state: .*damaged"),
         ({"w": torch.ones(1)}, "no Transformer Engine state to convert"),
         ({"0._extra_state": None, "odd": Odd()}, r"an object of .*Odd"),
@@ -250,7 +250,7 @@ def test_another_modules_own_extra_state_is_passed_over(own: Any, tmp_path: Path
     assert said.startswith(f"{tmp_path / 'out.pt'}: 1 modules' states")
     assert "metric" not in inspect(tmp_path / "in.pt")
     torch.save({"state_dict": {"w": torch.ones(2), "metric._extra_state": own, 3: None}}, tmp_path / "own.pt")
-    assert inspect(tmp_path / "own.pt").endswith("no FP8 state")
+    assert "own.pt: no FP8 state. The plugins save it in the checkpoints" in inspect(tmp_path / "own.pt")
     with pytest.raises(CheckpointError, match="no Transformer Engine state to convert"):
         convert(tmp_path / "own.pt", tmp_path / "new.pt")
 
@@ -349,3 +349,20 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.ckpt").write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             inspect(tmp_path / "cut.ckpt")
+
+
+def test_files_that_are_no_checkpoint_are_named_with_the_way_out(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.ckpt"
+    torch.save({"weight": torch.ones(1000)}, whole)
+    (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:3000])
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "text.ckpt").write_text("hello, this is text")
+    (tmp_path / "sharded").mkdir()
+    for name, said in {
+        "cut.ckpt": "it ends too early, as after an interrupted copy or save; copy or save it again",
+        "empty.ckpt": "it ends too early, as after an interrupted copy or save; copy or save it again",
+        "text.ckpt": "it is not a file of torch.save",
+        "sharded": "a folder; a sharded one is made a file by python -m torch.distributed.checkpoint.format_utils",
+    }.items():
+        with pytest.raises(SystemExit, match=f"{name}: .*{said}"):
+            main(["checkpoint", "inspect", str(tmp_path / name)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def test_parsers_of_other_programs_are_left_alone(capsys: pytest.CaptureFixture[
     [
         ("--linear 64x64 --tokens -1", "argument --tokens: '-1' is not a number of at least 1"),
         ("--linear 64x64 --tokens 0", "argument --tokens: '0' is not a number of at least 1"),
-        ("--linear 64x0", "argument --linear: '64x0' is not in x out features"),
+        ("--linear 64x0", "argument --linear: '64x0' must be in_features x out_features, as in 4096x14336"),
         ("--linear 64x64 --recipe fp8", "argument --recipe: invalid choice: 'fp8'"),
     ],
 )
@@ -167,3 +168,58 @@ def test_sizes_and_recipes_of_our_own_commands(
         main([*command.split(), *arguments.split()])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+HINTS: dict[str, tuple[list[str], str]] = {
+    "no model": ([], "name your classes: --model my_module.MyModel --data my_module.MyData"),
+    "no file": (["--config", "nowhere.yaml"], "lightning-fp8 config delayed > my.yaml writes one"),
+    "a model that is not there": (
+        ["--model", "nowhere.Model"],
+        "imported from the working directory and from installed",
+    ),
+    "precision": (["--trainer.precision", "fp8"], "leave precision out, --trainer.plugins+=lightning_fp8.FP8Precision"),
+    "a misspelt plugin": (["--trainer.plugins", "lightning_fp8.FP8Precison"], "lightning-fp8 config delayed prints"),
+    "an argument that is none": (
+        ["--trainer.plugins", '{"class_path": "lightning_fp8.FP8Precision", "init_args": {"exclude": ["head"]}}'],
+        "lightning-fp8 config delayed prints the plugin with all its arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HINTS)
+def test_the_parsers_errors_end_with_what_to_do(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, hint = HINTS[case]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *arguments])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert_short(said, hint)
+    lines = said.splitlines()
+    assert len(lines) == len(set(lines)), said
+
+
+COMMANDS = (
+    "doctor",
+    "bench",
+    "kernels build",
+    "checkpoint inspect",
+    "checkpoint convert",
+    "report",
+    "sensitivity",
+    "config",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_describes_every_argument_and_its_default(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda parser, *_: parsers.append(parser))
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    (parser,) = parsers
+    assert "`" not in parser.format_help()
+    for action in parser._actions:
+        assert action.help, action.dest
+        if action.default not in (None, False, argparse.SUPPRESS):
+            default = str(action.default).removesuffix(".0")
+            assert f"default: {default}" in action.help % vars(action), action.dest

@@ -142,10 +142,10 @@ BROKEN: dict[str, tuple[Machine, str, str, str, str]] = {
         "restart",
     ),
     "no numba-cuda": (
-        Machine({"numba-cuda": None}), "compile", "fail", "slower", 'pip install "lightning-fp8[cuda]"',
+        Machine({"numba-cuda": None}), "compile", "fail", "slower", 'pip install -e ".[cuda]" in the checkout',
     ),
     "no numba-cuda, CUDA 12": (
-        Machine({"numba-cuda": None}, cuda="12.8"), "compile", "fail", "slower", 'pip install "lightning-fp8[cuda12]"',
+        Machine({"numba-cuda": None}, cuda="12.8"), "compile", "fail", "slower", 'pip install -e ".[cuda12]" in the',
     ),
     "numba older than numpy": (
         Machine({"numba": "0.66.0", "numpy": "2.5.2"}), "versions", "fail",
@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[Machine, str, str, str, str]] = {
     ),
     "no libnvvm": (
         failing("compile", "KernelError: no libnvvm.so\n"), "compile", "fail", "no libnvvm.so",
-        'pip install "lightning-fp8[cuda]"; numba -s',
+        'pip install -e ".[cuda]" in the checkout of lightning-fp8; numba -s',
     ),
     "a toolkit's nvvm": (
         failing("compile", "Error: ERROR_OUTDATED_LIBRARY\n"), "compile", "fail", "OUTDATED", "install libnvvm in the",
@@ -203,7 +203,7 @@ BROKEN: dict[str, tuple[Machine, str, str, str, str]] = {
 def test_a_healthy_machine_has_nothing_to_do(findings_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = findings_of(Machine(), compiling=True)
     assert {finding.verdict for finding in found} == {"ok"}
-    assert capsys.readouterr().out.endswith("\n\nnothing to do\n")
+    assert capsys.readouterr().out.endswith("\n\nnothing to fix\n")
     values = {finding.what: finding.value for finding in found}
     assert values["torch"] == "2.11.0+cu130, built for CUDA 13.0"  # the last one: as torch says it
     assert values["driver"] == "NVIDIA H200, 580.159.03, 143771 MiB"

@@ -111,4 +111,4 @@ def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(f"lightning_fp8.export.{name.rpartition('.')[2]}")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert_raises(translation_table, ImportError, r'pip install "lightning-fp8\[onnx\]"')
+    assert_raises(translation_table, ImportError, r'needs onnxscript: pip install -e "\.\[onnx\]" in the checkout')

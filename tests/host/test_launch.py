@@ -191,7 +191,7 @@ def test_what_is_missing_is_named_for_torchs_cuda(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(compile_cache, "cubin", lambda kernel, arch: import_module("compilers_that_nobody_has"))
     kernel = amax_kernel.__wrapped__(tensor_loader("bfloat16", 4), True)
-    with pytest.raises(KernelError, match=rf'pip install "lightning-fp8\[{extra}\]"'):
+    with pytest.raises(KernelError, match=rf'pip install -e "\.\[{extra}\]" in the checkout'):
         Launch(kernel, 7, (140, 264), card.device)
 
 

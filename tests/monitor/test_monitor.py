@@ -471,7 +471,7 @@ def test_a_healthy_run_of_300_steps_has_no_alarm(recipe: str, seed: int, tmp_pat
     fit(monitor, recipe=recipe, steps=300, seed=seed)
     assert monitor.alarms == []
     assert "\n" not in monitor.table()
-    assert monitor.table().startswith("FP8: 300 steps of 9 casts, no alarms, ")
+    assert monitor.table().startswith("FP8: 300 steps of 9 tensors, no alarms, ")
 
 
 def test_a_shorter_history_is_followed(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_tables_have_the_numbers_of_the_record() -> None:
     assert rows["tensorwise"][1] == "2.500%"
     assert rows["rowwise"][1] == "0.625%"
     assert "The cheapest recipe without state within the budget is rowwise" in found.text
-    assert "FP8: 300 steps of 9 casts, 2 alarms, worst clip 5.0 bits" in found.text
+    assert "FP8: 300 steps of 9 tensors, 2 alarms, worst clip 5.0 bits" in found.text
 
 
 def test_names_cannot_leave_their_cells() -> None:

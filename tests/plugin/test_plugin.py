@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import warnings
 from collections import UserList
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,20 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_fp8
 from lightning_fp8 import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     FP8Callback,
     FP8FabricPrecision,
     FP8Precision,
+    Linear,
     fp8_autocast,
 )
 from lightning_fp8.convert.policy import Policy
@@ -60,20 +65,58 @@ def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
 
 
 def test_trainers_plugin_in_fabric() -> None:
-    """The first forward says so, and for a model that is called past Fabric its backward."""
+    """The setup of a model says so, before the table, and for a model that was not set up its backward."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    wrapped, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     message = "is for the Trainer; pass FP8FabricPrecision to Fabric"
-    with pytest.raises(MisconfigurationException, match=message):
-        wrapped(torch.randn(8, 16))
+    for set_up in (fabric.setup_module, lambda each: fabric.setup(each, torch.optim.SGD(each.parameters(), lr=0.1))):
+        with pytest.raises(MisconfigurationException, match=message):
+            set_up(model)
+    assert type(model[1]) is nn.Linear
     with pytest.raises(MisconfigurationException, match=message):
         fabric.backward(model(torch.randn(8, 16)).sum())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+FROM_LIGHTNING = "Import both from lightning, not from pytorch_lightning or lightning_fabric"
+SHARD = "shard with ModelParallelStrategy, not FSDPStrategy or DeepSpeedStrategy"
+
+
+@pytest.mark.parametrize("plugin", [FP8Precision(), FP8FabricPrecision()])
+def test_errors_of_others_that_print_the_plugin_say_where_it_is_supported(plugin: FP8FabricPrecision) -> None:
+    """As ``Found invalid type for plugin {plugin}`` of pytorch_lightning, whose classes are not those of lightning."""
+    assert FROM_LIGHTNING in f"{plugin}"
+    assert "leave precision= out" in f"{plugin}"
+    assert SHARD in f"{plugin}"
+    assert FROM_LIGHTNING not in repr(plugin)
+
+
+def test_fsdp1_and_deepspeed_are_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=f"found FP8Precision.*{SHARD}"):
+        FSDPStrategy(precision_plugin=FP8Precision())
+    model = Mlp()
+    engine: Any = object.__new__(DeepSpeedStrategy)  # deepspeed is not installed
+    model._trainer = SimpleNamespace(strategy=engine, callbacks=[])  # type: ignore[assignment]
+    with pytest.raises(MisconfigurationException, match="does not support DeepSpeedStrategy.*ModelParallelStrategy"):
+        FP8Precision().convert_module(model)
+    assert not any(isinstance(each, Linear) for each in model.modules())
+
+
+def test_a_run_begins_with_the_recipe_and_what_is_not_its_default(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = {
+        "delayed": "recipe: delayed\n",
+        DelayedScaling(margin=1, fp8_format=Format.E4M3): "recipe: delayed, margin=1, fp8_format=E4M3\n",
+        Float8BlockScaling(power_2_scale=False): "recipe: blockwise, power_2_scale=False\n",
+    }
+    for recipe, line in wanted.items():
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            FP8FabricPrecision(recipe).convert_module(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+        assert line in caplog.text
+
+
 def test_fabrics_plugin_in_the_trainer_is_lightnings_own_error() -> None:
-    message = r"FP8FabricPrecision\(recipe=DelayedScaling\(\)\) \(for Fabric; the Trainer takes FP8Precision\)"
+    message = r"FP8FabricPrecision\(recipe=DelayedScaling\(\)\) \(for Fabric; the Trainer takes FP8Precision\. "
     with pytest.raises(MisconfigurationException, match=message):
         trainer(FP8FabricPrecision())
 

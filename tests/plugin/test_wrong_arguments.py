@@ -55,6 +55,25 @@ CASES: dict[str, Case] = {
     "enabled=1": (lambda: fp8.fp8_autocast(1), TypeError, "enabled=1"),
     "calibrating": (lambda: fp8.fp8_autocast(calibrating="false"), TypeError, "calibrating='false'.*without quotes"),
     "fp8_group": (lambda: fp8.fp8_autocast(fp8_group="world"), TypeError, "fp8_group='world'.*ProcessGroup.*None"),
+    # names that are none: all that there are, and the nearest
+    "exclude": (
+        lambda: fp8.FP8Precision(exclude=["head"]),
+        TypeError,
+        "^FP8Precision has no argument 'exclude'; its arguments are 'recipe', .*'where_faster'; did you mean 'skip'",
+    ),
+    "in Fabric": (lambda: fp8.FP8FabricPrecision(fused=True), TypeError, "^FP8FabricPrecision .* did you mean 'fuse'"),
+    "a near name": (lambda: fp8.FP8Precision(first_last_layer_bf16=False), TypeError, "mean 'first_last_layers_bf16'"),
+    "of convert_module": (
+        lambda: fp8.convert_module(mlp(), module_filter_fn=callable),
+        TypeError,
+        "^convert_module has no argument 'module_filter_fn'; .* did you mean 'skip'",
+    ),
+    "of a region": (lambda: fp8.fp8_autocast(recipe="delayed"), TypeError, "'enabled', .*; did you mean 'fp8_recipe'"),
+    "of a recipe": (lambda: fp8.DelayedScaling(history_len=4), TypeError, "'margin', .* mean 'amax_history_len'"),
+    "of rowwise": (lambda: fp8.Float8RowwiseScaling(margin=1), TypeError, "^Float8RowwiseScaling has no .* 'margin'"),
+    "of a mapping": (lambda: fp8.FP8Precision({"history": 4}), ValueError, "no field 'history'.* 'amax_history_len'"),
+    "of the monitor": (lambda: fp8.FP8Monitor(every=1), TypeError, "'per_layer', .*; did you mean 'every_n_steps'"),
+    "nothing near": (lambda: fp8.FP8Precision(zzz=1), TypeError, "'where_faster'$"),
     # recipes
     "margin=200": (lambda: fp8.DelayedScaling(margin=200), ValueError, "margin=200 must be at most 18: E4M3"),
     "a history of 10**12": (
@@ -78,6 +97,11 @@ CASES: dict[str, Case] = {
         "the class DelayedScaling; .*DelayedScaling\\(\\)",
     ),
     "a name that is no text": (lambda: fp8.make_recipe({"name": ["delayed"]}), ValueError, "'delayed'.*'mxfp8'"),
+    "a format by name": (
+        lambda: fp8.DelayedScaling(fp8_format="HYBRID"),
+        TypeError,
+        "lightning_fp8.Format; use one of F",
+    ),
     "two formats": (lambda: fp8.make_recipe({"fp8": "hybrid", "fp8_format": "e4m3"}), ValueError, "'hybrid'.*'e4m3'"),
     "a format of another recipe": (
         lambda: fp8.make_recipe({"fp8_format": "mxfp8", "fp8_recipe": "delayed"}),
@@ -136,6 +160,11 @@ CASES: dict[str, Case] = {
         "state dict.*'a.pt'.*torch.load",
     ),
     "TE state into None": (lambda: fp8.load_te_state_dict(None, {}), TypeError, "NoneType"),
+    "an empty TE state": (
+        lambda: fp8.load_te_state_dict(mlp(), {}),
+        ValueError,
+        "the file lacks 0.bias, 0.weight, .* and 2 more; no key is the model's: pass its state dict",
+    ),
     "TE strict": (
         lambda: fp8.load_te_state_dict(mlp(), mlp().state_dict(), strict="false"),
         TypeError,

@@ -160,10 +160,11 @@ def test_what_cannot_be_measured_is_a_sentence(
         main(["sensitivity", "--config", str(yaml_of(name)), "--batches", "1", *arguments])
 
 
-def test_a_budget_is_in_percent(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("budget", ["0", "1%", "inf"])
+def test_a_budget_is_in_percent(budget: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["sensitivity", "--config", str(config), "--budget", "0"])
-    assert "0 must be positive, in percent" in capsys.readouterr().err
+        main(["sensitivity", "--config", str(config), "--budget", budget])
+    assert f"{budget!r} must be a positive number, in percent: 1 for 1 %" in capsys.readouterr().err
 
 
 def test_wrong_files_and_arguments_are_refused(config: Path, tmp_path: Path) -> None:

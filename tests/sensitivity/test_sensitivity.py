@@ -258,7 +258,7 @@ def test_the_number_of_passes_is_said_beforehand_and_made(capsys: pytest.Capture
         return loss(model, batch)
 
     found = measure_sensitivity(Chain(4), batches(), counted, recipe="delayed", budget=0.01)
-    assert "20 forward and backward passes: 10 of 2 batches" in calls[0]
+    assert "10 configurations × 2 batches = 20 forward and backward passes" in calls[0]
     assert len(calls) - 1 == found.passes == 20
 
 

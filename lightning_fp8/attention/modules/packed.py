@@ -30,7 +30,7 @@ def heads_of(x: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor
 
 
 def rows_of(o: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """The inverse: ``[B, H, L, D]`` to ``[T, H, D]`` with T = ``rows``; rows after the last sequence are 0."""
+    """The sequences ``o [B, H, L, D]`` packed to ``[rows, H, D]``; rows after the last sequence are 0."""
     if len(cu_seqlens) == 1 or not rows:
         return o.new_zeros(rows, o.shape[1], o.shape[3])
     starts = cu_seqlens.to(o.device)
