@@ -35,8 +35,8 @@ python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|np|numpy|dist|lightning|collections|contextlib|os|typing|typing_extensions|transformers)\b.*"),
-    (r"py:.*", r"Tensor\b.*"),
+    (r"py:.*", r"(torch|nn|np|numpy|dist|lightning|transformers|Tensor)\b.*"),
+    (r"py:.*", r"(collections|contextlib|os|typing|typing_extensions)\b.*"),
 ]
 nitpick_ignore = [
     ("py:exc", "MisconfigurationException"),  # Lightning's

@@ -92,7 +92,7 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
     ),
     "inexact": (
         "its values are so spread that most of them are rounded coarsely",
-        "the inputs of the product have few correct bits",
+        "the inputs of the GEMM have few correct bits",
         "use recipe='blockwise' or 'mxfp8', or keep it in BF16",
     ),
 }
@@ -136,7 +136,7 @@ class Alarm:
 
     def __str__(self) -> str:
         more = len(self.casts) - 1
-        where = self.casts[0] + (f" and {more} more cast{'s' * (more > 1)}" if more else "")
+        where = self.casts[0] + (f" and {more} more tensor{'s' * (more > 1)}" if more else "")
         when = f"step {self.first_step}" if self.kind == "event" else f"since step {self.first_step}"
         skip = f" (skip={tuple(self.skip)!r})" if self.skip else ""
         return (
@@ -226,7 +226,7 @@ class Alarms:
             hit = np.flatnonzero(clipped > CLIPPED_BITS)
             if step > warm_up and clipped.max(initial=0) > EVENT_BITS:
                 in_a_step = np.argsort([self._roles[int(cast)].is_gradient for cast in hit], kind="stable")
-                text = f"{len(hit)} of {len(self._names)} casts clipped, by up to {clipped.max():.1f} bits"
+                text = f"{len(hit)} of {len(self._names)} quantized tensors clipped, by up to {clipped.max():.1f} bits"
                 self._event("outlier step", step, hit[in_a_step], float(clipped.max()), text)
 
     def _sampled_event(self, interval: Interval, bits: Array, step: int) -> None:

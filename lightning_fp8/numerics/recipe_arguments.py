@@ -69,7 +69,7 @@ TE_ARGUMENTS: dict[str, dict[str, _Renamed | _AtDefault]] = {
         **_products(MMParams()),
     },
     "MXFP8BlockScaling": {
-        "margin": _AtDefault(0, "the scale of a block leaves no head room; leave it out"),
+        "margin": _AtDefault(0, "the scale of a block leaves no headroom; leave it out"),
         "enable_2d_quantization": _AtDefault(False, "blocks are 1 × 32 of weights, too; leave it out"),
     },
 }

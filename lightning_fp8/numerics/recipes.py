@@ -53,7 +53,7 @@ def _require_algorithm(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use 'max' or 'most_recent'")
 
 
-_TOO_SMALL = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more head room every value would become 0"
+_TOO_SMALL = f"E4M3 spans {LARGEST_MARGIN} binary digits, with more headroom every value would become 0"
 _TOO_LONG = "the window takes 4 bytes for each step and tensor, and every update reads it; 1024 is usual"
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("fp8_dpa", "fp8_mha", "reduce_amax", "power_2_scale"), require_bool),

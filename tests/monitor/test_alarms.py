@@ -131,7 +131,7 @@ def test_an_event_has_the_value_of_its_worst_step() -> None:
     of = bits(s7=3.5, s8=12.0)
     of[7, 1] = 3.2
     (alarm,) = seen(interval(1), of=of)
-    assert "1 of 6 casts clipped, by up to 12.0 bits" in alarm.value
+    assert "1 of 6 quantized tensors clipped, by up to 12.0 bits" in alarm.value
 
 
 def test_intervals_without_a_sample_do_not_end_a_streak() -> None:
