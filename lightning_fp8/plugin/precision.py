@@ -182,10 +182,9 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
             super().backward(tensor, model, *args, **kwargs)
 
 
-if FP8Precision.__doc__ and FP8FabricPrecision.__doc__:  # both are None under python -OO
-    # The arguments are described once, where __init__ is.
-    _own, _base = getdoc(FP8Precision), getdoc(FP8FabricPrecision)
-    FP8Precision.__doc__ = f"{_own}\n\nArgs:{_base.partition('Args:')[2]}"
+if FP8Precision.__doc__:  # it is None under python -OO
+    _arguments = (getdoc(FP8FabricPrecision) or "").partition("Args:")[2]
+    FP8Precision.__doc__ = f"{getdoc(FP8Precision)}\n\nArgs:{_arguments}"
 
 
 class TrainerHooks(Callback):
