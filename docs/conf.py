@@ -19,6 +19,7 @@ project, author, release = "lightning_fp8", "the authors of lightning_fp8", __ve
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
+html_show_copyright = html_show_sphinx = False
 html_title = f"lightning_fp8 {__version__}"
 
 myst_heading_anchors = 4

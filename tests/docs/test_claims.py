@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from dataclasses import fields
@@ -149,3 +150,10 @@ def test_every_recipe_is_exported_and_documented(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in lightning_fp8.__all__ if name != "__version__"])
 def test_every_public_name_is_in_the_api(name: str) -> None:
     assert f"lightning_fp8.{name}\n" in (ROOT / "docs/api.md").read_text()
+
+
+def test_the_plugins_describe_all_their_arguments() -> None:
+    for cls in (lightning_fp8.FP8Precision, lightning_fp8.FP8FabricPrecision):
+        doc = inspect.getdoc(cls) or ""
+        described = re.findall(r"^    (\w+): ", doc.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE)
+        assert described == list(inspect.signature(cls).parameters)
