@@ -1,15 +1,16 @@
 """The pictures of docs/monitor.md: a GPT in FP8, of which a norm is multiplied by 100 in one step, and one in BF16.
 
-python -m docs.report_pictures    # some minutes on a CPU; needs Chromium
+python -m docs.report_pictures FOLDER    # some minutes on a CPU; needs Chromium. Records in FOLDER are kept and reused
 """
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from PIL import Image
 
 from examples.train_gpt import GPT, StdlibBytes
 from lightning_fp8 import FP8Monitor, FP8Precision
@@ -49,12 +50,15 @@ def train(path: Path, **precision: Any) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        records = Path(folder, "fp8.npz"), Path(folder, "bf16.npz")
+    records = Path(sys.argv[1], "fp8.npz"), Path(sys.argv[1], "bf16.npz")
+    if not records[0].exists():
         train(records[0], plugins=[FP8Precision(recipe="delayed")])
+    if not records[1].exists():
         train(records[1], precision="bf16-mixed")
-        main(["report", *map(str, records)])
-        with browser() as shown:
-            for width, height in HEIGHTS.items():
-                shown.open(records[0].with_suffix(".html"), width)
-                shown.screenshot(Path(__file__).with_name(f"report_{width}.png"), height)
+    main(["report", *map(str, records)])
+    with browser() as shown:
+        for width, height in HEIGHTS.items():
+            shown.open(records[0].with_suffix(".html"), width)
+            picture = Path(__file__).with_name(f"report_{width}.png")
+            shown.screenshot(picture, height)
+            Image.open(picture).quantize(128).save(picture, optimize=True)

@@ -124,8 +124,9 @@ function heatMap(grid, parent) {
   make("span", grid.log ? ends[0] : `${ends[0]} or less`, key);
   const bar = make("i", "", key);
   make("span", grid.log ? ends[1] : `${ends[1]} or more`, key);
-  make("i", "", key).className = "none";
-  make("span", "nothing", key);
+  const none = make("span", "", key);
+  make("i", "", none).className = "none";
+  none.append("nothing");
   let at = null, geometry = null;
   const draw = () => {
     const width = Math.max(200, figure.clientWidth), height = Math.max(6, Math.min(16, 640 / rows)), ratio = window.devicePixelRatio || 1;

@@ -112,9 +112,9 @@ def difference(record: Record, other: Record) -> str:
         first, last, ours, theirs = np.transpose(both[-count:])
         (loss, of_other), steps = np.average([ours, theirs], 1, last - first + 1), f"{first[0]:.0f} to {last[-1]:.0f}"
         share = f"{loss / of_other - 1:+.2%}" if of_other > 0 else ""
-        rows.append((what, steps, f"{loss:.4f}", f"{of_other:.4f}", f"{loss - of_other:+.4f}", share))
-    heading = ("mean of", "steps", label(record), label(other), "difference", f"relative to {label(other)}")
-    return table(heading, rows, f"Training loss of {label(record)} minus that of {label(other)}, in its unit")
+        rows.append((what, f"{loss - of_other:+.4f}", share, f"{loss:.4f}", f"{of_other:.4f}", steps))
+    heading = ("mean of", "difference", "relative", label(record), label(other), "steps")
+    return table(heading, rows, f"{label(record)} minus {label(other)}, in the unit of the loss")
 
 
 def advice(record: Record) -> str:
