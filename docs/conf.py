@@ -20,7 +20,6 @@ copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
-html_show_copyright = html_show_sphinx = False
 html_title = f"lightning_fp8 {__version__}"
 
 myst_heading_anchors = 4

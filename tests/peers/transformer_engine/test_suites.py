@@ -1,7 +1,8 @@
 """Transformer Engine's own tests against our modules, as README.md of this folder has it.
 
-Each test of it passes, or is refused with a sentence of ``docs/transformer_engine_calls.md``, or is about internals that do not exist here, or is
-one of :data:`EXPLAINED`. They run in a process of their own, whose imports :mod:`shim` answers.
+Each test of it passes, or is refused with a sentence of ``docs/transformer_engine_calls.md``, or is about internals
+that do not exist here, or is one of :data:`EXPLAINED`. They run in a process of their own, whose imports :mod:`shim`
+answers.
 """
 
 from __future__ import annotations
