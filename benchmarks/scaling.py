@@ -37,7 +37,7 @@ ROWS = (
 """The rows of the page: model, data x tensor x context ranks, and tokens of a sequence."""
 
 HEADER = (
-    "cards", "model", "data x tensor x context", "tokens of a sequence", "GB sent, BF16", "GB sent, FP8", "ratio",
+    "GPUs", "model", "data x tensor x context", "tokens of a sequence", "GB sent, BF16", "GB sent, FP8", "ratio",
     "collectives, BF16", "collectives, FP8", "memory, BF16 (GB)", "memory, FP8 (GB)",
 )  # fmt: skip
 

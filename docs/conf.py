@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, is_typeddict
+from typing import Any, get_type_hints, is_typeddict
+
+from sphinx.util.typing import stringify_annotation
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -16,20 +19,32 @@ project, author, release = "lightning_fp8", "The lightning_fp8 authors", __versi
 copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_title = f"lightning_fp8 {__version__}"
 
 myst_heading_anchors = 4
 
-autodoc_typehints = "none"  # they are in the signatures
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_class_signature = "separated"
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 
-nitpick_ignore_regex = [(r"py:.*", r"(torch|nn|np|numpy|lightning|collections|typing|transformers|Tensor)\b.*")]
-nitpick_ignore = [("py:exc", "MisconfigurationException"), ("py:attr", "reason")]  # Lightning's; set in a forward
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|nn|np|numpy|dist|lightning|transformers|Tensor)\b.*"),
+    (r"py:.*", r"(collections|contextlib|os|typing|typing_extensions)\b.*"),
+]
+nitpick_ignore = [
+    ("py:exc", "MisconfigurationException"),  # Lightning's
+    ("py:attr", "reason"),  # set in a forward
+    *(("py:class", alias) for alias in ("InitMethod", "Recipe", "Skip", "lightning_fp8.parallel.checkpoint.T")),
+    ("py:class", "lightning_fp8.attention.context_parallel.Batch"),
+]
 
 LINK_OUT = re.compile(r"\[([^\[\]]+)\]\((\.\./[^()\s]+)\)")
 """A link from a page to a file of the repository that is no page."""
@@ -54,8 +69,12 @@ def join_names(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
     text = "\n".join(lines)
     while (joined := re.sub(r"^( +)(\w+(?:, \w+)*),\n\1 +(?=\w+(?:, \w+)*[,:])", r"\1\2, ", text, flags=re.M)) != text:
         text = joined
-    if is_typeddict(obj):  # arguments that several functions share
+    if is_typeddict(obj) or is_dataclass(obj):  # shared arguments, and those of a dataclass
         text = text.replace("Attributes:", "Args:")
+    if is_typeddict(obj):  # which has no signature
+        for argument, hint in get_type_hints(obj).items():
+            typed = f"{argument} ({stringify_annotation(hint, 'smart')}):"
+            text = re.sub(rf"^( *){argument}:", rf"\1{typed}", text, flags=re.M)
     lines[:] = text.split("\n")
 
 

@@ -327,6 +327,7 @@ def main() -> None:
 
     command = f"python {shlex.join(['examples/compare_recipes.py', *sys.argv[1:]])}"
     what = "FP8 recipes" + ", with FP8 attention," * args.attention + " in `TransformerLayer`s" * args.modules
+    what += f" of width {args.width}" * (args.width != parser.get_default("width"))
     distances = distances_table(runs, recipes, args.seeds)
     results = table(runs, recipes, args.seeds, args.orders)
     follows = conclusion(runs, recipes, args.seeds, args.orders)

@@ -35,6 +35,7 @@ def record_in(path: Path) -> Path:
 def _read(path: Path) -> Record:
     try:
         record = Record.load(path)
+        record.environment = {"record": str(path.absolute()), **record.environment}
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     try:

@@ -60,13 +60,13 @@ class ConversionSummary:
     With FP8 attention, the decisions include the modules that compute attention.
 
     Attributes:
-        flops: the floating-point operations of all products in the first training step, forward and backward, as
+        flops: the floating-point operations of all GEMMs in the first training step, forward and backward, as
             counted by torch's ``FlopCounterMode``; None before that step, and for compiled models.
         flops_in_fp8: the part of ``flops`` that ran in FP8.
         norms: decisions of ``kind`` "norm": with ``fuse=True``, for each RMSNorm, whether it takes one kernel each way.
             ``fp8`` says so; they compute in high precision.
         mlps: decisions of ``kind`` "mlp": with ``fuse=True``, for each gated MLP, whether it is one autograd function.
-        fallbacks: after the first training step, a message with the reason for each cast or product of this process
+        fallbacks: after the first training step, a message with the reason for each cast or GEMM of this process
             that ran without its kernel. Attention without its kernel is noted in its layer's row.
         elsewhere: a message that names what Liger-Kernel computes in the model.
     """

@@ -18,7 +18,7 @@ PACKAGES = ("onnx", "onnx_ir", "onnxscript", "ml_dtypes")
 def translation_table() -> dict[Any, Callable[..., Any]]:
     """The ``custom_translation_table`` for ``torch.onnx.export(..., dynamo=True, opset_version=21)``.
 
-    It contains every FP8 op of inference: casts become ``QuantizeLinear`` to FLOAT8E4M3FN, products become ``Gemm`` of
+    It contains every FP8 op of inference: casts become ``QuantizeLinear`` to FLOAT8E4M3FN, GEMMs become ``Gemm`` of
     ``DequantizeLinear``. Recipes with one scale per tensor (``delayed``, ``tensorwise``) need opset 19; scales of rows
     and blocks need opset 21.
 

@@ -92,7 +92,7 @@ _TEXT: dict[Rule, tuple[str, str, str]] = {
     ),
     "inexact": (
         "its values are so spread that most of them are rounded coarsely",
-        "the inputs of the product have few correct bits",
+        "the inputs of the GEMM have few correct bits",
         "use recipe='blockwise' or 'mxfp8', or keep it in BF16",
     ),
 }
@@ -136,7 +136,7 @@ class Alarm:
 
     def __str__(self) -> str:
         more = len(self.casts) - 1
-        where = self.casts[0] + (f" and {more} more cast{'s' * (more > 1)}" if more else "")
+        where = self.casts[0] + (f" and {more} more tensor{'s' * (more > 1)}" if more else "")
         when = f"step {self.first_step}" if self.kind == "event" else f"since step {self.first_step}"
         skip = f" (skip={tuple(self.skip)!r})" if self.skip else ""
         return (

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -354,8 +355,9 @@ def _unused(path: Path) -> Path:
 
 
 def _environment(device: torch.device) -> dict[str, str]:
+    started = datetime.now().astimezone().isoformat(" ", "minutes")
     versions = {"lightning_fp8": __version__, "torch": torch.__version__, "lightning": lightning.__version__}
-    versions["Python"] = platform.python_version()
+    versions |= {"Python": platform.python_version(), "started": started}
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda), **versions}
     return {"device": f"{device.type} (FP8 is emulated)", **versions}

@@ -132,7 +132,7 @@ class Record:
             that became 0 in a what-if sample, and the least ratio of signal to noise in decibels; NaN if unknown.
         exponents: float64 ``[n, 256]``, the histogram of the biased exponents of float32 in these samples.
         layers, alarms: the rows of the table of layers, and the alarms, as dictionaries.
-        environment: the device and versions.
+        environment: the start of training, the device and versions.
     """
 
     names: list[str]

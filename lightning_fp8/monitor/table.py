@@ -26,7 +26,7 @@ def verdict(record: Record, num_alarms: int) -> str:
     steps = f"{record.num_steps} step{'s' * (record.num_steps != 1)}"
     if not record.names:
         return f"{steps} without FP8"
-    steps = f"FP8: {steps} of {len(record.names)} tensors, {num_alarms or 'no'} alarm{'s' * (num_alarms != 1)}"
+    steps = f"FP8: {steps}, {len(record.names)} quantized tensors, {num_alarms} alarm{'s' * (num_alarms != 1)}"
     if not record.intervals:
         return steps
     worst = max(float(each["clipped_bits"].max(initial=0)) for each in record.intervals)
@@ -35,5 +35,5 @@ def verdict(record: Record, num_alarms: int) -> str:
     if any(each["updates"].any() for each in record.intervals):
         details.append(f"worst clip {worst:.1f} bits")
     if shares:
-        details.append(f"worst flush {max(shares):.2%}")
+        details.append(f"{'' if details else 'worst '}flush {max(shares):.2%}")
     return ", ".join([steps, *details])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import getdoc
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,8 @@ _NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to F
 class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
 
-    Takes the same arguments and raises the same errors as :class:`FP8FabricPrecision`. Every step of a
+    Linear layers run in FP8 inside forwards, everything else in BF16 by default. Conversion is in place and keeps
+    parameters and ``state_dict`` keys. Every step of a
     ``torch.optim.Optimizer`` that holds parameters of the model updates the scales with one collective, whether or not
     Lightning calls the step; see ``FP8FabricPrecision.update_scales``. To resume from a checkpoint of Transformer
     Engine, add :class:`lightning_fp8.FP8Callback` to the Trainer.
@@ -178,6 +180,11 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         one_thread = torch.autograd.set_multithreading_enabled(False) if any_traced() else nullcontext()
         with fp8_context(FP8Context(self.recipe)), one_thread, self._counted():
             super().backward(tensor, model, *args, **kwargs)
+
+
+if FP8Precision.__doc__:  # it is None under python -OO
+    _arguments = (getdoc(FP8FabricPrecision) or "").partition("Args:")[2]
+    FP8Precision.__doc__ = f"{getdoc(FP8Precision)}\n\nArgs:{_arguments}"
 
 
 class TrainerHooks(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from dataclasses import fields
@@ -270,8 +271,8 @@ def test_every_recipe_is_exported_and_documented(name: str) -> None:
     cls = RECIPES[name].__name__
     assert getattr(lightning_fp8, cls) is RECIPES[name]
     assert cls in lightning_fp8.__all__
-    for page in ("README.md", "docs/recipes.md"):
-        assert f"| `{name}` | `{cls}` |" in (ROOT / page).read_text(), page
+    assert f"| `{name}` | `{cls}` |" in (ROOT / "README.md").read_text()
+    assert re.search(rf"^\| `{name}` \|.*\| `{cls}` \|$", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
     options = {field.name for field in fields(RECIPES[name])} - {"name"}
     assert not [option for option in options if f"`{option}`" not in (ROOT / "docs/recipes.md").read_text()]
 
@@ -279,3 +280,10 @@ def test_every_recipe_is_exported_and_documented(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in lightning_fp8.__all__ if name != "__version__"])
 def test_every_public_name_is_in_the_api(name: str) -> None:
     assert f"lightning_fp8.{name}\n" in (ROOT / "docs/api.md").read_text()
+
+
+def test_the_plugins_describe_all_their_arguments() -> None:
+    for cls in (lightning_fp8.FP8Precision, lightning_fp8.FP8FabricPrecision):
+        doc = inspect.getdoc(cls) or ""
+        described = re.findall(r"^    (\w+): ", doc.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE)
+        assert described == list(inspect.signature(cls).parameters)

@@ -132,7 +132,7 @@ class Tensors(Callback):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_figures_equal_those_of_the_same_tensors(accumulate: int, tmp_path: Path) -> None:
-    """Amaxes and head room of all steps, and what the sampled one flushed, in float64 and NumPy."""
+    """Amaxes and headroom of all steps, and what the sampled one flushed, in float64 and NumPy."""
     monitor, tensors = monitor_of(tmp_path, 4), Tensors("net.4")
     model = fit(monitor, tensors, steps=12, accumulate_grad_batches=accumulate)
     record = monitor.record
@@ -471,11 +471,11 @@ def test_a_healthy_run_of_300_steps_has_no_alarm(recipe: str, seed: int, tmp_pat
     fit(monitor, recipe=recipe, steps=300, seed=seed)
     assert monitor.alarms == []
     assert "\n" not in monitor.table()
-    assert monitor.table().startswith("FP8: 300 steps of 9 tensors, no alarms, ")
+    assert monitor.table().startswith("FP8: 300 steps, 9 quantized tensors, 0 alarms, ")
 
 
 def test_a_shorter_history_is_followed(tmp_path: Path) -> None:
-    """The least head room is what NumPy makes of the amaxes of a window of two steps."""
+    """The least headroom is what NumPy makes of the amaxes of a window of two steps."""
     monitor, tensors = monitor_of(tmp_path, 20), Tensors("net.4")
     fit(monitor, tensors, steps=20, recipe=DelayedScaling(amax_history_len=2, margin=1))
     amaxes = np.array([float(step["grad_output"][0].abs().max()) for step in tensors.steps])

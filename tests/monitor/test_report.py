@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lightning_fp8.cli.main import main
-from lightning_fp8.monitor.record import Record
-from lightning_fp8.monitor.report import page
+from lightning_fp8.monitor.record import Interval, Record, empty_values
+from lightning_fp8.monitor.report.page import difference, page
 from tests.monitor.recorded import baseline, record
 
 
@@ -66,14 +66,14 @@ def test_pictures_have_the_numbers_of_the_record() -> None:
     assert [each["label"] for each in data["loss"]] == ["FP8, delayed", "bf16-true"]
     assert data["events"] == [{"step": 121, "text": "outlier step: 5.0 bits"}]
     grids = {grid["title"]: grid for grid in data["grids"]}
-    kinds = ("Clipped", "Flushed to zero", "Head room")
+    kinds = ("Clipped", "Flushed to zero", "Headroom")
     assert list(grids) == [f"{kind}: {role}" for kind in kinds for role in ("inputs", "weights", "gradients")]
     for offset, role in enumerate(("inputs", "weights", "gradients")):
         casts = slice(offset, None, 3)
         shares = np.stack([each["flushed"][casts] / 4000 for each in run.intervals], 1)
         np.testing.assert_allclose(decoded(grids[f"Flushed to zero: {role}"], 6), shares, rtol=0.03)
         room = np.stack([each["head_room"][casts] for each in run.intervals], 1)
-        np.testing.assert_allclose(decoded(grids[f"Head room: {role}"], 6), room, atol=0.04)
+        np.testing.assert_allclose(decoded(grids[f"Headroom: {role}"], 6), room, atol=0.04)
     clipped = decoded(grids["Clipped: inputs"], 6)
     assert clipped[0, 2] == pytest.approx(5, abs=0.02)
     assert np.isnan(clipped).sum() == 17
@@ -111,7 +111,7 @@ def test_tables_have_the_numbers_of_the_record() -> None:
     assert rows["tensorwise"][1] == "2.500%"
     assert rows["rowwise"][1] == "0.625%"
     assert "The cheapest recipe without state within the budget is rowwise" in found.text
-    assert "FP8: 300 steps of 9 tensors, 2 alarms, worst clip 5.0 bits" in found.text
+    assert "FP8: 300 steps, 9 quantized tensors, 2 alarms, worst clip 5.0 bits" in found.text
 
 
 def test_names_cannot_leave_their_cells() -> None:
@@ -158,10 +158,33 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     baseline().save(tmp_path / "bf16.npz")
     main(["report", str(tmp_path / "logs"), str(tmp_path / "bf16.npz")])
     text = (tmp_path / "logs" / "fp8_monitor.html").read_text()
-    assert text == page(record(), baseline())
+    runs = [record(), baseline()]
+    for run, path in zip(runs, (tmp_path / "logs" / "fp8_monitor.npz", tmp_path / "bf16.npz")):
+        run.environment = {"record": str(path), **run.environment}
+        assert f"<td>{path}</td>" in text
+    assert text == page(*runs)
+    assert f'<p class="about">record {runs[0].environment["record"]}, torch &lt;2&gt;</p>' in text
     assert "fp8_monitor.html" in capsys.readouterr().out
     main(["report", str(tmp_path / "logs" / "fp8_monitor.npz"), "-o", str(tmp_path / "other.html")])
-    assert (tmp_path / "other.html").read_text() == page(record())
+    assert (tmp_path / "other.html").read_text() == page(runs[0])
+
+
+def test_the_difference_of_two_losses_is_a_number() -> None:
+    """Worked out by hand, for intervals of 50, 100 and 10 steps."""
+    run, other = record(intervals=0), baseline(0)
+    shared = ((50, 50, 5.0, 4.0), (150, 100, 3.0, 2.0), (160, 10, 2.0, 2.5), (170, 10, 9.0, np.nan))
+    for last, steps, ours, theirs in shared:
+        for each, loss in ((run, ours), (other, theirs)):
+            each.add(Interval(last - steps + 1, last, loss, empty_values(len(each.names))))
+    run.add(Interval(171, 175, 1.0, empty_values(len(run.names))))  # of which the other run has other steps
+    other.add(Interval(171, 180, 1.0, empty_values(0)))
+    rows = {row[0]: row[1:] for row in Page(difference(run, other)).rows if row}
+    assert rows["last interval"] == ["-0.5000", "-20.00%", "2.0000", "2.5000", "151 to 160"]
+    assert rows["last quarter"] == rows["last interval"]
+    assert rows["all"] == ["+0.9062", "+34.12%", "3.5625", "2.6562", "1 to 160"]  # 570 / 160, 425 / 160
+    assert "no interval of the same steps" in difference(run, baseline(0))
+    negative = Page(difference(baseline(40), baseline(40))).rows[-1]
+    assert negative[1:3] == ["+0.0000", ""]  # nothing is relative to a negative loss
 
 
 def damaged(path: Path, change: Any) -> Path:

@@ -77,6 +77,24 @@ def test_plots_show_the_losses(shown: Browser, path: Path) -> None:
     assert shown.value("document.querySelector('#loss-plot title').textContent") == "step 121, outlier step: 5.0 bits"
 
 
+def test_heat_maps_have_a_key_and_axes_have_ticks(shown: Browser, path: Path) -> None:
+    shown.open(path, 390)
+    keys = shown.value("[...document.querySelectorAll('.key')].map((each) => each.innerText.split('\\n').join('|'))")
+    bits = "bits or less|{} bits or more|nothing"
+    ends = [
+        f"0.0 {bits.format('8.0')}",
+        "0.001 % of its values|100 % of its values|nothing",
+        f"-8.0 {bits.format('8.0')}",
+    ]
+    assert keys == [end for end in ends for _ in range(3)]
+    shades = "getComputedStyle(document.querySelector('.key i')).backgroundImage.match(/rgb/g).length"
+    assert shown.value(shades) == 9
+    texts = "[...document.querySelector('#loss-plot svg').querySelectorAll('text')].map((each) => each.textContent)"
+    assert shown.value(texts)[5:] == ["step 50", "538", "1025", "1513", "step 2000"]
+    texts = "[...document.querySelectorAll('#lines svg')[1].querySelectorAll('text')].map((each) => each.textContent)"
+    assert shown.value(texts)[-6:] == ["2^-24", "2^-16", "2^-8", "2^0", "2^-27", "2^3"]
+
+
 def test_a_cast_is_chosen(shown: Browser, path: Path) -> None:
     shown.open(path, 390)
     choose = (

@@ -78,7 +78,7 @@ def grids(record: Record, intervals: list[Interval]) -> list[dict[str, Any]]:
     if stacked(intervals, "updates").any():
         room = stacked(intervals, "head_room")
         kinds.insert(0, ("Clipped", np.where(clipped > 0, clipped, np.nan), CLIPPED, "bits beyond the largest value"))
-        kinds.append(("Head room", room, HEAD_ROOM, "binades between the amax and the largest value; below 0: clipped"))
+        kinds.append(("Headroom", room, HEAD_ROOM, "binades between the amax and the largest value; below 0: clipped"))
     return [
         _grid(f"{title}: {of_role.lower()}", meaning, casts, values, scale, record)
         for title, values, scale, meaning in kinds

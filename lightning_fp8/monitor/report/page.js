@@ -45,6 +45,11 @@ function plot(parent, title, series, marks) {
     if (y1 === y0) break;
   }
   add("text", { x: left, y: height - 8 }, `step ${x0}`);
+  for (const tick of x1 - x0 >= 4 ? [1, 2, 3] : []) {
+    const step = Math.round(x0 + ((x1 - x0) * tick) / 4);
+    add("line", { x1: x(step), x2: x(step), y1: height - bottom, y2: height - bottom + 5, stroke: colour("--soft") });
+    add("text", { x: x(step), y: height - 8, "text-anchor": "middle" }, String(step));
+  }
   if (x1 > x0) add("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `step ${x1}`);
   for (const mark of marks) {
     if (mark.step < x0 || mark.step > x1) continue;
@@ -86,7 +91,7 @@ const value = (grid, byte) => {
 };
 const shown = (grid, byte) => {
   if (!byte) return "nothing";
-  return grid.log ? `about ${(100 * value(grid, byte)).toPrecision(2)} % ${grid.unit}` : `about ${value(grid, byte).toFixed(1)} ${grid.unit}`;
+  return grid.log ? `about ${+(100 * value(grid, byte)).toPrecision(2)} % ${grid.unit}` : `about ${value(grid, byte).toFixed(1)} ${grid.unit}`;
 };
 const shade = (grid, byte, dark) => {
   let part = (byte - 1) / 254;
@@ -98,6 +103,7 @@ const shade = (grid, byte, dark) => {
 function heatMap(grid, parent) {
   const figure = make("figure", "", parent), caption = make("figcaption", grid.title, figure);
   make("small", grid.meaning, caption);
+  const key = make("div", "", figure);
   const canvas = make("canvas", "", figure), cells = bytes(grid.cells), columns = data.steps.length, rows = grid.rows.length;
   const worst = grid.worst.length ? `worst: ${grid.worst[0][0]}` : "nothing to show";
   canvas.tabIndex = 0;
@@ -113,6 +119,14 @@ function heatMap(grid, parent) {
     make("td", name, row);
     make("td", grid.log ? `${(100 * worth).toPrecision(3)} %` : `${worth.toFixed(2)} ${grid.unit}`, row);
   }
+  key.className = "key";
+  const ends = [1, 255].map((byte) => shown(grid, byte).replace("about ", ""));
+  make("span", grid.log ? ends[0] : `${ends[0]} or less`, key);
+  const bar = make("i", "", key);
+  make("span", grid.log ? ends[1] : `${ends[1]} or more`, key);
+  const none = make("span", "", key);
+  make("i", "", none).className = "none";
+  none.append("nothing");
   let at = null, geometry = null;
   const draw = () => {
     const width = Math.max(200, figure.clientWidth), height = Math.max(6, Math.min(16, 640 / rows)), ratio = window.devicePixelRatio || 1;
@@ -123,6 +137,8 @@ function heatMap(grid, parent) {
     geometry = { labels, cell, height };
     const draws = canvas.getContext("2d"), dark = matchMedia("(prefers-color-scheme: dark)").matches;
     draws.scale(ratio, ratio);
+    const shades = [...Array(9).keys()].map((part) => shade(grid, 1 + (254 * part) / 8, dark));
+    bar.style.background = `linear-gradient(to right, ${shades.join(", ")})`;
     draws.fillStyle = colour("--cell");
     draws.fillRect(labels, 0, width - labels, rows * height);
     draws.font = "11px system-ui, sans-serif";
@@ -143,6 +159,8 @@ function heatMap(grid, parent) {
     }
     draws.fillStyle = colour("--soft");
     draws.fillText(`step ${data.steps[0][0]}`, labels, rows * height + 10);
+    const half = Math.floor(columns / 2);
+    if (half) draws.fillText(`${data.steps[half][0]}`, labels + half * cell, rows * height + 10);
     const end = `${data.steps.at(-1)[1]}`;
     draws.fillText(end, width - draws.measureText(end).width, rows * height + 10);
     if (at) {
@@ -206,6 +224,11 @@ function histogram(parent, cast) {
     add("line", { x1: at, x2: at, y1: top - 6, y2: height - bottom, stroke: colour("--mark"), "stroke-width": 2, "stroke-dasharray": "4 3" });
     add("text", { x: at + (index ? 4 : -4), y: top - 10, "text-anchor": index ? (at > width - 60 ? "end" : "start") : at < 110 ? "start" : "end" }, text);
   }
+  const apart = [4, 8, 16, 32].find((each) => (last - first) / each <= 6);
+  for (let exponent = Math.ceil((found.first + first + 3) / apart) * apart; exponent <= found.first + last - 2; exponent += apart) {
+    add("line", { x1: x(exponent), x2: x(exponent), y1: height - bottom, y2: height - bottom + 5, stroke: colour("--soft") });
+    add("text", { x: x(exponent), y: height - 8, "text-anchor": "middle" }, `2^${exponent}`);
+  }
   add("text", { x: left, y: height - 8 }, `2^${found.first + first}`);
   add("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `2^${found.first + last + 1}`);
   parent.append(svg);
@@ -215,10 +238,10 @@ function histogram(parent, cast) {
 function castPlots() {
   const parent = document.getElementById("lines"), lines = data.lines, names = lines.names || data.exponents.names;
   if (!names) {
-    make("p", "No figures of single casts were recorded.", parent);
+    make("p", "No figures of single tensors were recorded.", parent);
     return () => {};
   }
-  const label = make("label", "Cast ", parent), choice = make("select", "", label), columns = data.steps.length;
+  const label = make("label", "Tensor ", parent), choice = make("select", "", label), columns = data.steps.length;
   names.forEach((name, index) => (make("option", name, choice).value = index));
   const draws = [];
   if (lines.names) {

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import chain
 
 import numpy as np
 
@@ -29,12 +30,14 @@ def page(record: Record, other: Record | None = None) -> str:
         "style": (here / "page.css").read_text(encoding="utf-8"),
         "headline": escape(verdict(record, len(record.alarms))),
         "recipe": escape(record.recipe_fields or record.recipe),
+        "about": escape(about(record)),
         "alarms": alarms(record),
+        "difference": "" if other is None else difference(record, other),
         "losses": loss_table(record, other),
         "advice": advice(record),
         "casts": casts(record),
         "layers": layers(record),
-        "environment": environment(record),
+        "environment": environment(record, other),
         "version": escape(__version__),
         "data": json.dumps(_finite(drawn(record, other)), separators=(",", ":")).replace("<", "\\u003c"),
         "script": (here / "page.js").read_text(encoding="utf-8"),
@@ -84,7 +87,7 @@ def alarms(record: Record) -> str:
 
 
 def loss_table(record: Record, other: Record | None) -> str:
-    """The losses as numbers."""
+    """A table of the mean training loss of each interval of one run, or of both."""
     runs = [each for each in (record, other) if each is not None]
     rows = [
         (label(each), f"{interval.first_step} to {interval.last_step}", f"{interval.loss:.4f}")
@@ -92,6 +95,26 @@ def loss_table(record: Record, other: Record | None) -> str:
         for interval in each.intervals
     ]
     return table(("run", "steps", "mean loss"), rows, "Training loss of each interval")
+
+
+def difference(record: Record, other: Record) -> str:
+    """A table of the loss of ``record`` minus that of ``other``, over intervals of equal steps: last ones, and all."""
+    losses = {(each.first_step, each.last_step): each.loss for each in other.intervals}
+    both = [
+        (each.first_step, each.last_step, each.loss, loss)
+        for each in record.intervals
+        if np.isfinite([each.loss, loss := losses.get((each.first_step, each.last_step), np.nan)]).all()
+    ]
+    if not both:
+        return "<p>The runs have no interval of the same steps, so their losses are not subtracted.</p>"
+    rows = []
+    for what, count in (("last interval", 1), ("last quarter", -(-len(both) // 4)), ("all", len(both))):
+        first, last, ours, theirs = np.transpose(both[-count:])
+        (loss, of_other), steps = np.average([ours, theirs], 1, last - first + 1), f"{first[0]:.0f} to {last[-1]:.0f}"
+        share = f"{loss / of_other - 1:+.2%}" if of_other > 0 else ""
+        rows.append((what, f"{loss - of_other:+.4f}", share, f"{loss:.4f}", f"{of_other:.4f}", steps))
+    heading = ("mean of", "difference", "relative", label(record), label(other), "steps")
+    return table(heading, rows, f"{label(record)} minus {label(other)}, in the unit of the loss")
 
 
 def advice(record: Record) -> str:
@@ -108,7 +131,7 @@ def advice(record: Record) -> str:
     else:
         layers = list(dict.fromkeys(record.layer(cast) for cast in found.over_budget()))
         text = (
-            f"No recipe is within the budget for all casts: {budget}. {found.recipe} has the fewest beyond it; keep "
+            f"No recipe is within the budget for all tensors: {budget}. {found.recipe} has the fewest beyond it; keep "
             f"these layers in BF16: {', '.join(layers[:8])}{' and more' if len(layers) > 8 else ''}."
         )
     losses = {f"{record.recipe} (this run)": measured_loss(record), **losses}
@@ -123,7 +146,7 @@ def advice(record: Record) -> str:
         for name, loss in losses.items()
         if loss.is_known
     ]
-    heading = ("recipe", "largest share flushed", "of", "casts over the budget", "least signal to noise")
+    heading = ("recipe", "largest share flushed", "of", "tensors over the budget", "least signal to noise")
     return f"<p>{escape(text)}</p>" + table(heading, rows, "What the run lost, and what other recipes would have lost")
 
 
@@ -149,11 +172,11 @@ def casts(record: Record) -> str:
         for cast in order.tolist()
     ]
     heading = (
-        "cast", "clipped, bits", "in step", "steps clipped", "least head room, bits", "most flushed", "least dB",
+        "tensor", "clipped, bits", "in step", "steps clipped", "least headroom, bits", "most flushed", "least dB",
         "largest amax", "last scale",
     )  # fmt: skip
     left = len(record.names) - len(rows)
-    return table(heading, rows, f"Casts, the worst first{f'; {left} more are in the record' if left else ''}")
+    return table(heading, rows, f"The worst tensors first{f'; {left} more are in the record' if left else ''}")
 
 
 def _number(value: float, form: str) -> str:
@@ -168,6 +191,15 @@ def layers(record: Record) -> str:
     )
 
 
-def environment(record: Record) -> str:
-    """Versions and device."""
-    return table(("what", "which"), [*record.environment.items(), ("recipe", record.recipe_fields)], "Environment")
+def about(record: Record) -> str:
+    """The file of the record, the start of training, device and versions, as far as the record has them."""
+    names = ("record", "started", "device", "torch", "lightning_fp8")
+    return ", ".join(f"{name} {record.environment[name]}" for name in names if name in record.environment)
+
+
+def environment(record: Record, other: Record | None) -> str:
+    """A table of versions and device, with a column for each run."""
+    runs = [each for each in (record, other) if each is not None]
+    columns = [{**each.environment, "recipe": each.recipe_fields or each.recipe} for each in runs]
+    rows = [(name, *(each.get(name, "") for each in columns)) for name in dict.fromkeys(chain(*columns))]
+    return table(("what", *map(label, runs)), rows, "Environment")

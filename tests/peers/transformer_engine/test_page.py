@@ -1,4 +1,4 @@
-"""Each row of ``docs/transformer_engine_tests.md``: what is accepted runs, and what is refused raises the sentence."""
+"""Each row of ``docs/transformer_engine_calls.md``: what is accepted runs, and what is refused raises the sentence."""
 
 from __future__ import annotations
 

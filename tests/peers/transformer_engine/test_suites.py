@@ -1,7 +1,8 @@
-"""Transformer Engine's own tests against our modules, as ``docs/transformer_engine_tests.md`` has it.
+"""Transformer Engine's own tests against our modules, as README.md of this folder has it.
 
-Each test of it passes, or is refused with a sentence of that page, or is about internals that do not exist here, or is
-one of :data:`EXPLAINED`. They run in a process of their own, whose imports :mod:`shim` answers.
+Each test of it passes, or is refused with a sentence of ``docs/transformer_engine_calls.md``, or is about internals
+that do not exist here, or is one of :data:`EXPLAINED`. They run in a process of their own, whose imports :mod:`shim`
+answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EXPLAINED = {
         "compares FP8 weights, whose scale is a power of two under delayed and tensorwise, with casts of BF16 weights "
         "by their amax: roundings differ, and errors have the same size (tests/parallel/test_fp8_weights.py)"
     ),
-    "test_gpt_cuda_graph": "needs streams and graphs of a card",
+    "test_gpt_cuda_graph": "needs streams and graphs of a GPU",
 }
 """Tests that neither pass nor are refused by a sentence, and why."""
 
