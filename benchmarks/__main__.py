@@ -6,10 +6,12 @@
     python -m benchmarks --only products --libraries         # without our kernels
     python -m benchmarks --dry-run --json out.json           # runs all code on the CPU; the numbers are meaningless
     python -m benchmarks table out.json --readme README.md
+    python -m benchmarks table out.json --csv                # all rows, into out.csv beside it
     python -m benchmarks plot out.json
+    python -m benchmarks charts *.json --out docs --name h200
     python -m benchmarks choose out.json                     # ship the fastest plans for its GPU
 
-The first half hour on a GPU: ``python -m benchmarks.first_run --out DIR``.
+The first minutes on a GPU: ``python -m benchmarks.first_run --out DIR``.
 
 The exit status is 1 if a result differed from the reference or a suite failed; the JSON is written in any case.
 """
@@ -28,10 +30,11 @@ from typing import Any
 import torch
 
 from benchmarks import choice
-from benchmarks.measuring import machine, report
+from benchmarks.measuring import charts, machine, report
 from benchmarks.measuring.files import write
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS
+from benchmarks.measuring.sheet import sheet
 from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
@@ -51,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.command == "plot":
         report.plot([_read(path) for path in args.results], args.out)
+    elif args.command == "charts":
+        for path in charts.draw([_read(path) for path in args.results], args.out, args.name):
+            print(path)
     elif args.command == "emulation":
         return _run(["emulation"], args.dry_run, args.libraries, args.json)
     elif args.command == "kernels":
@@ -64,7 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise SystemExit(f"{args.results}: {error}") from error
     elif args.command == "table":
         documents = [_read(path) for path in args.results]
-        if args.readme:
+        if args.csv:
+            for path, document in zip(args.results, documents):
+                path.with_suffix(".csv").write_text(sheet(document))
+        elif args.readme:
             args.readme.write_text(report.insert(args.readme.read_text(), summary(documents)))
         else:
             print("\n\n".join(map(report.table, documents)))
@@ -148,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print results as Markdown")
     table.add_argument("results", type=Path, nargs="+")
     table.add_argument("--readme", type=Path, help="write a summary between this file's markers instead")
+    table.add_argument("--csv", action="store_true", help="write all rows of each file to a .csv beside it instead")
     choose = commands.add_parser("choose", help="write the products' fastest plans to the package's folder")
     choose.add_argument("results", type=Path)
     choose.add_argument("--out", type=Path, help="another file")
@@ -157,6 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw the casts' share of copy bandwidth")
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, default=Path("docs/benchmarks_casts.png"))
+    drawn = commands.add_parser("charts", help="draw a GPU's training steps, products and attention")
+    drawn.add_argument("results", type=Path, nargs="+")
+    drawn.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="for the pictures")
+    drawn.add_argument("--name", default="gpu", help="starts the pictures' names")
     return parser
 
 

@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 from lightning_fp8.version import __version__  # noqa: E402
 
-project, author, release = "lightning_fp8", "the authors of lightning_fp8", __version__
+project, author, release = "lightning_fp8", "The lightning_fp8 authors", __version__
+copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"lightning_fp8 {__version__}"

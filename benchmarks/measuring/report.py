@@ -279,7 +279,7 @@ def _models(entries: list[Entry]) -> str:
             _quartiles(entry, 2),
             *(f"{ratio:.2f}" for ratio in (entry["over"] or {"": 1.0}).values()),
             *(str(entry.get("details", {}).get(name, "")) for name in details),
-            entry["note"] or {True: "", False: "**differs**", None: ""}[entry["correct"]],
+            entry["note"] or {True: "as BF16's", False: "**differs**", None: ""}[entry["correct"]],
         )
         for entry in entries
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import first_run
 from benchmarks.__main__ import main
-from benchmarks.measuring import files, machine, report
+from benchmarks.measuring import charts, files, machine, report
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.measuring.summary import summary
 from benchmarks.measuring.timing import Times
@@ -144,9 +145,75 @@ def test_the_readme_is_changed_between_its_markers_only(tmp_path: Path) -> None:
         table, _, after = rest.partition(f"\n{report.END}")
         assert before == "# Title\n\n"
         assert after == "\n\nThe end, without a newline"
-        assert "| casts, as a fraction of a memory copy's bandwidth | 8192×8192 | cast 0.92 |" in table
+        assert "| casts, of copy speed | 8192×8192 | cast 0.92 |" in table
         assert "training" not in table
         assert "old" not in table
+
+
+def test_a_sheet_has_a_row_for_each_entry(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    files.write(document(), path)
+    assert main(["table", str(path), "--csv"]) == 0
+    with (tmp_path / "card.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["suite"], row["name"], row["by"]) for row in rows] == [
+        (suite, entry["name"], entry["by"]) for suite, entries in document()["suites"].items() for entry in entries
+    ]
+    cast = rows[1]
+    assert (cast["shape"], cast["ms"], cast["correct"], cast["TFLOP/s"]) == ("8192×8192", "108.7", "True", "")
+    assert cast["of a copy's bandwidth"] == "0.92"
+    assert cast["targets"] == "fraction_of_copy 0.9 met"
+    assert rows[3]["note"] == "absent: no op norm_quantize"
+
+
+def entry_of(name: str, by: str, shape: tuple[int, ...], over: dict[str, float], right: bool = True) -> dict[str, Any]:
+    return {"name": name, "by": by, "shape": list(shape), "over": over, "correct": right}
+
+
+def test_charts_carry_the_numbers_that_they_show(tmp_path: Path) -> None:
+    run = document()
+    size = (8, 8, 8)
+    run["suites"] = {
+        "models": [
+            entry_of("training step of a Llama", "BF16", (4, 8), {}),
+            entry_of("training step of a Llama", f"{OURS}, delayed", (4, 8), {"BF16": 1.25}),
+            entry_of("training step of a Llama", f"{OURS}, delayed, compiled", (4, 8), {"BF16, compiled": 1.5}),
+        ],
+        "products": [
+            entry_of("dgrad", OURS, size, {"BF16": 1.9}),
+            entry_of("dgrad", f"{OURS}, 64x128", size, {"BF16": 2.1}),
+            entry_of("dgrad", f"{OURS}, wrong", size, {"BF16": 3.0}, right=False),
+            entry_of("dgrad", "torch._scaled_mm (fast)", size, {"BF16": 2.5}),
+            entry_of("dgrad", "torch._scaled_mm (full)", size, {"BF16": 2.0}),
+            entry_of("fprop", "torch._scaled_mm (fast)", size, {"BF16": 2.5}),
+            entry_of("Linear, forward and backward", OURS, (8, 4, 4), {"BF16": 1.7}),
+        ],
+        "attention": [
+            entry_of("forward", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 0.8}),
+            entry_of("forward, causal", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 0.7}),
+            entry_of("forward, causal, 4 heads to one of keys", OURS, (2, 2048, 4, 64), {"cuDNN (BF16)": 9.0}),
+            entry_of("backward", OURS, (2, 4096, 4, 64), {"cuDNN (BF16)": 0.9}),
+        ],
+    }
+    path = tmp_path / "card.json"
+    files.write(run, path)
+    assert main(["charts", str(path), "--out", str(tmp_path), "--name", "card"]) == 0
+    assert {each.name: charts.numbers_in(each) for each in tmp_path.glob("*.png")} == {
+        "card_training.png": {
+            "2 Llama-8B blocks, step": {"delayed": 1.25},
+            "2 Llama-8B blocks, step, compiled": {"delayed": 1.5},
+            "Linear, 8×4×4": {"delayed": 1.7},
+        },
+        "card_products.png": {
+            "dgrad\n8×8×8": {OURS: 1.9, f"{OURS}, best tile": 2.1, "torch._scaled_mm": 2.0},
+            "fprop\n8×8×8": {"torch._scaled_mm": 2.5},
+        },
+        "card_attention.png": {
+            "forward, 64 channels": {"2048": 0.8},
+            "forward, causal, 64 channels": {"2048": 0.7},
+            "backward, 64 channels": {"4096": 0.9},
+        },
+    }
 
 
 @pytest.mark.parametrize("text", ["", "{begin}", "{end} {begin}", "{begin} {begin} {end}", "{begin} {end} {end}"])
@@ -165,7 +232,7 @@ def test_the_readme_takes_no_dry_run_and_no_run_without_a_card() -> None:
 
 def test_the_readme_compares_compiled_with_compiled() -> None:
     def step(by: str, over: dict[str, float]) -> dict[str, Any]:
-        return {"name": "step", "by": by, "shape": [4, 8], "over": over, "correct": True}
+        return entry_of("step", by, (4, 8), over)
 
     runs = [document(), document()]
     runs[1]["date"] = "2026-01-03T00:00:00+00:00"
@@ -179,6 +246,40 @@ def test_the_readme_compares_compiled_with_compiled() -> None:
     lines = summary(runs).splitlines()
     assert lines[0].startswith("| FP8 on an A card, 2026-01-02 and 2026-01-03, torch 2.11.0 |")
     assert lines[2:4] == ["| step | 4×8 | delayed 1.25 |", "| step, compiled | 4×8 | delayed 1.50 |"]
+
+
+def test_a_row_of_the_readme_names_its_conditions_and_is_not_wide() -> None:
+    recipes = ("delayed", "tensorwise", "rowwise", "blockwise", "delayed with FP8 attention")
+    named = {"name": "training step of a Llama", "shape": [4, 2048], "over": {"BF16": 1.25}, "correct": True}
+    run = document()
+    run["suites"] = {"models": [{**named, "by": f"{OURS}, {recipe}"} for recipe in recipes]}
+    lines = summary([run]).splitlines()[2:]
+    assert max(map(len, lines)) <= 130
+    start = "| 2 Llama-8B blocks, step | `first_last_layers_bf16=False`, vocabulary 8,192, 4×2048 | "
+    assert all(line.startswith(start) for line in lines)
+    said = ", ".join(line.removeprefix(start).removesuffix(" |") for line in lines)
+    assert said == ", ".join(f"{recipe} 1.25" for recipe in recipes)
+
+
+def test_the_readme_has_the_bad_rows_of_attention_and_of_products_too() -> None:
+    def entry(name: str, by: str, shape: list[int], ratio: float) -> dict[str, Any]:
+        return {"name": name, "by": by, "shape": shape, "over": {"BF16": ratio, "cuDNN (BF16)": ratio}, "correct": True}
+
+    attention = [
+        entry(name, OURS, [16, 2048, 32, 64], ratio)
+        for name, ratio in {"forward": 0.8, "backward": 0.79, "forward, causal": 0.7, "backward, causal": 0.9}.items()
+    ]
+    products = [
+        entry("dgrad", by, [8, 8, 8], ratio)
+        for by, ratio in {OURS: 1.9, f"{OURS}, 64x128": 2.05, "torch._scaled_mm (full)": 2.03}.items()
+    ]
+    run = document()
+    run["suites"] = {"attention": attention, "products": products}
+    assert summary([run]).splitlines()[2:] == [
+        "| GEMM, dgrad | 8×8×8 | ours 1.90, best tile 2.05; _scaled_mm 2.03 full |",
+        "| attention with casts, over cuDNN | 16×2048×32×64 | no mask: forward 0.80, backward 0.79;"
+        " causal: forward 0.70, backward 0.90 |",
+    ]
 
 
 def test_results_of_an_earlier_version_are_refused() -> None:

@@ -229,7 +229,7 @@ def test_float32_scales_of_parts_of_a_row(block_columns: int, vector: int) -> No
             torch.full((-(-k // block_columns), r), math.nan),
         ]
     strides = [each.stride(0) for each in results]
-    Launch(kernel, 4, (rows, columns, 0, 0.0, *strides), x.device).run(x, columns, 0, *results)
+    Launch(kernel, 4, (rows, columns, 0, 0.0, *strides), x.device).run(x, columns, *results)
     for values, data, scale_inv in ((x, *results[:2]), (x.t(), *results[2:]))[: 1 + columnwise]:
         k = values.shape[1]
         padded = torch.nn.functional.pad(values.float(), (0, -k % block_columns))

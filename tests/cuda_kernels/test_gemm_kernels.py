@@ -130,7 +130,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
     for fast in (True, False):
         a = operand(x, E4M3, Layout.TENSOR, True)
         right = a.dequantize().double() @ a.dequantize().double().t()
-        with multiplying("90a", 1, 1, 64, 1):
+        with multiplying("90a", 1, 1, 128):
             gemm = Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32, fast)
             actual = scaled_mm(*aligned(a), *aligned(a), gemm)
         errors.append(float(((actual - right) / right).abs().max()))
@@ -139,7 +139,7 @@ def test_promotion_keeps_the_digits_of_long_sums(emulator: Emulator) -> None:
 
 
 @thorough
-@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 128), ("89", 64, 64)], ids=lambda tile: tile[0])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_what_is_not_finite(tile: tuple[Any, ...], value: float) -> None:
     a, b, one = torch.ones(40, 48), torch.ones(35, 48), torch.tensor(1.0)
@@ -151,7 +151,7 @@ def test_what_is_not_finite(tile: tuple[Any, ...], value: float) -> None:
 
 
 @thorough
-@pytest.mark.parametrize("tile", [("90a", 1, 1, 64, 1), ("89", 64, 64)], ids=lambda tile: tile[0])
+@pytest.mark.parametrize("tile", [("90a", 1, 1, 128), ("89", 64, 64)], ids=lambda tile: tile[0])
 def test_more_than_2_31_elements(tile: tuple[Any, ...], emulator: Emulator) -> None:
     """Rows of A, and of the result that is added to, as many apart: addresses do not wrap."""
     emulator.races = False

@@ -106,7 +106,12 @@ def step(name: str, way: Callable[[nn.Module], None], fp8: bool = True) -> Numbe
     torch.manual_seed(0)
     model = of.animal.make().train()
     way(model)
-    plugin = FP8FabricPrecision(of.recipe, attention=fp8, first_last_layers_bf16=False)  # type: ignore[arg-type]
+    plugin = FP8FabricPrecision(  # norms that are not compiled would add in another order
+        of.recipe,  # type: ignore[arg-type]
+        attention=fp8,
+        first_last_layers_bf16=False,
+        fuse=False,
+    )
     plugin.convert_module(model)
     with plugin.forward_context():
         output = model(**plugin.convert_input(of.animal.batch()))
