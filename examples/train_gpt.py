@@ -5,6 +5,7 @@
     python examples/train_gpt.py --recipe blockwise       # another recipe
     python examples/train_gpt.py --recipe bf16            # the baseline
     python examples/train_gpt.py --modules                # of lightning_fp8.TransformerLayers
+    python examples/train_gpt.py --monitor                # records what FP8 loses, and says how to see it as a page
     STEPS=20 python examples/train_gpt.py                 # a look at it, as --steps 20
     lightning-fp8 fit --config configs/delayed.yaml       # the same from YAML
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sysconfig
 import time
 from pathlib import Path
@@ -33,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_fp8 import FP8Precision, TransformerLayer
+from lightning_fp8 import FP8Monitor, FP8Precision, TransformerLayer
 from lightning_fp8.numerics.recipes import RECIPES
 
 BYTES = 256
@@ -262,7 +264,9 @@ class Throughput(L.Callback):
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def train(recipe: str, args: argparse.Namespace) -> tuple[GPT, dict[str, float], float]:
+def train(
+    recipe: str, args: argparse.Namespace, monitor: FP8Monitor | None = None
+) -> tuple[GPT, dict[str, float], float]:
     """A trained model, its validation metrics, and the seconds that training took; ``"bf16"`` is no recipe."""
     L.seed_everything(args.seed)
     in_bf16 = recipe == "bf16"
@@ -272,7 +276,7 @@ def train(recipe: str, args: argparse.Namespace) -> tuple[GPT, dict[str, float],
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5)],
+        callbacks=[Throughput(), TQDMProgressBar(refresh_rate=5), *([monitor] if monitor else [])],
         **({"precision": "bf16-mixed"} if in_bf16 else {"plugins": [FP8Precision(recipe=recipe)]}),
     )
     model = GPT(width=args.width, depth=args.depth, modules=args.modules)
@@ -292,19 +296,33 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modules", action="store_true", help="blocks of lightning_fp8.TransformerLayer")
+    parser.add_argument(
+        "--monitor",
+        type=Path,
+        nargs="?",
+        const=Path("lightning_logs"),
+        metavar="FOLDER",
+        help="record what FP8 loses, in FOLDER (default: lightning_logs), for lightning-fp8 report",
+    )
     args = parser.parse_args()
 
-    model, metrics, seconds = train(args.recipe, args)
+    monitors = {}
+    if args.monitor is not None:
+        runs = [args.recipe, "bf16"] if args.compare else [args.recipe]
+        monitors = {recipe: FP8Monitor(every_n_steps=10, path=args.monitor / f"{recipe}.npz") for recipe in runs}
+    model, metrics, seconds = train(args.recipe, args, monitors.get(args.recipe))
     print(f"\n{args.steps} steps in {seconds:.0f} s; validation:", {name: round(x, 4) for name, x in metrics.items()})
     print("\n--- a sample of the model ---")
     print(model.generate("def ", 200))
     if args.compare:
-        _, in_bf16, _ = train("bf16", args)
+        _, in_bf16, _ = train("bf16", args, monitors.get("bf16"))
         difference = metrics["val_loss"] / in_bf16["val_loss"] - 1
         print(
             f"\nvalidation loss: {metrics['val_loss']:.4f} in FP8 ({args.recipe}), {in_bf16['val_loss']:.4f} in BF16: "
             f"{difference:+.2%}"
         )
+    if records := [str(each.saved_to) for each in monitors.values() if each.saved_to]:
+        print("\nwhat FP8 lost, as a page:", shlex.join(["lightning-fp8", "report", *records]))
 
 
 if __name__ == "__main__":

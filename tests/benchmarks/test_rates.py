@@ -60,9 +60,18 @@ def test_the_tables_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
         words = {math.inf: "never", 0: "always"}
         return " | ".join(words.get(least, f"from {least:,} {of}" if of else f"{least:,}") for least, _ in limits)
 
+    delayed: list[float] = []
     for n, k in ((4096, 4096), (2048, 2048), (512, 2048), (512, 512)):
         limits = [faster.least_rows(cpu, recipe, n, k) for recipe in CASTS]
         assert f"| {n:,} × {k:,} | {said(limits)} |" in (docs / "models.md").read_text()
+        delayed.append(limits[0][0])
+    assert delayed.pop() == math.inf
+    assert (
+        "4,096 × 4,096 is faster with delayed scaling from {:,} tokens per micro-batch on, "
+        "one of 2,048 × 2,048 from {:,} on, one of 512 × 2,048 from {:,} on, and one of 512 × 512 never".format(
+            *delayed
+        )
+    ) in " ".join((docs / "faq.md").read_text().split())
     for channels in (64, 96, 128, 256):
         masks = ((False, False), (True, False), (True, True))
         limits = [faster.least_keys(cpu, torch.bfloat16, channels, *mask) for mask in masks]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -19,7 +21,9 @@ import lightning_fp8
 from lightning_fp8.cli.main import COMMANDS, main
 from lightning_fp8.delayed import update
 from lightning_fp8.delayed.update import update as update_histories
+from lightning_fp8.monitor.record import Record
 from lightning_fp8.numerics.recipes import RECIPES
+from tests.tiers import thorough
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -80,8 +84,8 @@ def test_the_command_line_is_read_without_a_warning(
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["plugins"]
 
 
-def test_there_is_one_config_per_recipe_and_one_of_a_mesh() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RECIPES, "model_parallel"}
+def test_there_is_one_config_per_recipe_one_of_a_mesh_and_one_of_a_llama() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RECIPES, "model_parallel", "llama"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -160,3 +164,28 @@ def test_fit_trains_from_yaml(tmp_path: Path) -> None:
     main(["fit", "--config", str(CONFIGS / "delayed.yaml"), *small, *quick, *logger])
     (saved,) = (tmp_path / "logs").rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["model"]["init_args"]["width"] == 32
+
+
+def test_the_config_of_a_llama_has_as_many_parameters_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    path = CONFIGS / "llama.yaml"
+    model = printed_config(capsys, "--config", str(path))["model"]["init_args"]
+    width, depth = model["width"], model["depth"]
+    parameters = depth * (4 * width**2 + 3 * width * 4 * width) + 2 * 256 * width
+    billions, gigabytes = re.search(
+        r"with ([\d.]+) billion parameters: on one GPU, (\d+) GB", path.read_text()
+    ).groups()
+    assert (billions, gigabytes) == (f"{parameters / 1e9:.1f}", f"{16 * parameters / 1e9:.0f}")
+
+
+@thorough
+def test_a_llama_trains_by_the_command_in_its_config(tmp_path: Path) -> None:
+    text = (CONFIGS / "llama.yaml").read_text().replace("\\\n#", "")
+    command = re.search(r"# A small one.*\n# *lightning-fp8 (.*)", text)[1]
+    quick = ["--trainer.max_steps", "2", "--trainer.default_root_dir", str(tmp_path), "--data.length", "16"]
+    main([*shlex.split(command), *quick, "--trainer.enable_progress_bar", "false"])
+    run = tmp_path / "lightning_logs" / "version_0"
+    record = Record.load(run / "fp8_monitor.npz")
+    assert record.intervals[-1].last_step == 2
+    assert record.verdict.startswith("14 of 29 linear layers ran in FP8")
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)
+    assert state["state_dict"]["llama.model.layers.1.self_attn.q_proj.weight"].shape == (128, 128)

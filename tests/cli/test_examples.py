@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,12 @@ import torch
 import yaml
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
+from examples import train_gpt
 from examples.train_gpt import GPT, StdlibBytes, rotate
+from lightning_fp8.cli.main import main
+from lightning_fp8.monitor.record import Record
 from tests.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -245,3 +250,23 @@ def test_a_mesh_in_yaml_names_what_there_is() -> None:
     for part in ("model", "data"):
         module, _, name = config[part]["class_path"].rpartition(".")
         assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("compare", [False, pytest.param(True, marks=thorough)])
+def test_a_monitored_run_leaves_records_and_names_the_command_that_shows_them(
+    compare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(StdlibBytes, "val_dataloader", lambda data: DataLoader(Subset(data.val, [0, 1])))
+    tiny = ["--steps", "12", "--width", "32", "--depth", "3", "--batch-size", "1", "--monitor", "my runs"]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *tiny, *["--compare"] * compare])
+    train_gpt.main()
+    command = capsys.readouterr().out.rstrip().rpartition("lightning-fp8 ")[2]
+    _, *records = shlex.split(command)
+    assert records == ["my runs/delayed.npz", "my runs/bf16.npz"][: 1 + compare]
+    for path in records:
+        record = Record.load(path)
+        assert [interval.last_step - interval.first_step + 1 for interval in record.intervals] == [10, 2]
+        assert bool(record.names) == (path == records[0])  # a run in BF16 has the loss alone
+    main(shlex.split(command))
+    assert (tmp_path / "my runs" / "delayed.html").stat().st_size > 10_000
