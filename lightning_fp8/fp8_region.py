@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_fp8.arguments import naming_arguments, plain, require_bool
 from lightning_fp8.capture import is_capturing
-from lightning_fp8.delayed.history import any_history
-from lightning_fp8.delayed.update import region_begins, update_calibrated
+from lightning_fp8.delayed.history import AmaxHistory, any_history
+from lightning_fp8.delayed.update import forwards_begin, region_begins, update_calibrated
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
 from lightning_fp8.threads import NO_BACKWARD, thread
 
@@ -33,6 +33,7 @@ class FP8Context:
         weight_period: layers cache the FP8 copies of their weights through all regions with the same number, until an
             optimizer steps; None caches nothing.
         outside: whether this is the context of code outside every region.
+        chosen: a layer's own, with which it was chosen: its place in the model does not keep it in high precision.
     """
 
     recipe: Recipe
@@ -42,6 +43,7 @@ class FP8Context:
     observe: bool = True
     weight_period: int | None = None
     outside: bool = False
+    chosen: bool = False
 
     @property
     def attention(self) -> bool:
@@ -118,6 +120,19 @@ def fp8_context(context: FP8Context) -> Iterator[None]:
         thread.casts, thread.is_capturing = (), False
         thread.context, thread.backward = previous
         thread.active_regions -= active
+
+
+def own_forward_begins(context: FP8Context, history: AmaxHistory) -> None:
+    """What entering a region does, where the layers of ``history`` begin a forward in their own ``context``."""
+    thread.num_enabled += 1
+    thread.casts = ()
+    if waiting:
+        _call_waiting()
+    if context.attention:
+        for prepare in before_attention:
+            prepare()
+    if isinstance(context.recipe, DelayedScaling):
+        forwards_begin([history], torch.is_grad_enabled(), context.recipe.reduce_amax)
 
 
 @torch.compiler.disable(reason="once for a model")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import fp8_region
+from lightning_fp8 import fp8_region, optimizer_steps
 from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.attention.modules import DotProductAttention
 from lightning_fp8.convert.attention_calls import attach
@@ -118,6 +118,7 @@ def _await_sharding(model: nn.Module, actions: Sequence[Callable[[nn.Module], No
         _until_sharded[model] = _Awaited(weakref.ref(plain), list(actions))
         if _act_where_sharded not in fp8_region.waiting:
             fp8_region.waiting.append(_act_where_sharded)
+        optimizer_steps.listen(optimizer_steps.after, _act_after_step)
     return plain is not None
 
 
@@ -136,6 +137,12 @@ def _act_where_sharded() -> bool:
         for action in actions:
             action(model)
     return not _until_sharded
+
+
+def _act_after_step(optimizer: Any) -> None:
+    """Look at sharded models after a step, too: compiled layers do not tell that a forward begins."""
+    if _act_where_sharded():
+        optimizer_steps.leave(optimizer_steps.after, _act_after_step)
 
 
 def with_gathers(summary: ConversionSummary, model: nn.Module, recipe: Recipe) -> ConversionSummary:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
-from lightning_fp8.arguments import naming_arguments, require_module
+from lightning_fp8.arguments import naming_arguments, plain, require_bool, require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, idle_message, watch_first_steps
+from lightning_fp8.convert.pinned import Pinned, pin
 from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
 from lightning_fp8.convert.policy import Policy, Skip
-from lightning_fp8.convert.summary import LINEAR, ConversionSummary
+from lightning_fp8.convert.summary import ATTENTION, LINEAR, ConversionSummary
+from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import RegionWatch
+from lightning_fp8.numerics.recipes import Recipe, make_recipe
 
 
 @naming_arguments
 def convert_module(
     model: nn.Module,
     *,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
     first_last_layers_bf16: bool = True,
     num_layers_at_start_in_bf16: int = 1,
     num_layers_at_end_in_bf16: int = 1,
@@ -28,8 +35,15 @@ def convert_module(
     skip: Skip = (),
     fuse: bool = True,
     where_faster: bool = True,
+    attention: bool | Literal["always"] = False,
+    cache_fp8_weights: bool = False,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
+
+    With ``recipe``, layers run by it wherever they are called, in training and in evaluations, so that loops of others
+    need no change. Inside ``fp8_autocast``, and in forwards under a plugin, its recipe is used instead;
+    ``fp8_autocast(enabled=False)`` is high precision. Copies and pickles of the model keep the recipe. Without
+    ``recipe``, layers run in FP8 only inside ``fp8_autocast``, and a recipe of an earlier call is removed.
 
     A *layer* is an element of a ``ModuleList`` or ``Sequential`` of blocks of the same class. An encoder and a decoder
     each have such a list. In a model without one, a layer is a Linear, in registration order. No dtype changes: BF16
@@ -46,6 +60,8 @@ def convert_module(
 
     Args:
         model: any module. Its parameters stay the same objects, and its ``state_dict`` keeps its keys.
+        recipe: the model's own recipe: a name, a recipe or a mapping, see :func:`make_recipe`. The ranks of a delayed
+            one share their scales as those of ``fp8_autocast`` do.
         first_last_layers_bf16: keep the first and last layers in BF16.
         num_layers_at_start_in_bf16: the number of first layers to keep.
         num_layers_at_end_in_bf16: the number of last layers to keep.
@@ -58,17 +74,29 @@ def convert_module(
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
             for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
             ``lightning_fp8.Linear`` run in FP8.
+        attention: with ``recipe``, also run attention in FP8; True and ``"always"`` as in :class:`FP8Precision`.
+        cache_fp8_weights: with ``recipe``, cast weights once per optimizer step and keep both FP8 copies, 2 bytes for
+            each parameter. In-place changes of ``weight.data`` are not detected until an optimizer steps, or until
+            training mode or gradients are switched.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError, TypeError: If a count is negative, if ``skip`` is neither globs nor functions, or if one of its
-            globs matches no module.
+        ValueError: If ``attention`` or ``cache_fp8_weights`` is given without ``recipe``.
+        ValueError, TypeError: If ``recipe`` is not one, if a count is negative, if ``skip`` is neither globs nor
+            functions, or if one of its globs matches no module.
+        TypeError: If ``attention`` or ``cache_fp8_weights`` has another type.
         TypeError: If the weight of a layer that ``skip`` does not match is float8 codes, as in ``FP8Linear`` of
             transformers.
     """
     require_module("convert_module", model)
+    require_bool("cache_fp8_weights", cache_fp8_weights := plain(cache_fp8_weights))
+    own, compares = attending(make_recipe("delayed" if recipe is None else recipe), attention)
+    if recipe is None and (attention or cache_fp8_weights):
+        given = f"attention={attention!r}" if attention else "cache_fp8_weights=True"
+        raise ValueError(f"{given} needs a recipe: convert_module(model, recipe='delayed', {given})")
+    context = FP8Context(own, enabled=recipe is not None, weight_period=0 if cache_fp8_weights else None)
     policy = Policy(
         first_last_layers_bf16,
         num_layers_at_start_in_bf16,
@@ -79,10 +107,14 @@ def convert_module(
         where_faster,
     )
     refuse_codes(model, policy)
-    plan = plan_conversion(model, policy)
+    plan = plan_conversion(model, policy, context.attention, compares)
     for wrong in plan.wrong_globs:
         raise ValueError(wrong)
-    apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
+    history = apply_conversion(model, plan, partial(warnings.warn, stacklevel=2))
+    pin(model, Pinned(context, policy, history) if context.enabled else None)
+    if context.attention and not any(layer.kind == ATTENTION for layer in plan.summary.layers):
+        text = f"attention={attention!r}: no module of {type(model).__name__} was found that computes attention"
+        warnings.warn(text, stacklevel=3)
     if not plan.summary.num_fp8:
         warnings.warn(f"{nothing_runs_in_fp8(plan.summary)}:\n{plan.summary}", stacklevel=3)
     report_first_steps(model, plan)
@@ -91,6 +123,19 @@ def convert_module(
         if isinstance(module, LinearLayer) and module.fp8:
             module.record.watch = watch
     return model
+
+
+def attending(recipe: Recipe, attention: bool | Literal["always"]) -> tuple[Recipe, bool]:
+    """``recipe`` with attention as asked, and whether attention compares FP8 with SDPA.
+
+    Raises:
+        TypeError: If ``attention`` is not True, False or ``"always"``.
+    """
+    attention = plain(attention)
+    if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
+        raise TypeError(f"attention={attention!r} must be True, False or 'always'")
+    compares = attention is True and not FP8Context(recipe).attention
+    return (replace(recipe, fp8_dpa=True) if attention else recipe), compares
 
 
 def report_first_steps(model: nn.Module, plan: Plan) -> None:

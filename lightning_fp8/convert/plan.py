@@ -78,13 +78,13 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
             decisions.append(attentions[name])
         if is_linear(module):
             ours, names = isinstance(module, LinearLayer), aliases[id(module)]
-            has_own_context = isinstance(module, LinearLayer) and module.own_context is not None
+            own = module.own_context if isinstance(module, LinearLayer) else None
             reason = (
                 reason_ineligible(module, policy.replace_layers)
                 or (READS_THE_HEAD if name in read_by_liger else "")
                 or skipped_by(module, names, policy, _gemm_names(module, names))
                 or reason_for_bf16(
-                    None if has_own_context else place_of(name, structure.places),
+                    None if own is not None and own.chosen else place_of(name, structure.places),
                     policy,
                     "" if ours else structure.heads.get(name, ""),
                 )

@@ -255,6 +255,7 @@ class AmaxHistory:
         span: the format and margin of the scales; ``None`` if there are no scales or it is unknown.
         recipe: the recipe of the last observed amaxes; ``None`` if it is unknown.
         plugin_recipe: the recipe of the plugin that trains the model; ``None`` if ``fp8_autocast`` sets the recipe.
+        own_recipe: the recipe of the model's layers outside every region, if it is delayed scaling.
         calibrated: whether a calibrating region has observed amaxes and has not ended yet.
         modules: weak references, by ``id``, to the modules whose optimizers update the scales: those that read slots,
             and the root of the converted model.
@@ -276,6 +277,7 @@ class AmaxHistory:
     fp8_max: tuple[Any, Tensor] | None = None
     recipe: DelayedScaling | None = None
     plugin_recipe: Recipe | None = None
+    own_recipe: DelayedScaling | None = None
     calibrated = False
     span: Span | None = None
     before_update: Callable[[AmaxHistory], None] | None = None
@@ -329,6 +331,7 @@ class AmaxHistory:
             if id(module) in memo:
                 copied.add_module(memo[id(module)], self.slots_of[id(module)])
         copied.choice = copy.deepcopy(self.choice, memo)
+        copied.pin(self.own_recipe)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:  # modules and plugins register themselves after loading
@@ -358,6 +361,12 @@ class AmaxHistory:
             self.span = span_of(recipe)
         self.recipe = recipe
         self.watch.observed = True
+
+    def pin(self, recipe: Recipe | None) -> None:
+        """Set :attr:`own_recipe`, and the span before it is compiled in."""
+        self.own_recipe = recipe if isinstance(recipe, DelayedScaling) else None
+        if self.own_recipe is not None:
+            self.span = self.span or span_of(self.own_recipe)
 
     def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
         """Let the optimizers of ``module`` update the scales. The root of a converted model has no ``slots``."""

@@ -136,12 +136,13 @@ def update_pending(histories: Iterable[AmaxHistory]) -> None:
 
 
 def update(histories: Iterable[AmaxHistory]) -> None:
-    """Update ``histories``, with one collective for all models of plugins and one for all models without a plugin.
+    """Update ``histories``, with one collective each for the models of plugins, with a recipe of their own, and others.
 
     If the recipe of a plugin has no state, amaxes can only come from nested ``fp8_autocast`` regions. A rank does not
     know whether such a region ran on other ranks, so each rank then has its own scales.
     """
     of_plugin: dict[AmaxHistory, DelayedScaling] = {}
+    of_own: dict[bool, dict[AmaxHistory, DelayedScaling]] = {True: {}, False: {}}
     of_region: dict[AmaxHistory, DelayedScaling] = {}
     on_this_rank: dict[AmaxHistory, DelayedScaling] = {}
     for history in histories:
@@ -149,12 +150,17 @@ def update(histories: Iterable[AmaxHistory]) -> None:
         observed_under = history.recipe or (_region.recipe if plugin_recipe is None else None)
         if isinstance(plugin_recipe, DelayedScaling):
             of_plugin[history] = plugin_recipe
+        elif plugin_recipe is None and history.own_recipe is not None:
+            of_own[history.own_recipe.reduce_amax][history] = history.recipe or history.own_recipe
         elif observed_under is not None:
             (of_region if plugin_recipe is None else on_this_rank)[history] = observed_under
             if plugin_recipe is not None and observed_under.reduce_amax and are_several_ranks():
                 _warn_of_own_scales(plugin_recipe.name)
     if of_plugin:
         reduce_and_update(of_plugin, next(iter(of_plugin.values())).reduce_amax)
+    for reduces, recipes in of_own.items():
+        if recipes:
+            reduce_and_update(recipes, reduces, _region.group)
     if of_region:
         reduces = (_region.recipe or next(iter(of_region.values()))).reduce_amax
         reduce_and_update(of_region, reduces, _region.group)
@@ -419,7 +425,7 @@ def listen() -> None:
 
 
 def _waits_for_steps(history: AmaxHistory) -> bool:
-    recipe = history.recipe or history.plugin_recipe
+    recipe = history.recipe or history.plugin_recipe or history.own_recipe
     return isinstance(recipe, DelayedScaling) or (history.choice is not None and not history.choice.decided)
 
 
@@ -511,6 +517,7 @@ def _update_stepped(histories: Sequence[AmaxHistory]) -> None:
     for history in histories:
         history.steps = history.steps or 0
         history.watch.stepped = True
+    uses_begin(history.watch for history in histories if history.own_recipe is not None)  # compiled layers do not tell
     without_slots = [history for history in all_histories() if not history.names and history not in histories]
     decide_where_faster((*histories, *without_slots))
     update(histories)
@@ -524,7 +531,7 @@ def decide_where_faster(histories: Iterable[AmaxHistory]) -> None:
         if history.plugin_recipe is not None:
             history.choice.decide(None)
         else:
-            recipe = _region.recipe or history.recipe
+            recipe = history.own_recipe or _region.recipe or history.recipe
             history.choice.decide(_region.group, together=recipe is not None and recipe.reduce_amax)
 
 

@@ -29,6 +29,7 @@ class Watch:
         unobserved_updates: the number of consecutive updates without amaxes because of eval mode.
         weights_loaded: whether ``load_state_dict`` has changed weights of a history with scales, since its last use.
         state_loaded: whether FP8 state was loaded or emptied since the last use.
+        lead: the slot of the layer whose forwards begin those of a model with a context of its own; None is the next.
         said: the warnings that were issued; that of weights until FP8 state is loaded or emptied.
     """
 
@@ -38,6 +39,7 @@ class Watch:
         self.stepped = self.observed = self.found = self.trained_in_eval = False
         self.forwards = self.unobserved_updates = 0
         self.weights_loaded = self.state_loaded = False
+        self.lead: int | None = None
         self.said: dict[Hashable, str] = {}
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
@@ -47,7 +49,7 @@ class Watch:
         """Note that FP8 state was loaded or emptied, before or after the weights that it belongs to."""
         self.state_loaded = True
         self.said.pop(WEIGHTS, None)
-        self.forwards = 0
+        self.forwards, self.lead = 0, None
 
     def forward_begins(self, updates: int, trains: Callable[[], bool], observes: bool = False) -> None:
         """Count the last training forward if it observed amaxes, and warn if there are too many without a step.
@@ -74,7 +76,7 @@ class Watch:
 
     def updated(self) -> None:
         """Reset the counts, and warn once if updates have no amaxes because the model trains in eval mode."""
-        found = self.observed or self.found
+        found, self.lead = self.observed or self.found, None
         # Gradients without an optimizer are not training.
         unobserved = self.trained_in_eval and self.stepped and not found
         self.unobserved_updates = 0 if found else self.unobserved_updates + unobserved

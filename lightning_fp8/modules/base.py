@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.delayed.history import AmaxHistory, Slot
-from lightning_fp8.fp8_region import current_context
+from lightning_fp8.delayed.update import listen
+from lightning_fp8.fp8_region import FP8Context, current_context
 from lightning_fp8.functions.product import Slots
 from lightning_fp8.modules.record import LayerRecord
 from lightning_fp8.names import gemm_name, slot_name
@@ -31,6 +32,7 @@ class FP8Module(nn.Module):
         gemms: the names of the module's linear layers, each of which has those roles. A module that is itself one
             linear layer has the single name ``""``.
         fp8: False keeps the module in high precision.
+        own_context: the context of forwards outside every region; None runs them in high precision.
         comparison: what :mod:`lightning_fp8.faster` says of its first training forward; None compares nothing.
         slower: why FP8 is slower for its sizes, so that it stays in high precision; empty if it is not.
     """
@@ -38,6 +40,7 @@ class FP8Module(nn.Module):
     roles: ClassVar[tuple[Role, ...]] = ()
     gemms: ClassVar[tuple[str, ...]] = ("",)
     fp8: bool = True
+    own_context: FP8Context | None = None
     comparison: str | None = None
     slower: str = ""
     _ran_slower: bool = False
@@ -116,19 +119,23 @@ class FP8Module(nn.Module):
         super().__setstate__(state)
         if self.history is not None:
             self._join(self.history)
+        if self.own_context is not None:
+            listen()
 
     def _replicate_for_data_parallel(self) -> Any:
         """A replica of ``torch.nn.DataParallel``, whose threads do not inherit this thread's ``fp8_autocast``.
 
         Raises:
-            RuntimeError: If the replica would run in another precision than this thread's region asks for.
+            RuntimeError: If the replica would run in another precision than this thread's region asks for, or by a
+                recipe that :func:`convert_module` gave the model: replicas would share its state.
         """
-        context, own = current_context(), getattr(self, "own_context", None)
-        if self.fp8 and (context.enabled or context.calibrating or (own is not None and not context.outside)):
+        context, own = current_context(), self.own_context
+        pinned = own is not None and not (context.outside and own.chosen)
+        if self.fp8 and (context.enabled or context.calibrating or pinned):
             raise RuntimeError(
                 "torch.nn.DataParallel runs each replica in a separate thread, where fp8_autocast has no effect: "
                 f"{type(self).__name__} would run in {f'FP8, {own.recipe.name},' if own else 'high precision'} there. "
-                "Use DistributedDataParallel, strategy='ddp' of a Trainer, or leave fp8_autocast"
+                "Use DistributedDataParallel, as torchrun starts it, strategy='ddp' of a Trainer, or a single GPU"
             )
         self._record = self.record  # replicas count in it
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]

@@ -55,8 +55,6 @@ class LinearLayer(WeightCachingModule):
     bias_names: tuple[str, ...] = ("bias",)
     output_layout: Any = None
     """The DTensor placement of a row-parallel layer's output; None leaves the output a partial sum."""
-    own_context: FP8Context | None = None
-    """The context of forwards outside ``fp8_autocast``; None runs them in high precision."""
     _last_context: FP8Context | None = None
     _last_products: list[Product] | None = None
     """The products of the last FP8 forward without cached weights; reused while recipe and slots are unchanged."""
@@ -181,6 +179,12 @@ class LinearLayer(WeightCachingModule):
         if self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         record.note(in_fp8, self.training)
+        if context is self.own_context:
+            slot = self.ensure_slots(input.device)[0][self.roles[0]]
+            watch = slot.history.watch
+            if watch.lead is None or watch.lead == slot.index:
+                watch.lead = slot.index
+                fp8_region.own_forward_begins(context, slot.history)
         if self.comparison == AWAITED and in_fp8 and self.training and context.observe:
             self.comparison = self._compared(input, context)
         return DISABLED if foreign or kept else context

@@ -22,16 +22,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8 import optimizer_steps
-from lightning_fp8.arguments import naming_arguments, plain, require_module
+from lightning_fp8.arguments import naming_arguments, require_module
 from lightning_fp8.convert.apply import apply_conversion, when_sharded, with_gathers
 from lightning_fp8.convert.attention_calls.attach import attach, detach
-from lightning_fp8.convert.conversion import nothing_runs_in_fp8
+from lightning_fp8.convert.conversion import attending, nothing_runs_in_fp8
 from lightning_fp8.convert.first_step import (
     FirstStep,
     idle_message,
     watch_first_steps,
     watched,
 )
+from lightning_fp8.convert.pinned import pin_again
 from lightning_fp8.convert.plan import Plan, plan_conversion, refuse_codes
 from lightning_fp8.convert.policy import Policy, Skip
 from lightning_fp8.convert.summary import ATTENTION, ConversionSummary
@@ -127,13 +128,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         weights, compute = self.weights_dtype or torch.float32, self.compute_dtype or torch.bfloat16
         self._dtypes = Dtypes(weights, compute, autocast=weights != compute)  # of the last model
         self._desired_input_dtype = compute  # read by ThroughputMonitor
-        attention = plain(attention)
-        if not isinstance(attention, bool) and not (isinstance(attention, str) and attention == "always"):
-            raise TypeError(f"attention={attention!r} must be True, False or 'always'")
-        self.recipe = make_recipe(recipe)
-        self._compares_attention = attention is True and not FP8Context(self.recipe).attention
-        if attention:
-            self.recipe = dataclasses.replace(self.recipe, fp8_dpa=True)
+        self.recipe, self._compares_attention = attending(make_recipe(recipe), attention)
         self.policy = Policy(
             first_last_layers_bf16,
             num_layers_at_start_in_bf16,
@@ -213,6 +208,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         if attention:
             attach(module)
         history.plugin_recipe = self.recipe
+        own = pin_again(module)
         plan = plan._replace(summary=with_gathers(plan.summary, module, self.recipe))
         when_sharded(module, partial(_report, weakref.WeakMethod(self.report_gathers)))
         if self.summary is None or not self.summary.is_of(plan.summary):
@@ -222,6 +218,11 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         if is_new:
             self._reported = set()
             rank_zero_info(f"{said}recipe: {_described(_fields(self.recipe))}\n{self.summary}")
+            for name in dict.fromkeys(pinned.recipe.name for pinned in own):
+                rank_zero_info(
+                    f"convert_module gave the model recipe={name!r}: forwards under the plugin run by "
+                    f"recipe={self.recipe.name!r} instead, and others, as after the Trainer has ended, by its own"
+                )
             if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
@@ -302,6 +303,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         """Detach FP8 attention from the models when training ends."""
         for model in list(self._models):
             detach(model)
+            pin_again(model, detached=True)
 
     @override
     def teardown(self) -> None:

@@ -94,6 +94,8 @@ def gather_in_fp8(model: nn.Module) -> None:
         around = [modules_by_name.get(".".join(parts[:length])) for length in range(len(parts) + 1)]
         param.__class__ = GatheredParam
         param.attach(weights, owner, group, state, [each for each in (model, *around) if each is not None])
+        gathered = not group.is_sharded or group._all_gather_result is not None  # inside a forward
+        param.stays_in_high_precision = gathered and torch.is_grad_enabled()
         weights.params.append(param)
     for module, state in sharded:
         gathers = any(isinstance(param, GatheredParam) for group in _groups(state) for param in group.fsdp_params)
@@ -234,7 +236,8 @@ def _after_step(optimizer: Any) -> None:
 def _before_forward(module: Any, *_: Any) -> None:
     """Choose how the weights are gathered that this forward gathers; runs before FSDP2's own hook."""
     if (weights := _weights_of.get(module)) is not None:
-        weights.begin(fp8_region.current_context())
+        own = weights.params[0].layer.own_context if weights.params else None
+        weights.begin(fp8_region.current_context(own))
     state = module._get_fsdp_state()
     for each in (state, *state._states_to_forward_prefetch):
         for group in _groups(each):

@@ -65,7 +65,7 @@ class CoreAttention(FP8Module):
 
         ``reason``: why the call cannot run in FP8, as far as it is known without the tensors.
         """
-        context = fp8_region.current_context()
+        context = fp8_region.current_context(self.own_context)
         recomputing = fp8_region.in_backward()
         if fp8_region.is_repeating():  # what its forward did, outside every region
             context = self._last_context or context

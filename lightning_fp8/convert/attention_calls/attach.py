@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class AttentionPlace(NamedTuple):
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Sequence[AttentionPlace]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_copies: weakref.WeakSet[Any] = weakref.WeakSet()
 """Copies of attached modules, also unpickled ones."""
 _lock = threading.RLock()
 
@@ -58,9 +59,9 @@ def _key(place: AttentionPlace) -> tuple[Any, ...]:
 
 
 def attach(model: nn.Module) -> None:
-    """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached."""
+    """Let FP8 contexts apply to the attention of a prepared ``model``. No effect if already attached, or on a copy."""
     with _lock:
-        if model in _attached:
+        if model in _attached or model not in _prepared:
             return
         said.clear()
         modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -71,6 +72,8 @@ def attach(model: nn.Module) -> None:
             slower = getattr(module, owners.SLOWER, None)
             compared = ("" if slower is not None else AWAITED, slower or "") if place.compares else (None, "")
             owner = Owner(type(module).__qualname__, place.fp8, *compared)
+            if (former := owners.owner_of(module)) is not None:  # of a part that was converted by itself
+                owner.own_context = former.own_context
             # high-precision attention stays so if the configuration is switched back to torch's function
             owners.own(module, owner, entered=place.hf_config is None or not place.fp8)
             undo.append(partial(owners.disown, weakref.ref(module), owner))
@@ -104,10 +107,18 @@ def attach_prepared() -> bool:
     return bool(_attached or _copies)
 
 
-def note_copy(module: nn.Module) -> None:
+def note_copy(module: Any) -> None:
     """Note that ``module`` is a copy of one that was attached, and may outlive its model."""
     _copies.add(module)
     weakref.finalize(module, _uninstall_if_unused).atexit = False
+
+
+def note_unpickled(lives: Any) -> None:
+    """Let attention of an unpickled model run in FP8 in this process, which may have attached none, while it lives."""
+    note_copy(lives)
+    sdpa.install()
+    if "transformers.modeling_utils" in sys.modules:
+        from lightning_fp8.convert.attention_calls import hf  # noqa: F401 - registers the function of configurations
 
 
 fp8_region.before_attention.append(attach_prepared)

@@ -40,7 +40,7 @@ class Owner:
         calls: forwards of the module, which may not call attention. Always 0 for transformers' modules in FP8.
         why: why the last call that should have run in FP8 did not.
         watched: whether ``why`` will be reported; otherwise a new one is warned about at once.
-        comparison, slower: see :class:`~lightning_fp8.modules.base.FP8Module`.
+        comparison, slower, own_context: see :class:`~lightning_fp8.modules.base.FP8Module`.
     """
 
     def __init__(self, cls: str, fp8: bool, comparison: str | None = None, slower: str = "") -> None:
@@ -51,12 +51,13 @@ class Owner:
         self.why = ""
         self.watched = False
         self.training = True
+        self.own_context: FP8Context | None = None
         self.last_context: FP8Context | None = None
         self.ran_slower = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles, as for weight averaging, start anew: a context may hold a process group."""
-        return Owner, (self.cls, self.fp8, self.comparison, self.slower)
+        return Owner, (self.cls, self.fp8, self.comparison, self.slower), {"own_context": self.own_context}
 
 
 copied: list[Callable[[nn.Module], None]] = []
@@ -153,7 +154,7 @@ def runs_in_fp8(owner: Owner, why_not: Callable[[], str]) -> bool:
 
     ``why_not`` returns the reason why it cannot; empty if it can.
     """
-    context, compiling, repeats = current_context(), torch.compiler.is_compiling(), in_backward()
+    context, compiling, repeats = current_context(owner.own_context), torch.compiler.is_compiling(), in_backward()
     if repeats and (owner is not _nobody or context is DISABLED):
         context = owner.last_context or context
     elif not repeats and not compiling:

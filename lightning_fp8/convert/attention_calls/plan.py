@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import unwrap
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -50,7 +51,7 @@ def how_it_attends(module: nn.Module) -> str:
 
 def _read(function: Any, module: nn.Module, said: set[str], known: set[CodeType]) -> None:
     """Add to ``said`` by what names the code of ``function``, and of what it calls, refers to attention."""
-    function = getattr(function, "__wrapped__", function)
+    function = unwrap(function)  # a decorated forward, of a module that was attached
     function = getattr(function, "__func__", function)
     # generated code, as by torch.fx, has no module
     if not isinstance(function, FunctionType) or (function.__module__ or "").startswith(_NO_FORWARD):

@@ -26,6 +26,8 @@ class FusedModule(nn.Module):
     fewer passes; None before the first one, and in compiled code."""
     called_otherwise: bool = False
     """Whether a forward in evaluation mode, or outside an FP8 context, ran since observation started."""
+    own_context: FP8Context | None = None
+    """As that of :class:`~lightning_fp8.modules.base.FP8Module`."""
     _last_context: FP8Context | None = None
 
     @property
@@ -40,9 +42,9 @@ class FusedModule(nn.Module):
             why_not: the reason in an FP8 context why it does not; an empty string if it does.
         """
         if torch.compiler.is_compiling():
-            context = fp8_region.current_context()
+            context = fp8_region.current_context(self.own_context)
             return context.enabled and not why_not(context)
-        context, in_backward = fp8_region.context_of_forward(self._last_context)
+        context, in_backward = fp8_region.context_of_forward(self._last_context, self.own_context)
         if not in_backward and self._last_context is not context:
             self._last_context = context  # setting a module's attribute is slow, so only a change is set
         reason = why_not(context) if context.enabled else ""
@@ -89,7 +91,7 @@ def unfuse(module: nn.Module) -> None:
     """Undo :func:`fuse`, in place; it changes no other module."""
     if isinstance(module, FusedModule):
         swap_class(module, original_class(module))
-        for name in ("why_not", "called_otherwise", "_last_context", "_formula"):
+        for name in ("why_not", "called_otherwise", "own_context", "_last_context", "_formula"):
             vars(module).pop(name, None)
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from lightning_fp8.arguments import require_module
 from lightning_fp8.convert.apply import apply_conversion
 from lightning_fp8.convert.conversion import report_first_steps
+from lightning_fp8.convert.pinned import is_kept, set_own_context
 from lightning_fp8.convert.plan import plan_conversion, reason_ineligible, refuse_codes
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear import Linear
-from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import swap_class
 from lightning_fp8.names import clean_name
 from lightning_fp8.torchao.float8.config import Float8LinearConfig
@@ -36,9 +36,6 @@ def convert_to_float8_training(
 
     As in torchao, layers that are not chosen stay as they are, also if an earlier call has converted them. Converted
     layers that are chosen again get the new configuration.
-
-    If FSDP2 should gather weights in FP8, call it after ``fully_shard``. Otherwise weights are gathered in high
-    precision.
 
     Args:
         module: any module, or a single ``nn.Linear``.
@@ -62,14 +59,13 @@ def convert_to_float8_training(
     refuse_codes(module, Policy(skip=lambda each, name: id(each) in others))
     reasons = {name: reason_ineligible(each) for name, each in chosen}
     in_fp8 = [each for name, each in chosen if not reasons[name]]
-    context = FP8Context(config.recipe())
+    context = FP8Context(config.recipe(), chosen=True)
     for each in in_fp8:
         if not isinstance(each, Linear):
             swap_class(each, Linear)
-        each.fp8, each.own_context = True, context  # type: ignore[assignment]
-    policy = Policy(
-        first_last_layers_bf16=False, replace_layers=False, skip=_runs_in_high_precision, where_faster=False
-    )
+        each.fp8 = True  # type: ignore[assignment]
+    set_own_context(in_fp8, context)
+    policy = Policy(first_last_layers_bf16=False, replace_layers=False, skip=is_kept, where_faster=False)
     plan = plan_conversion(module, policy)._replace(attention=None)
     apply_conversion(module, plan)
     report_first_steps(module, plan)
@@ -78,7 +74,3 @@ def convert_to_float8_training(
     if left := "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason):
         warnings.warn(f"convert_to_float8_training leaves layers in high precision: {left}", stacklevel=2)
     return module
-
-
-def _runs_in_high_precision(module: nn.Module, name: str) -> bool:
-    return isinstance(module, LinearLayer) and not module.fp8
