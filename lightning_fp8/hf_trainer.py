@@ -21,7 +21,7 @@ from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.files import replacing
 from lightning_fp8.modules.state import FP8State, fp8_state_dict, reset_fp8_scales
-from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, described, fields_of
 
 FILE = "fp8_state.pt"
 """The FP8 state in the folder of a checkpoint: the result of ``fp8_state_dict`` of the Trainer's model."""
@@ -65,7 +65,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         self._reports_first_step = self._reports and is_new
         if self._reports_first_step:
             for root, pinned in roots:
-                print(f"{pinned.recipe}\n{pinned.summary(root)}")
+                print(f"recipe: {described(fields_of(pinned.recipe))}\n{pinned.summary(root)}")
             for said in _traps([pinned.recipe for _, pinned in roots]):
                 warnings.warn(said, stacklevel=2)
 

@@ -337,6 +337,19 @@ def make_recipe(recipe: Recipe | str | Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def fields_of(recipe: Recipe) -> dict[str, Any]:
+    """The fields of ``recipe`` as plain values, which checkpoints hold."""
+    return {**dataclasses.asdict(recipe), "fp8_format": recipe.fp8_format.name}
+
+
+def described(fields: Mapping[str, Any]) -> str:
+    """The name of the recipe with these ``fields``, and those that are not its defaults."""
+    name = str(fields.get("name"))
+    usual = fields_of(RECIPES[name]()) if name in RECIPES else {}
+    changed = [f"{field}={value}" for field, value in fields.items() if usual.get(field, name) != value]
+    return ", ".join([name, *changed])
+
+
 def _class_of(name: Any) -> type[Recipe]:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; use one of {_quoted(RECIPES)}")

@@ -47,7 +47,7 @@ from lightning_fp8.delayed.update import (
 )
 from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.tensor_parallel import CutLayer
-from lightning_fp8.numerics.recipes import RECIPES, DelayedScaling, Recipe, make_recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, described, fields_of, make_recipe
 from lightning_fp8.plugin.dtypes import (
     Dtypes,
     cast_floating_point,
@@ -218,7 +218,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         self._watch(module, plan, is_new)
         if is_new:
             self._reported = set()
-            rank_zero_info(f"{said}recipe: {_described(_fields(self.recipe))}\n{self.summary}")
+            rank_zero_info(f"{said}recipe: {described(fields_of(self.recipe))}\n{self.summary}")
             for name in dict.fromkeys(pinned.recipe.name for pinned in own):
                 rank_zero_info(
                     f"convert_module gave the model recipe={name!r}: forwards under the plugin run by "
@@ -398,7 +398,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
     def state_dict(self) -> dict[str, Any]:
         """The recipe and every living model's scales and amax histories, as tensors, numbers and names."""
         return {
-            "recipe": _fields(self.recipe),
+            "recipe": fields_of(self.recipe),
             **{name: history.state_dict() for name, history in of_living_models(self.histories).items()},
         }
 
@@ -425,8 +425,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
         if not self.histories:
             self._pending_state = {"recipe": saved, **states}
             return
-        if isinstance(saved, dict) and saved != _fields(self.recipe):
-            before, now = _described(saved), _described(_fields(self.recipe))
+        if isinstance(saved, dict) and saved != fields_of(self.recipe):
+            before, now = described(saved), described(fields_of(self.recipe))
             rank_zero_info(f"FP8 state: it was saved with the recipe {before}; training continues with {now}")
         if alike := with_equal_names(states):
             rank_zero_warn(
@@ -470,18 +470,6 @@ def _report(method: weakref.WeakMethod[Callable[[Any], None]], found: Any) -> No
     """Call a plugin's method, if the plugin is alive."""
     if (report := method()) is not None:
         report(found)
-
-
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    return {**dataclasses.asdict(recipe), "fp8_format": recipe.fp8_format.name}
-
-
-def _described(fields: Mapping[str, Any]) -> str:
-    """The name of the recipe with these ``fields``, and those that are not its defaults."""
-    name = str(fields.get("name"))
-    usual = _fields(RECIPES[name]()) if name in RECIPES else {}
-    changed = [f"{field}={value}" for field, value in fields.items() if usual.get(field, name) != value]
-    return ", ".join([name, *changed])
 
 
 def _call(made: Any, arguments: Mapping[str, str]) -> str:
