@@ -30,7 +30,7 @@ from tests.distributed.scripts.fsdp import blocks
 
 def made(how: str, recipe: str | None) -> nn.Module:
     torch.manual_seed(0)
-    model = blocks(width=128, hidden=256)().bfloat16()
+    model = blocks(width=256, hidden=512)().bfloat16()
     if "torchao" in how and recipe is not None:
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     elif "after" not in how:
@@ -56,7 +56,7 @@ def train(how: str, recipe: str, pinned: bool) -> dict[str, Any]:
     losses, gathered = [], []
     for _ in range(3):
         for _ in range(2):
-            x = torch.randn(16, 128, generator=generator).bfloat16()
+            x = torch.randn(16, 256, generator=generator).bfloat16()
             with nullcontext() if pinned else fp8_autocast(fp8_recipe=recipe):
                 y = model(x)
             of_model = {*model.modules()}
@@ -81,7 +81,8 @@ def report(recipe: str, *hows: str) -> dict[str, Any]:
     for how in hows:
         in_region, own = (train(how, recipe, pinned) for pinned in (False, True))
         equal = {name: own[name] == in_region[name] for name in ("losses", "weights", "scales")}
-        found[how] = {**equal, "gathered": own["gathered"], "of": own["scales"], "losses of": own["losses"]}
+        gathered = {"gathered": own["gathered"], "gathered in a region": in_region["gathered"]}
+        found[how] = {**equal, **gathered, "of": own["scales"], "losses of": own["losses"]}
     return found
 
 
