@@ -24,9 +24,9 @@ from tests.docs.pages import ROOT
 
 
 def losses_of(comparison: str) -> dict[str, list[float]]:
-    """Of each run of a comparison, its validation losses over seeds."""
+    """Of each run of a comparison, its validation losses by seed; files have runs in the order in which they ended."""
     losses: dict[str, list[float]] = {}
-    for name, run in json.loads((ROOT / f"docs/{comparison}.json").read_text())["runs"].items():
+    for name, run in sorted(json.loads((ROOT / f"docs/{comparison}.json").read_text())["runs"].items()):
         other_data = ", other data" if "order" in name else ""
         losses.setdefault(name.partition("/")[0] + other_data, []).append(run["val_loss"])
     return losses
