@@ -3,7 +3,7 @@
     python examples/transformers_trainer.py                      # FP8, delayed scaling
     python examples/transformers_trainer.py --recipe blockwise   # another recipe
     python examples/transformers_trainer.py --recipe bf16        # the baseline
-    python examples/transformers_trainer.py --resume             # from the last checkpoint in runs/
+    python examples/transformers_trainer.py --steps 200 --resume # goes on, from the last checkpoint in runs/
 
 It needs transformers and accelerate, and about a minute of processor time. Two lines are about FP8:
 ``convert_module`` and the callback. The model is saved as one without FP8.

@@ -33,7 +33,8 @@ SHAPES = [2, 16_384, 16, 128], [16, 2048, 16, 128], [2, 16_384, 32, 64], [16, 20
 """Of attention: sequences, length, heads, channels."""
 PASSES = FORWARD, BACKWARD
 CAUSAL = ", causal"
-CASTS = "cast", "cast + transposed", "1x128", "1x128 + transposed", "RMSNorm + cast"
+CASTS = "cast", "cast + transposed", "current scaling", "row", "1x128 + transposed"
+"""Of each way to scale at least one, also those that read the tensor twice."""
 WIDTH = 130
 """Of a row, in characters."""
 

@@ -122,11 +122,13 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
             layers.append(module)
     if refused:
         key, name, dtype, reason = refused[0]
+        last = {each.rpartition(".")[2] for _, each, _, _ in refused}
+        glob = f"*.{last.pop()}" if len(refused) > 1 and len(last) == 1 else name
         more = f" ({len(refused) - 1} more modules are refused)" if len(refused) > 1 else ""
         raise TypeError(
             f"{key} of {type(model).__name__} is {dtype}, codes that cannot be trained on: {reason}{more}. Load the "
             "model with its weights dequantized, quantization_config=FineGrainedFP8Config(dequantize=True). Or keep "
-            f"such layers as they are: skip=({name!r},), or a module_filter_fn that does not choose them"
+            f"such layers as they are: skip=({glob!r},), or a module_filter_fn that does not choose them"
         )
     if not layers:
         return

@@ -154,6 +154,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
             reason = f"a convolution of {size} does not run in FP8{instead}"
             found.append((name, module.weight, ("convolution", reason)))
     own |= _computed_from(module, own)
+    own |= {f"{codes}{scales}" for codes in codes_of(module) for scales in ("_scale_inv", "_scale")}
     for own_name, parameter in module.named_parameters(recurse=False):
         if own_name in own or is_lazy(parameter) or not parameter.is_floating_point():
             continue

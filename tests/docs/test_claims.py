@@ -24,9 +24,9 @@ from tests.docs.pages import ROOT
 
 
 def losses_of(comparison: str) -> dict[str, list[float]]:
-    """Of each run of a comparison, its validation losses over seeds."""
+    """Of each run of a comparison, its validation losses by seed; files have runs in the order in which they ended."""
     losses: dict[str, list[float]] = {}
-    for name, run in json.loads((ROOT / f"docs/{comparison}.json").read_text())["runs"].items():
+    for name, run in sorted(json.loads((ROOT / f"docs/{comparison}.json").read_text())["runs"].items()):
         other_data = ", other data" if "order" in name else ""
         losses.setdefault(name.partition("/")[0] + other_data, []).append(run["val_loss"])
     return losses
@@ -54,6 +54,9 @@ def test_readme_has_the_losses_of_the_comparisons_and_their_spread() -> None:
     pairs = [pair for name in set(of_cpu) - {"bf16"} for pair in zip(of_cpu[name], of_cpu["bf16"], strict=True)]
     assert all(loss > baseline for loss, baseline in pairs)
     assert "in each pair of runs with the same seed" in said
+    attention = zip(of_gpu["delayed+attention"], of_gpu["bf16"], strict=True)
+    assert all(loss > baseline for loss, baseline in attention)
+    assert "with FP8 attention all three are above it" in said
 
 
 RESULTS = ROOT / "benchmarks/results"
@@ -103,6 +106,13 @@ def test_the_page_of_a_gpu_is_short_and_says_what_its_results_say() -> None:
     said = re.sub(r"\s+", " ", page)
     of_steps = [ratio for values in list(charts.charts(H200)["training"].values())[:1] for ratio in values.values()]
     assert f"{min(of_steps):.2f} to {max(of_steps):.2f} times as fast as BF16 in eager mode" in said
+    steps = {entry["by"].removeprefix(f"{OURS}, "): entry["milliseconds"] for entry in H200[0]["suites"]["models"]}
+    took = {by: milliseconds["median"] for by, milliseconds in steps.items()}
+    ratio = f"{took['BF16, compiled'] / took['delayed']:.2f}"
+    assert f"than which `delayed` in eager mode is {ratio} times as fast ({took['delayed']:.1f} and" in said
+    assert f"{took['BF16, compiled']:.1f} ms; compiled it takes {took['delayed, compiled']:.1f} ms)" in said
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"than which *eager* `delayed` is {ratio} times as fast" in readme
     whole_ops = [
         (entry["name"].split(",")[0], *entry["shape"][1::2], "keys" in entry["name"], entry["over"]["cuDNN (BF16)"])
         for entry in H200[2]["suites"]["attention"]
@@ -128,18 +138,27 @@ def test_the_page_of_a_gpu_is_short_and_says_what_its_results_say() -> None:
 def test_the_page_of_a_gpu_says_what_its_gemms_and_casts_did() -> None:
     said = re.sub(r"\s+", " ", (ROOT / "docs/h200.md").read_text())
     fastest: dict[tuple[object, ...], dict[str, Any]] = {}
+    estimated: list[float] = []
     for entry in H200[1]["suites"]["products"]:
         if entry["by"].startswith(OURS) and entry["correct"] and entry["milliseconds"] and entry["over"]:
             work = entry["name"], *entry["shape"]
+            if entry["by"] == OURS:
+                estimated += [1 / ratio for by, ratio in entry["over"].items() if by.startswith("torch._scaled_mm")]
             if entry["over"]["BF16"] > fastest.get(work, {"over": {"BF16": 0}})["over"]["BF16"]:
                 fastest[work] = entry
 
-    def of(library: str) -> str:
-        over = [(by, ratio) for entry in fastest.values() for by, ratio in entry["over"].items()]
+    def of(library: str, works: list[dict[str, Any]]) -> str:
+        over = [(by, ratio) for entry in works for by, ratio in entry["over"].items()]
         times = [1 / ratio for by, ratio in over if by.startswith(library)]
         return f"{min(times):.2f} to {max(times):.2f} of the time of"
 
-    assert f"{of('torch._scaled_mm')} `torch._scaled_mm`, and {of('cuBLASLt')} cuBLASLt's" in said
+    (added,) = (entry for entry in fastest.values() if "added" in entry["name"])
+    others = [entry for entry in fastest.values() if entry is not added]
+    of_torch, of_cublaslt = of("torch._scaled_mm", others), of("cuBLASLt", [*fastest.values()])
+    assert f"{of_torch} `torch._scaled_mm`, and {of_cublaslt} cuBLASLt's" in said
+    of_added = f"{1 / added['over']['torch._scaled_mm (full)']:.2f}"
+    assert f"takes {of_added} of the time of `torch._scaled_mm`. The tile" in said
+    assert f"estimated time takes up to {max(estimated):.2f} of its time" in said
     casts: dict[str, list[float]] = {}
     for entry in H200[3]["suites"]["casts"]:
         if entry["by"] == OURS and entry["fraction_of_copy"] and entry["shape"] != [8192, 8200]:

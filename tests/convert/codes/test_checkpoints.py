@@ -160,6 +160,10 @@ def test_3d_experts_are_refused_with_the_way_out() -> None:
 
     with pytest.raises(TypeError, match=r"0\.down_proj of Sequential.*FP8Experts is neither.*dequantize=True"):
         convert_module(nn.Sequential(FP8Experts(), nn.Linear(8, 8)))
+    blocks = nn.ModuleList(nn.ModuleDict({"experts": FP8Experts(), "up": nn.Linear(8, 8)}) for _ in range(3))
+    with pytest.raises(TypeError, match=r"2 more modules are refused.*skip=\('\*\.experts',\)"):
+        convert_module(blocks)
+    convert_module(blocks, skip=("*.experts",), first_last_layers_bf16=False)
 
 
 @thorough

@@ -366,6 +366,26 @@ def test_the_table_says_which_recipe_multiplies_the_codes(kind: str) -> None:
     assert [*rows.values()] == [*conversion_summary(again).layers]
 
 
+def test_scales_of_several_blocks_are_no_rows_of_the_table() -> None:
+    class FP8Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.zeros(2, 256, 256).to(torch.float8_e4m3fn), requires_grad=False)
+            self.down_proj_scale_inv = nn.Parameter(torch.ones(2, 2, 2))
+
+    model = chain(features=256)
+    model.experts = FP8Experts()
+    convert(model, recipe="blockwise", skip=("experts",))
+    names = ["0", "1", "2", "3", "experts.down_proj"]
+    assert [row.name for row in conversion_summary(model).layers] == names
+    optimizer = torch.optim.SGD([model[0].weight, model[3].weight], 0.1)
+    model[:4](torch.randn(16, 256, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    after = conversion_summary(model)
+    assert [row.name for row in after.layers] == names
+    assert "4 of 4 linear layers ran in FP8" in str(after)
+
+
 @pytest.mark.filterwarnings("ignore:no layer of the model runs in FP8")
 @pytest.mark.parametrize("options", [{"skip": ["1", "2"]}, {"replace_layers": False}])
 def test_layers_that_are_skipped_stay_as_they_are(options: dict[str, Any]) -> None:
