@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -107,16 +108,22 @@ def unknown_name(owner: str, kind: str, name: str, known: Collection[str]) -> st
 
 
 def naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let ``function``, or the ``__init__`` of a class, list its arguments if it is called with a name that is none."""
-    names = tuple(signature(function).parameters)
+    """Let ``function``, or the ``__init__`` of a class, list its arguments if it is called with others."""
+    parameters = signature(function).parameters
+    names = tuple(parameters)
+    by_position = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
     is_method = names[0] == "self"
 
     @wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        owner = type(args[0]).__name__ if is_method else function.__name__
         for name in kwargs:
             if name not in names:
-                owner = type(args[0]).__name__ if is_method else function.__name__
                 raise TypeError(unknown_name(owner, "argument", name, names[is_method:]))
+        if len(names) > len(by_position) < len(args):
+            first, named = ", ".join(by_position[is_method:]), ", ".join(names[len(by_position) :])
+            too_many = reprlib.repr(args[len(by_position)])
+            raise TypeError(f"{owner}({first}) got {too_many} by position; pass by name: {named}")
         return function(*args, **kwargs)
 
     return checked
@@ -160,7 +167,8 @@ def require_module(function: str, model: Any) -> None:
         TypeError: If ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function} takes a torch.nn.Module, not {_what(model)}{_instead_of(model)}")
+        instead = f" {model!r}; load the model first" if isinstance(model, str) else _instead_of(model)
+        raise TypeError(f"{function} takes a torch.nn.Module, not {_what(model)}{instead}")
 
 
 def require_mapping(function: str, state: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fp8.arguments import naming_arguments, plain, require_bool
+from lightning_fp8.arguments import naming_arguments, plain
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import AmaxHistory, any_history
 from lightning_fp8.delayed.update import forwards_begin, region_begins, update_calibrated
@@ -233,7 +233,11 @@ class fp8_autocast(ContextDecorator):
                 f"enabled={enabled!r}, the first argument, must be True or False; a recipe is "
                 f"{name}({self._of_recipe}={enabled!r})"
             )
-        require_bool("calibrating", calibrating)
+        if not isinstance(calibrating, bool):
+            raise TypeError(
+                f"calibrating={calibrating!r}, the second argument, must be True or False, without quotes; a recipe is "
+                f"{name}({self._of_recipe}=...)"
+            )
         if group is not None and not _is_group(group):
             raise TypeError(
                 f"{self._of_group}={group!r} must be a torch.distributed.ProcessGroup, or None for all ranks"

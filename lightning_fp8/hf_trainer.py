@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from lightning_fp8.arguments import naming_arguments
 from lightning_fp8.convert.first_step import conversion_summary
 from lightning_fp8.convert.pinned import pinned_in
 from lightning_fp8.delayed.update import are_several_ranks
@@ -38,10 +39,18 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         resume_from_checkpoint: the folder that training resumes from; needed only if its ``output_dir`` was moved.
 
     Raises:
+        TypeError, ValueError: If ``resume_from_checkpoint`` is not a folder with ``fp8_state.pt``.
         ValueError: When training begins, if no part of the model has a recipe or ``fp8_state.pt`` cannot be loaded.
     """
 
+    @naming_arguments
     def __init__(self, resume_from_checkpoint: str | os.PathLike[str] | None = None) -> None:
+        if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            what = f"resume_from_checkpoint is of type {type(resume_from_checkpoint).__name__}, but must be a folder"
+            raise TypeError(f"{what}; the model is Trainer(model=convert_module(model, recipe='delayed'), ...)")
+        if resume_from_checkpoint is not None and not Path(resume_from_checkpoint, FILE).is_file():
+            what = f"resume_from_checkpoint={os.fspath(resume_from_checkpoint)!r} must be a folder with {FILE}"
+            raise ValueError(f"{what}, as FP8TrainerCallback saves it; leave it out to resume with empty scales")
         self.resume_from_checkpoint = resume_from_checkpoint
         self.saved: dict[str, str] = {}
         self._model: nn.Module | None = None
@@ -113,9 +122,9 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
             reset_fp8_scales(self._model)
             if delayed and self._reports:
                 said = (
-                    f"{why}, but its {path or FILE} was not found: the delayed scales start empty, and until the first "
-                    "update each tensor is scaled by its own amax. If the checkpoint was moved, pass "
-                    "FP8TrainerCallback(resume_from_checkpoint=folder)"
+                    f"{why}, but its {path or FILE} was not found, or has another hash than in trainer_state.json: the "
+                    "delayed scales start empty, and until the first update each tensor is scaled by its own amax. If "
+                    "FP8TrainerCallback saved one, pass its folder: FP8TrainerCallback(resume_from_checkpoint=folder)"
                 )
                 warnings.warn(said, stacklevel=3)
             return

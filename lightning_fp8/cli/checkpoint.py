@@ -24,7 +24,10 @@ PLUGIN = "FP8Precision"
 AVERAGED = ("current_model_state", "state_dict")
 """The state dicts of one model in a checkpoint of Lightning's WeightAveraging: the trained weights and the average."""
 
-_SAVED_BY = ". The plugins save it in the checkpoints of a Trainer and of Fabric, fp8_state_dict(model) in other loops"
+_SAVED_BY = (
+    ". The plugins save it in the checkpoints of a Trainer and of Fabric, FP8TrainerCallback in fp8_state.pt, "
+    "fp8_state_dict(model) in other loops"
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,8 +54,10 @@ def main(argv: Sequence[str]) -> None:
     except CheckpointError as error:
         raise SystemExit(f"lightning-fp8: {args.file}: {_printable(error)}") from None
     except IsADirectoryError:
-        way_out = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {args.file} FILE"
-        raise SystemExit(f"lightning-fp8: {args.file}: a folder; a sharded one is made a file by {way_out}") from None
+        made_by = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {args.file} FILE"
+        own = args.file / "fp8_state.pt"
+        way_out = f"its FP8 state is in {own}" if own.is_file() else f"a sharded one is made a file by {made_by}"
+        raise SystemExit(f"lightning-fp8: {args.file}: a folder; {way_out}") from None
     except OSError as error:
         raise SystemExit(f"lightning-fp8: {error}") from None
     except RecursionError:
@@ -112,6 +117,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> s
         OSError: If a file cannot be read or written.
     """
     source, target = Path(source), Path(target)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise CheckpointError("IN and OUT are the same file; name another file for OUT")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; name another file, or remove it first")
     if not target.parent.is_dir():

@@ -52,6 +52,7 @@ _HINTS = {
     r'"trainer\.precision"': "FP8 is a plugin: leave precision out, --trainer.plugins+=lightning_fp8.FP8Precision",
     r"class_path 'lightning_fp8\.": "lightning-fp8 config delayed prints the plugin with all its arguments",
     r"No module named": "classes are imported from the working directory and from installed packages",
+    "Problems parsing config": "the line is in the file of --config; lightning-fp8 config delayed prints valid YAML",
     r'"config": File does not exist': "lightning-fp8 config delayed > my.yaml writes one to start from",
 }
 """What to do about errors of the parser, by patterns."""

@@ -22,7 +22,7 @@ from lightning_fp8.optimizer_steps import before, listen
 from lightning_fp8.weights.coded import coded_weight, codes_in
 from lightning_fp8.weights.masters import warn_without_masters
 
-_SCALES = ("weight_scale_inv", "weight_scale")
+SCALES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, E8M0_DTYPE)
 _RECIPES = {
     Layout.TENSOR: "recipe='tensorwise' or 'delayed'",
@@ -37,7 +37,7 @@ def codes_of(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: each
         for name, each in own.items()
-        if each is not None and holds_codes(each) and name not in _SCALES and each.dtype != E8M0_DTYPE
+        if each is not None and holds_codes(each) and name not in SCALES and each.dtype != E8M0_DTYPE
     }
 
 
@@ -70,7 +70,7 @@ def why_not_codes(module: nn.Module) -> str:
         return f"only unsharded parameters of {E4M3.dtype} can be multiplied"
     if scale is None or scale.dtype not in _SCALE_DTYPES:
         found = "nothing" if scale is None else f"{name} of {scale.dtype}"
-        return f"it has {found} for {' or '.join(_SCALES)} of {', '.join(map(str, _SCALE_DTYPES))}"
+        return f"it has {found} for {' or '.join(SCALES)} of {', '.join(map(str, _SCALE_DTYPES))}"
     if any(getattr(module, constant, None) is not None for constant in ("activation_scale", "input_scale")):
         return "its inputs have a constant scale, and recipes compute theirs"
     if _layout_of(module) is None:
@@ -81,7 +81,7 @@ def why_not_codes(module: nn.Module) -> str:
 
 def _scale_of(module: nn.Module) -> tuple[str, Tensor | None]:
     """The name and the values of the scales of a weight; None if there are none."""
-    held = {name: getattr(module, name, None) for name in _SCALES}
+    held = {name: getattr(module, name, None) for name in SCALES}
     return next(((name, each) for name, each in held.items() if isinstance(each, Tensor)), ("", None))
 
 
@@ -135,7 +135,7 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
     listen(before, warn_without_masters)  # which refuses to train them
     sizes: Counter[torch.dtype] = Counter()
     for name, each in model.named_parameters():
-        if each.is_floating_point() and not holds_codes(each) and not name.endswith(_SCALES):
+        if each.is_floating_point() and not holds_codes(each) and not name.endswith(SCALES):
             sizes[each.dtype] += each.numel()
     # Not float32, which adapters have, if others are narrower.
     dtype = max(sizes, key=lambda each: (each.itemsize < 4, sizes[each]), default=torch.bfloat16)

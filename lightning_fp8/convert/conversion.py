@@ -163,5 +163,7 @@ def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
     }
     fitting = [way for phrase, way in ways.items() if any(phrase in reason for reason in reasons)]
     others = [reason for reason in reasons if not any(phrase in reason for phrase in ways)]
-    said = "; ".join([*fitting, *others[:3]]) if reasons else "it has no linear layer"
+    if any("its weight is" in reason or "is a subclass of" in reason for reason in others):
+        others = [*others[:3], "if the model was quantized, load it unquantized"]
+    said = "; ".join([*fitting, *others[:4]]) if reasons else "it has no linear layer"
     return f"no layer of the model runs in FP8 (the table says why); {said}"

@@ -423,7 +423,9 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     """
     require_module("conversion_summary", model)
     if (first_step := watched(model)) is None:
-        raise ValueError(f"this {type(model).__name__} is not a model that convert_module converted; pass its root")
+        inner = next((name for name, each in model.named_modules() if watched(each) is not None), None)
+        way_out = f"pass its {inner}, which was" if inner else "pass its root, or call convert_module(model) first"
+        raise ValueError(f"this {type(model).__name__} is not a model that convert_module converted; {way_out}")
     return first_step.later()
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_fp8.convert.attention_calls.attach import AttentionPlace
 from lightning_fp8.convert.attention_calls.plan import plan_attention
 from lightning_fp8.convert.blocks import features_of, is_linear, matrices_of, names_of, place_of, structure_of
-from lightning_fp8.convert.codes import codes_of, layout_of_codes, note_of_codes, why_not_codes
+from lightning_fp8.convert.codes import SCALES, codes_of, layout_of_codes, note_of_codes, why_not_codes
 from lightning_fp8.convert.fused.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.convert.fused.plan import plan_mlps, plan_norms
 from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
@@ -144,6 +144,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
+    own |= {*SCALES} if codes_of(module) else set()
     found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}

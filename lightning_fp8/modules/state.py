@@ -86,6 +86,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
     """Load the scales and histories of ``state`` into the FP8 layers of ``model``. Slots missing in it start empty.
 
+    A warning says if ``state`` has others, which are ignored.
+
     Args:
         model: a model with FP8 layers (see ``convert_module``).
         state: the result of :func:`fp8_state_dict`, or the ``"model"`` entry of the plugin's state in a checkpoint.
@@ -112,6 +114,9 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Any]) -> list[str]:
             f"no name in the state is a tensor of this model: the state has, for example, {saved_names[0]!r}, and the "
             f"model {model_names[0]!r}; pass the module that was saved, which may be a child or the parent of this one"
         )
+    if unknown := sorted(set(saved_names) - set(model_names)):
+        said = f"the model lacks {len(unknown)} tensors of the FP8 state, {unknown[0]} for example, which are ignored"
+        warnings.warn(said, stacklevel=2)
     return [name for history, own in names.items() for name in history.load_state_dict(state, own, model)]
 
 

@@ -25,7 +25,7 @@ def verdict(record: Record, num_alarms: int) -> str:
     """The numbers of steps, quantized tensors and alarms, and the worst clipping and flushing."""
     steps = f"{record.num_steps} step{'s' * (record.num_steps != 1)}"
     if not record.names:
-        return f"{steps} without FP8"
+        return f"{steps} without FP8 layers under FP8Precision: only the loss is recorded"
     steps = f"FP8: {steps}, {len(record.names)} quantized tensors, {num_alarms} alarm{'s' * (num_alarms != 1)}"
     if not record.intervals:
         return steps

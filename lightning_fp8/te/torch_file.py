@@ -101,8 +101,9 @@ def load_checkpoint(path: Path, check_sums: bool = False) -> tuple[Any, list[str
         return restore(storage, location)
 
     with path.open("rb") as file:
+        start = file.read(4)
         try:
-            if file.read(4) != _ZIP_SIGNATURE:
+            if start != _ZIP_SIGNATURE:
                 return torch.load(path, map_location="cpu", weights_only=True), []
             records = _stored_records(archive := zipfile.ZipFile(file))
             if check_sums and (damaged := archive.testzip()) is not None:
@@ -121,7 +122,7 @@ def load_checkpoint(path: Path, check_sums: bool = False) -> tuple[Any, list[str
         except CheckpointError:
             raise
         except Exception as error:  # damaged files raise many types of errors
-            raise CheckpointError(_reason(error)) from None
+            raise CheckpointError(_reason(error, start)) from None
     return value, sorted(classes.keys() - _INERT)
 
 
@@ -142,11 +143,15 @@ def _unread(name: str) -> type[Unread]:
     return type(own_name, (Unread,), {"__module__": module})
 
 
-def _reason(error: Exception) -> str:
-    """The message of an error of ``torch.load``, without the advice around it to load the file unsafely."""
+def _reason(error: Exception, start: bytes) -> str:
+    """The message of an error of ``torch.load``, without the advice around it to load the file unsafely.
+
+    Args:
+        start: the first bytes of the file.
+    """
     if isinstance(error, (EOFError, zipfile.BadZipFile)):
         return "it is damaged: it ends too early, as after an interrupted copy or save; copy or save it again"
-    if isinstance(error, KeyError):  # the first byte is no opcode of a pickle
+    if start[:1] not in (pickle.PROTO, _ZIP_SIGNATURE[:1]):
         return "it is not a file of torch.save; if its format is another, load it and torch.save its state dict"
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     advised = isinstance(error, pickle.UnpicklingError) and len(lines) > 1  # before it, and a link after it

@@ -357,12 +357,26 @@ def test_files_that_are_no_checkpoint_are_named_with_the_way_out(tmp_path: Path)
     (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:3000])
     (tmp_path / "empty.ckpt").touch()
     (tmp_path / "text.ckpt").write_text("hello, this is text")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "sharded").mkdir()
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "fp8_state.pt").touch()
     for name, said in {
         "cut.ckpt": "it ends too early, as after an interrupted copy or save; copy or save it again",
         "empty.ckpt": "it ends too early, as after an interrupted copy or save; copy or save it again",
         "text.ckpt": "it is not a file of torch.save",
+        "config.json": "it is not a file of torch.save",
+        "checkpoint-2": f"a folder; its FP8 state is in {tmp_path / 'checkpoint-2' / 'fp8_state.pt'}",
         "sharded": "a folder; a sharded one is made a file by python -m torch.distributed.checkpoint.format_utils",
     }.items():
         with pytest.raises(SystemExit, match=f"{name}: .*{said}"):
             main(["checkpoint", "inspect", str(tmp_path / name)])
+
+
+def test_a_file_is_not_advised_to_be_removed_before_its_conversion(tmp_path: Path) -> None:
+    path = tmp_path / "te.ckpt"
+    torch.save({}, path)
+    (tmp_path / "link.ckpt").symlink_to(path)
+    for target in (path, tmp_path / "link.ckpt"):
+        with pytest.raises(SystemExit, match="IN and OUT are the same file; name another file for OUT"):
+            main(["checkpoint", "convert", str(path), str(target)])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
@@ -165,11 +167,33 @@ def test_a_checkpoint_without_scales_empties_them(run: Path, tmp_path: Path) -> 
     (run / CHECKPOINT / "trainer_state.json").write_text(json.dumps(state))
     resumed = trainer(tmp_path)
     resumed.train()
-    with pytest.warns(UserWarning, match="training resumes, but its fp8_state.pt was not found: .*start empty") as told:
+    with pytest.warns(
+        UserWarning, match="training resumes, but its fp8_state.pt was not found, or .*start empty"
+    ) as told:
         resumed.train(resume_from_checkpoint=str(run / CHECKPOINT))
     assert sum("fp8_state.pt" in str(each.message) for each in told) == 1
     assert fp8_state_dict(resumed.model)["updates"] == 2
     assert torch.load(tmp_path / "checkpoint-4" / "fp8_state.pt")["updates"] == 2
+
+
+def test_a_file_of_other_scales_is_told(run: Path, tmp_path: Path) -> None:
+    """Its hash is not that of the checkpoint; the message does not say that it is missing."""
+    state = json.loads((run / CHECKPOINT / "trainer_state.json").read_text())
+    state["stateful_callbacks"]["FP8TrainerCallback"]["attributes"]["saved"]["sha256"] = "0" * 64
+    (run / CHECKPOINT / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.warns(UserWarning, match="has another hash than in trainer_state.json"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(run / CHECKPOINT))
+
+
+def test_a_folder_to_resume_from_is_checked_at_once(tmp_path: Path) -> None:
+    wrong = re.escape(f"resume_from_checkpoint={str(tmp_path)!r} must be a folder with fp8_state.pt")
+    with pytest.raises(ValueError, match=wrong):
+        FP8TrainerCallback(tmp_path)
+    for value in (nn.Linear(4, 4), True):
+        with pytest.raises(TypeError, match=f"is of type {type(value).__name__}, .*Trainer\\(model="):
+            FP8TrainerCallback(value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no argument 'recipe'; its arguments are 'resume_from_checkpoint'"):
+        FP8TrainerCallback(recipe="delayed")  # type: ignore[call-arg]
 
 
 class Opened:

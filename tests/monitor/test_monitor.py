@@ -226,7 +226,7 @@ def test_a_run_without_fp8_records_its_loss(tmp_path: Path) -> None:
     assert record.names == []
     assert [(each.first_step, each.last_step) for each in record.intervals] == [(1, 4), (5, 8), (9, 10)]
     assert all(0 < each.loss < 10 for each in record.intervals)
-    assert monitor.table() == "10 steps without FP8"
+    assert monitor.table() == "10 steps without FP8 layers under FP8Precision: only the loss is recorded"
 
 
 def test_a_run_that_fails_keeps_its_record(tmp_path: Path) -> None:

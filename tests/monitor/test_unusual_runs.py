@@ -30,7 +30,7 @@ class Convolution(Model):
 def test_a_model_without_fp8_layers_trains(tmp_path: Path) -> None:
     monitor = monitor_of(tmp_path, 2)
     fit(monitor, model=Convolution(), steps=5)
-    assert monitor.table() == "5 steps without FP8"
+    assert monitor.table() == "5 steps without FP8 layers under FP8Precision: only the loss is recorded"
     assert Record.load(tmp_path / "run.npz").num_steps == 5
 
 
