@@ -64,6 +64,8 @@ def why_not_codes(module: nn.Module) -> str:
         return f"{cls.__name__} is neither nn.Linear nor FP8Linear with one float8 weight"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance"
+    if weight.is_meta and "_hf_hook" in vars(module):
+        return "accelerate offloads its codes and brings them for each forward: load the model without offloading"
     if is_dtensor(weight):
         return "it is sharded already: call convert_module before fully_shard"
     if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter):
@@ -102,33 +104,36 @@ def _layout_of(module: nn.Module) -> Layout | None:
 def adopt_codes(model: nn.Module, policy: Policy) -> None:
     """Turn the layers of ``model`` that hold FP8 codes into layers of this package with these codes, in place.
 
-    Layers that ``policy`` skips stay as they are.
+    Layers that ``policy`` skips, or does not replace, stay as they are.
 
     Raises:
         TypeError: If a module that ``policy.skip`` does not match has a float8 parameter that cannot be multiplied.
             Nothing is changed then.
     """
-    refused: list[tuple[str, str, torch.dtype, str]] = []
+    refused: list[tuple[str, str, nn.Module, str]] = []
     layers: list[nn.Module] = []
-    for names, module in zip(names_of(model).values(), model.modules()):
+    named = zip(names_of(model).values(), model.modules()) if policy.replace_layers else ()
+    for names, module in named:
         if not (codes := codes_of(module)):
             continue
         full = [f"{name}.{key}".lstrip(".") for name in names for key in codes]
         if skipped_by(module, names, policy, full):
             continue
         if reason := why_not_codes(module):
-            refused.append((full[0], names[0], next(iter(codes.values())).dtype, reason))
-        elif policy.replace_layers:
+            refused.append((full[0], names[0], module, reason))
+        else:
             layers.append(module)
     if refused:
-        key, name, dtype, reason = refused[0]
+        key, name, module, reason = refused[0]
+        dtype, cls = next(iter(codes_of(module).values())).dtype, unsharded_class(module).__name__
+        config = f"{'CompressedTensors' if cls.startswith('CompressedTensors') else 'FineGrainedFP8'}Config"
         last = {each.rpartition(".")[2] for _, each, _, _ in refused}
         glob = f"*.{last.pop()}" if len(refused) > 1 and len(last) == 1 else name
         more = f" ({len(refused) - 1} more modules are refused)" if len(refused) > 1 else ""
         raise TypeError(
             f"{key} of {type(model).__name__} is {dtype}, codes that cannot be trained on: {reason}{more}. Load the "
-            "model with its weights dequantized, quantization_config=FineGrainedFP8Config(dequantize=True). Or keep "
-            f"such layers as they are: skip=({glob!r},), or a module_filter_fn that does not choose them"
+            f"model with its weights dequantized, quantization_config={config}(dequantize=True). Or keep such layers "
+            f"as they are: skip=({glob!r},), or a module_filter_fn that does not choose them"
         )
     if not layers:
         return

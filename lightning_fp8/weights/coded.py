@@ -85,6 +85,11 @@ def replace_codes(weight: Any, state_dict: dict[str, Any], prefix: str, name: st
             made.stored = stored
             made = _placed(CodesShard.of(made, 0, len(made)), weight, weight.shape)
         return {**kept, key: made}, ""
+    if codes is None and isinstance(scale, Tensor) and (scale.dtype, scale.shape) == stored[1:] and not held.is_meta:
+        row = held.operands.rowwise
+        own = scale if row.layout.has_one_scale else _shard_of(scale, weight)
+        if torch.allclose(own.to(row.scale_inv).view_as(row.scale_inv), row.scale_inv, rtol=0, atol=0, equal_nan=True):
+            return kept, ""  # a state dict without frozen parameters, of this model
     found = [f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else "nothing" for each in given]
     needed = [f"{dtype} {list(shape)}" for dtype, shape in expected]
     return {**kept, key: weight}, (

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cuda_kernels.device.sizes import ceil_div
 from lightning_fp8 import ops
 from lightning_fp8.notices import say_once
+from lightning_fp8.numerics.formats import holds_codes
 from lightning_fp8.numerics.recipes import Recipe
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops import Quantized
@@ -300,9 +301,12 @@ class FP8Tensor(Tensor):
             new = values.quantized(rowwise=row is not None, columnwise=column is not None)
         else:
             plain = values.dequantize() if isinstance(values, FP8Tensor) else values
+            if self.stored is not None and holds_codes(plain):
+                raise TypeError(CODES_WITHOUT_SCALES)
             plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
             if self.stored is not None and not plain.is_meta:
-                if torch.equal(plain, self.dequantize().to(plain.dtype).view(plain.shape)):
+                own = self.dequantize().to(plain.dtype).view(plain.shape)
+                if torch.allclose(plain, own, rtol=0, atol=0, equal_nan=True):
                     return self  # the values of these codes, as DistributedDataParallel broadcasts them
                 if isinstance(self, CodesShard):
                     raise NotImplementedError(CODES_ARE_SHARDED)
@@ -323,6 +327,10 @@ CODES_ARE_CAST_AGAIN = (
     "values were written to a weight whose FP8 codes are those of a checkpoint, as merging an adapter does: all of its "
     "codes and scales are cast again, which rounds the sum to FP8, and unmerging does not restore the codes. To merge "
     "without rounding, load the adapter on the model of quantization_config=FineGrainedFP8Config(dequantize=True)"
+)
+CODES_WITHOUT_SCALES = (
+    "float8 codes without their scales are written to a weight whose FP8 codes are those of a checkpoint, as if they "
+    "were its values: load both with load_state_dict"
 )
 CODES_ARE_SHARDED = (
     "values cannot be written to a weight whose FP8 codes are those of a checkpoint and which fully_shard has sharded, "

@@ -274,7 +274,8 @@ def test_cached_copies_follow_a_loaded_state_dict() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["values", "no scales", "no codes", "scales of rows", "scales in BF16", "codes of another shape"]
+    "change",
+    ["values", "no scales", "other scales without codes", "scales of rows", "scales in BF16", "codes of another shape"],
 )
 def test_state_dicts_that_do_not_fit_are_refused(change: str) -> None:
     model = convert(single("blocks"))
@@ -282,8 +283,10 @@ def test_state_dicts_that_do_not_fit_are_refused(change: str) -> None:
     state = {**before}
     if change == "values":
         state["0.weight"] = torch.randn(200, 272, dtype=torch.bfloat16)
-    elif change.startswith("no "):
-        del state["0.weight" if change == "no codes" else "0.weight_scale_inv"]
+    elif change == "no scales":
+        del state["0.weight_scale_inv"]
+    elif change == "other scales without codes":
+        state = {"0.weight_scale_inv": 2 * state["0.weight_scale_inv"], "0.bias": state["0.bias"]}
     elif change.startswith("codes"):
         state["0.weight"] = state["0.weight"][:100]
     else:
@@ -293,6 +296,47 @@ def test_state_dicts_that_do_not_fit_are_refused(change: str) -> None:
         model.load_state_dict(state)
     assert torch.equal(bits(model[0].weight.operands.rowwise.data), bits(before["0.weight"]))
     assert model.load_state_dict({}, strict=False).missing_keys == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_without_frozen_parameters_loads_into_its_model(kind: str, dtype: torch.dtype) -> None:
+    """Scales are no parameters, so those who drop frozen parameters by name keep them."""
+    model = convert(single(kind, dtype))
+    before = copied(model.state_dict())
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    trained = {name: each for name, each in before.items() if name not in frozen}
+    assert [*trained] == ["0.bias", "0.weight_scale_inv"]
+    trained["0.bias"] = trained["0.bias"] + 1
+    result = model.load_state_dict(trained, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0.weight"], [])
+    assert same_bits(model.state_dict(), {**before, "0.bias": trained["0.bias"]})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+        model.load_state_dict(trained)
+
+
+@torch.no_grad()
+def test_codes_are_not_taken_for_values() -> None:
+    """In a loop over ``named_parameters`` that copies what ``state_dict`` gave."""
+    model, before = convert(single("blocks")), copied(single("blocks").state_dict())
+    with pytest.raises(TypeError, match="without their scales.*load both with load_state_dict"):
+        model[0].weight.copy_(before["0.weight"])
+    with pytest.raises(TypeError, match="without their scales"):
+        model[0].weight.data = before["0.weight"]
+    assert same_bits(model.state_dict(), before)
+
+
+def test_codes_of_nan_stay_if_their_values_are_written() -> None:
+    """As DistributedDataParallel writes those of the first rank."""
+    model = single("blocks")
+    bits(model[0].weight)[[3, 7]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
+    before = copied(model.state_dict())
+    weight = convert(model)[0].weight
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        weight.copy_(weight.dequantize())
+    assert same_bits(model.state_dict(), before)
+    assert values_of(model[0]).isnan().sum() == 2
 
 
 @thorough
@@ -463,6 +507,23 @@ def test_what_cannot_be_multiplied_is_refused_before_anything_changes(reason: st
     convert_module(model, skip=["2"])
     assert type(model[2]) is types[2]
     assert isinstance(model[1], Linear)
+
+
+def test_codes_that_accelerate_offloads_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(chain(), execution_device="cpu")
+    with pytest.raises(TypeError, match=r"^1\.weight of Sequential.*load the model without offloading"):
+        convert_module(model)
+    assert [type(each) for each in model] == [nn.Linear] * 4
+
+
+def test_layers_of_compressed_tensors_are_refused_with_their_config() -> None:
+    of_transformers = pytest.importorskip("transformers.integrations.compressed_tensors")
+    if not hasattr(of_transformers, "CompressedTensorsFP8Linear"):
+        pytest.skip("this version of transformers has no such layer")
+    model = nn.Sequential(nn.Linear(16, 16), of_transformers.CompressedTensorsFP8Linear(16, 16))
+    with pytest.raises(TypeError, match=r"^1\.weight.*quantization_config=CompressedTensorsConfig\(dequantize=True\)"):
+        convert_module(model)
 
 
 def test_the_bias_decides_the_dtype_and_keeps_its_own() -> None:

@@ -254,6 +254,10 @@ def of_state(kind: str, folder: Path) -> dict[str, bool]:
     with SendsFloat8():
         set_model_state_dict(from_full, dict(state), options=StateDictOptions(full_state_dict=True))
     on_meta.load_state_dict(model.state_dict(), assign=True)
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    found["has trained ones"] = not any(name.endswith("base.weight") for name in trained)
+    set_model_state_dict(model, trained, options=StateDictOptions(strict=False))
+    found["trained ones"] = bits(full_state(model)) == bits(state)
     empty = shard(blocks(kind, seed=9, **sizes).to("meta")).to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     expected = train(blocks(kind, **sizes), "tensorwise", sizes.get("width", WIDTH))
