@@ -61,9 +61,9 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         if state.global_step:
             self._load(self._found(args, state, recorded["attributes"].get("saved", {})), "training resumes")
         told = roots[0][1].history.watch.said  # once for each model
-        self._reports_first_step = self._reports and type(self) not in told
+        self._reports_first_step = self._reports and "table" not in told
         if self._reports_first_step:
-            told[type(self)] = "the table"
+            told["table"] = "printed"
             for root, pinned in roots:
                 print(f"recipe: {described(fields_of(pinned.recipe))}\n{pinned.summary(root)}")
             recipes = [each.recipe for _, each in roots if isinstance(each.recipe, DelayedScaling)]

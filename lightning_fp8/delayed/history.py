@@ -365,7 +365,8 @@ class AmaxHistory:
     def pin(self, recipe: DelayedScaling | None) -> None:
         """Set :attr:`own_recipe`, and the span before it is compiled in."""
         self.own_recipe = recipe
-        self.span = self.span or (recipe and span_of(recipe))
+        if recipe is not None:
+            self.span = self.span or span_of(recipe)
 
     def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
         """Let the optimizers of ``module`` update the scales. The root of a converted model has no ``slots``."""
