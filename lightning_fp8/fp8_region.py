@@ -17,6 +17,7 @@ from lightning_fp8.capture import is_capturing
 from lightning_fp8.delayed.history import AmaxHistory, any_history
 from lightning_fp8.delayed.update import forwards_begin, region_begins, update_calibrated
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
+from lightning_fp8.optimizer_steps import leave
 from lightning_fp8.threads import NO_BACKWARD, thread
 
 
@@ -139,7 +140,7 @@ def own_forward_begins(context: FP8Context, history: AmaxHistory) -> None:
 def _call_waiting() -> None:
     for each in tuple(waiting):
         if each():
-            waiting.remove(each)
+            leave(waiting, each)  # another thread may have called it, too
 
 
 class fp8_autocast(ContextDecorator):

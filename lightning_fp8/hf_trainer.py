@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from lightning_fp8.delayed.update import are_several_ranks
 from lightning_fp8.delayed.watch import PATIENCE
 from lightning_fp8.files import replacing
 from lightning_fp8.modules.state import FP8State, fp8_state_dict, reset_fp8_scales
-from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, described, fields_of
+from lightning_fp8.numerics.recipes import DelayedScaling, described, fields_of
 
 FILE = "fp8_state.pt"
 """The FP8 state in the folder of a checkpoint: the result of ``fp8_state_dict`` of the Trainer's model."""
@@ -62,7 +60,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         if not roots:
             what = f"FP8TrainerCallback: the Trainer's {type(model).__name__} has no recipe, nothing runs in FP8"
             raise ValueError(f"{what}; pass Trainer(model=convert_module(model, recipe='delayed'), ...)")
-        is_new, self._model = model is not self._model, model
+        self._model = model
         self._output_dir, self._content = os.path.abspath(args.output_dir), b""
         for _root, pinned in roots:
             pinned.history.watch.patience = PATIENCE * args.gradient_accumulation_steps
@@ -71,12 +69,19 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
         self._reports = state.is_world_process_zero
         if state.global_step:
             self._load(self._found(args, state, recorded["attributes"].get("saved", {})), "training resumes")
-        self._reports_first_step = self._reports and is_new
+        told = roots[0][1].history.watch.said  # once for each model
+        self._reports_first_step = self._reports and "table" not in told
         if self._reports_first_step:
+            told["table"] = "printed"
             for root, pinned in roots:
                 print(f"recipe: {described(fields_of(pinned.recipe))}\n{pinned.summary(root)}")
-            for said in _traps([pinned.recipe for _, pinned in roots]):
-                warnings.warn(said, stacklevel=2)
+            recipes = [each.recipe for _, each in roots if isinstance(each.recipe, DelayedScaling)]
+            if are_several_ranks() and not all(each.reduce_amax for each in recipes):
+                warnings.warn(
+                    "reduce_amax=False: each process has its own delayed scales, and checkpoints hold those of process "
+                    "0, with which all processes resume. Training resumes to the bit with reduce_amax=True",
+                    stacklevel=2,
+                )
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self._reports_first_step:
@@ -87,6 +92,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint, FILE), "the weights of the best checkpoint were loaded")
+        self._model = None  # a callback that is kept does not keep it
 
     def state(self) -> dict[str, Any]:
         """What a Trainer that saves writes into ``trainer_state.json``: the hash of what :meth:`on_save` writes."""
@@ -136,22 +142,3 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
             raise ValueError(said) from error
         if delayed and self._reports:
             print(f"FP8 state: the scales of {path} are loaded, after {delayed[0].history.updates} updates")
-
-
-def _traps(recipes: list[Recipe]) -> Iterator[str]:
-    """What is known to go wrong in silence in this run."""
-    if any(isinstance(each, DelayedScaling) and not each.reduce_amax for each in recipes) and are_several_ranks():
-        yield (
-            "reduce_amax=False: each process has its own delayed scales, and checkpoints hold those of process 0, with "
-            "which all processes resume. Training resumes to the bit with reduce_amax=True"
-        )
-    # Callbacks are not given their Trainer, and only it knows the reference model of DPO.
-    callers = (each.frame.f_locals.get("self") for each in inspect.stack(0))
-    trainer = next((each for each in callers if hasattr(each, "callback_handler")), None)
-    reference = getattr(trainer, "ref_model", None)
-    if isinstance(reference, nn.Module) and not pinned_in(reference):
-        yield (
-            f"the reference model (ref_model, {type(reference).__name__}) runs in high precision and the trained model "
-            "in FP8, so their log-probabilities differ before the first step; pass "
-            f"ref_model=convert_module(reference, recipe={recipes[0].name!r})"
-        )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_fp8.capture import is_capturing
 
 Listener = Callable[[Any], None]
+_Each = TypeVar("_Each")
 
 before: list[Listener] = []
 after: list[Listener] = []
@@ -34,9 +36,9 @@ def listen(listeners: list[Listener], listener: Listener) -> None:
         listeners.append(listener)
 
 
-def leave(listeners: list[Listener], listener: Listener) -> None:
+def leave(listeners: list[_Each], listener: _Each) -> None:
     """Remove ``listener`` if it is there."""
-    if listener in listeners:
+    with suppress(ValueError):
         listeners.remove(listener)
 
 

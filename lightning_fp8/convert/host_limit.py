@@ -83,6 +83,8 @@ _watched: HostLimit | None = None
 def watch_host(tell: Callable[[str], None]) -> None:
     """Watch the steps on a GPU from now on; ``tell`` is called with the message, if there is one."""
     global _watched
+    if _watched is not None:
+        leave(waiting, _watched.begins)
     _watched = HostLimit(tell)  # without a look for a GPU, after which a process that is forked could not use it
     listen(before, backward_ended)
     listen(after, _stepped)

@@ -16,11 +16,11 @@ from lightning_fp8.convert.fused.fused import FusedModule
 from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import ConversionSummary
-from lightning_fp8.delayed.history import AmaxHistory
+from lightning_fp8.delayed.history import AmaxHistory, living
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.modules.linear_layer import LinearLayer
-from lightning_fp8.numerics.recipes import Recipe
+from lightning_fp8.numerics.recipes import DelayedScaling, Recipe
 
 _ATTRIBUTE = "_fp8_pinned"
 """Holds the :class:`Pinned` of a model, which its copies and pickles have, too."""
@@ -105,12 +105,16 @@ def pin_again(model: nn.Module, detached: bool = False) -> list[Pinned]:
 
 def set_own_context(modules: Iterable[nn.Module], context: FP8Context | None) -> None:
     """Set the context of forwards outside every region; None is high precision."""
+    histories: dict[AmaxHistory, None] = {}
     for module in modules:
         for each in (module, owner_of(module)):
             if isinstance(each, (FP8Module, FusedModule, Owner)) and each.own_context is not context:
                 each.own_context = context
         if isinstance(module, FP8Module) and module.history is not None:
-            module.history.pin(None if context is None else context.recipe)
+            histories[module.history] = None
+    for history in histories:  # other modules that use it may have other contexts
+        own = (getattr(each, "own_context", None) for each in living(history.modules))
+        history.pin(next((each.recipe for each in own if each and isinstance(each.recipe, DelayedScaling)), None))
 
 
 def is_kept(module: nn.Module, name: str) -> bool:

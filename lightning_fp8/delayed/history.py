@@ -255,7 +255,7 @@ class AmaxHistory:
         span: the format and margin of the scales; ``None`` if there are no scales or it is unknown.
         recipe: the recipe of the last observed amaxes; ``None`` if it is unknown.
         plugin_recipe: the recipe of the plugin that trains the model; ``None`` if ``fp8_autocast`` sets the recipe.
-        own_recipe: the recipe of the model's layers outside every region, if it is delayed scaling.
+        own_recipe: the recipe of layers outside every region, if that of any is delayed scaling.
         calibrated: whether a calibrating region has observed amaxes and has not ended yet.
         modules: weak references, by ``id``, to the modules whose optimizers update the scales: those that read slots,
             and the root of the converted model.
@@ -362,11 +362,11 @@ class AmaxHistory:
         self.recipe = recipe
         self.watch.observed = True
 
-    def pin(self, recipe: Recipe | None) -> None:
+    def pin(self, recipe: DelayedScaling | None) -> None:
         """Set :attr:`own_recipe`, and the span before it is compiled in."""
-        self.own_recipe = recipe if isinstance(recipe, DelayedScaling) else None
-        if self.own_recipe is not None:
-            self.span = self.span or span_of(self.own_recipe)
+        self.own_recipe = recipe
+        if recipe is not None:
+            self.span = self.span or span_of(recipe)
 
     def add_module(self, module: Any, slots: Sequence[int] = ()) -> None:
         """Let the optimizers of ``module`` update the scales. The root of a converted model has no ``slots``."""

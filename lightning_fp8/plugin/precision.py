@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import getdoc
@@ -36,8 +35,6 @@ from lightning_fp8.traced import any_traced
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.masters import with_master_weights
 
-_NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
-
 
 class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     """FP8 training as a precision plugin of the Trainer: ``Trainer(plugins=[FP8Precision(recipe="delayed")])``.
@@ -56,8 +53,6 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if sys._getframe(1).f_globals.get("__name__") == "lightning.fabric.fabric":
-            raise MisconfigurationException(_NOT_FOR_FABRIC)
         trainer: Any = module._trainer if isinstance(module, LightningModule) else None
         if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
@@ -170,7 +165,9 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
     @override
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         if not isinstance(module, LightningModule) or module._trainer is None:
-            raise MisconfigurationException(_NOT_FOR_FABRIC)
+            raise MisconfigurationException(
+                "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
+            )
         return super().pre_backward(tensor, module)
 
     @override

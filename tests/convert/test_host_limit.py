@@ -136,3 +136,12 @@ def test_a_conversion_does_not_look_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     """torch refuses CUDA in a process that was forked after such a look."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("it looks for a GPU"))
     host_limit.watch_host(print)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_conversions_without_a_forward_leave_one_to_wait() -> None:
+    host_limit.watch_host(print)
+    before = len(host_limit.waiting)
+    for _ in range(10):
+        host_limit.watch_host(print)
+    assert len(host_limit.waiting) == before

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -276,24 +278,17 @@ def test_without_a_recipe_the_line_is_named(tmp_path: Path) -> None:
         wrong.train()
 
 
-class WithReference(Trainer):
-    """As TRL's trainers, which load a reference model by themselves."""
-
-    ref_model: Any = None
-
-
-@pytest.mark.parametrize("converted", [True, False])
-def test_a_reference_in_high_precision_is_named(
-    converted: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    trained = trainer(tmp_path, "rowwise", of=WithReference, max_steps=1, save_strategy="no")
-    trained.ref_model = llama()
-    if converted:
-        convert_module(trained.ref_model, recipe="rowwise")
+def test_a_callback_that_is_kept_keeps_neither_the_model_nor_what_the_caller_had(tmp_path: Path) -> None:
+    """``kept`` is a local variable of a function that trains, and is deleted before the function returns."""
+    callback = FP8TrainerCallback()
+    trained = trainer(tmp_path, callback=callback, max_steps=1, save_strategy="no")
+    kept = torch.zeros(1)
+    local, model = weakref.ref(kept), weakref.ref(trained.model)
     trained.train()
-    told = [str(each.message) for each in recwarn if "ref_model" in str(each.message)]
-    assert len(told) == (not converted)
-    assert converted or "ref_model=convert_module(reference, recipe='rowwise')" in told[0]
+    del trained, kept
+    gc.collect()
+    assert callback is not None
+    assert (local(), model()) == (None, None)
 
 
 def test_two_models_with_recipes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

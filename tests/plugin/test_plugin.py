@@ -65,17 +65,17 @@ def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
 
 
 def test_trainers_plugin_in_fabric() -> None:
-    """The setup of a model says so, before the table, and for a model that was not set up its backward."""
+    """The first backward says so, of models that were set up, alone and with an optimizer, and of others."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    message = "is for the Trainer; pass FP8FabricPrecision to Fabric"
-    for set_up in (fabric.setup_module, lambda each: fabric.setup(each, torch.optim.SGD(each.parameters(), lr=0.1))):
-        with pytest.raises(MisconfigurationException, match=message):
-            set_up(model)
-    assert type(model[1]) is nn.Linear
-    with pytest.raises(MisconfigurationException, match=message):
-        fabric.backward(model(torch.randn(8, 16)).sum())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    models = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))) for _ in range(3)]
+    alone, (beside, _) = (
+        fabric.setup_module(models[0]),
+        fabric.setup(models[1], torch.optim.SGD(models[1].parameters())),
+    )
+    for model in (alone, beside, models[2]):
+        with pytest.raises(MisconfigurationException, match="is for the Trainer; pass FP8FabricPrecision to Fabric"):
+            fabric.backward(model(torch.randn(8, 16)).sum())
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 FROM_LIGHTNING = "Import both from lightning, not from pytorch_lightning or lightning_fabric"

@@ -242,6 +242,27 @@ def test_compiled_code_runs_by_the_recipe(recipe: Any, where_faster: bool) -> No
         assert torch.equal(compiled(torch.ones(4, 16)), model(torch.ones(4, 16)))
 
 
+@pytest.mark.parametrize("others", ["tensorwise", None, "torchao"])
+def test_compiled_scales_follow_where_a_part_has_another_recipe(others: str | None) -> None:
+    """Layers of the part that stay in BF16 have slots beside those of the rest. An eager copy has the same scales."""
+
+    def mixed() -> nn.Sequential:
+        model = small(RECIPE)
+        if others == "torchao":
+            convert_to_float8_training(model[4])
+        else:
+            convert_module(model[4:], recipe=others)
+        return model
+
+    model, eager = mixed(), mixed()
+    torch._dynamo.reset()
+    steps_of(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
+    steps_of(eager)
+    scales = [slot.scale.item() for _, slot in model[2].named_slots()]
+    assert scales == [slot.scale.item() for _, slot in eager[2].named_slots()]
+    assert all(scales)
+
+
 def test_two_models_have_two_recipes_in_one_step() -> None:
     other = DelayedScaling(margin=2, amax_history_len=2, reduce_amax=False)
     together, alone = [small(RECIPE), small(other), small("rowwise")], [small(RECIPE), small(other), small("rowwise")]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Linear, fp8_autocast, update_fp8_scales
+from lightning_fp8 import Linear, convert_module, fp8_autocast, fp8_region, update_fp8_scales
 from lightning_fp8.numerics.recipes import RECIPES
 from tests.small import Regression, fp8_trainer, regression_data
 
@@ -53,6 +54,26 @@ def test_a_region_is_not_another_threads(compiled: bool) -> None:
     assert not torch.equal(here, high)
     assert not torch.equal(inside, high)
     assert not torch.equal(inside, here)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_work_that_waits_for_a_forward_may_end_in_two_threads_at_once(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first requests to a server do: both threads see the work, and both remove it."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    convert_module(model, recipe="tensorwise" if own else None)
+    monkeypatch.setattr(fp8_region, "waiting", waiting := [])
+    x, main = torch.randn(8, 32), threading.current_thread()
+
+    def run() -> Tensor:
+        with nullcontext() if own else fp8_autocast(fp8_recipe="tensorwise"):
+            y: Tensor = model(x)
+        return y
+
+    waiting.append(lambda: threading.current_thread() is not main or in_a_thread(run).isfinite().all())
+    assert run().isfinite().all()
+    assert not waiting
 
 
 def test_threads_inside_one_decorated_function_leave_their_own_regions() -> None:
