@@ -66,6 +66,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
             pinned.history.watch.patience = PATIENCE * args.gradient_accumulation_steps
         # The Trainer saves only callbacks that its state has, and a state without this callback may have been loaded.
         recorded = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
+        recorded = recorded[-1] if isinstance(recorded, list) else recorded  # of several callbacks of this class
         self._reports = state.is_world_process_zero
         if state.global_step:
             self._load(self._found(args, state, recorded["attributes"].get("saved", {})), "training resumes")
@@ -105,18 +106,24 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         path = Path(self._output_dir, f"checkpoint-{state.global_step}", FILE)
         content, self._content = self._content, b""
-        if content and args.should_save and path.parent.is_dir():  # a search of hyperparameters saves elsewhere
+        searches = state.is_hyper_param_search  # whose checkpoints are elsewhere: these are of another training
+        if content and args.should_save and not searches and path.parent.is_dir():
             with replacing(path) as part:
                 part.write_bytes(content)
 
     def _found(self, args: Any, state: Any, saved: dict[str, str]) -> Path | None:
         """The file that ``trainer_state.json`` names; the Trainer does not tell the folder that it resumes from."""
+        expected = saved.get("sha256", "")
         if self.resume_from_checkpoint is not None:
-            return Path(self.resume_from_checkpoint, FILE)
+            path = Path(self.resume_from_checkpoint, FILE)
+            if expected and path.is_file() and _hash(path) != expected:
+                what = f"{path} is not the FP8 state that was saved with the checkpoint that training resumes from"
+                warnings.warn(f"{what}; leave FP8TrainerCallback(resume_from_checkpoint=...) out", stacklevel=3)
+            return path
         outputs = args.output_dir, saved.get("output_dir", "")
         folders = [os.path.join(each, f"checkpoint-{state.global_step}") for each in outputs]
         for path in (Path(folder, FILE) for folder in (*folders, str(args.resume_from_checkpoint))):
-            if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == saved.get("sha256"):
+            if path.is_file() and _hash(path) == expected:
                 return path
         return None
 
@@ -142,3 +149,7 @@ class FP8TrainerCallback(TrainerCallback, ExportableState):
             raise ValueError(said) from error
         if delayed and self._reports:
             print(f"FP8 state: the scales of {path} are loaded, after {delayed[0].history.updates} updates")
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

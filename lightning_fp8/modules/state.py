@@ -142,12 +142,15 @@ def update_fp8_scales(model: nn.Module) -> None:
 
     A step of a ``torch.optim.Optimizer`` that holds their parameters does so automatically. Call this function after
     each step of any other optimizer: one that does not inherit from torch's, or that holds copies of the parameters.
-    All ranks that share scales must call it.
+    It also drops cached FP8 weights. All ranks that share scales must call it.
 
     Raises:
         TypeError: If ``model`` is not a module.
     """
     require_module("update_fp8_scales", model)
+    for _, module in fp8_modules(model):
+        if isinstance(module, LinearLayer) and module._weight_cache:
+            module.forget_weight()  # the optimizer may have written to its data
     slots_of = _slots_of(model)
     decide_where_faster(slots_of)
     waiting = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import getdoc
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,8 @@ from lightning_fp8.te.keys import has_te_state
 from lightning_fp8.traced import any_traced
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 from lightning_fp8.weights.masters import with_master_weights
+
+_NOT_FOR_FABRIC = "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
 
 
 class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
@@ -163,11 +165,13 @@ class FP8Precision(FP8FabricPrecision, HalfPrecision):  # type: ignore[misc]
         return self._evaluating()
 
     @override
+    def convert_output(self, data: Any) -> NoReturn:
+        raise MisconfigurationException(_NOT_FOR_FABRIC)  # only Fabric calls it, after the first forward
+
+    @override
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        if not isinstance(module, LightningModule) or module._trainer is None:
-            raise MisconfigurationException(
-                "FP8Precision is for the Trainer; pass FP8FabricPrecision to Fabric instead"
-            )
+        if not isinstance(module, LightningModule) or module._trainer is None:  # a model without Fabric's setup
+            raise MisconfigurationException(_NOT_FOR_FABRIC)
         return super().pre_backward(tensor, module)
 
     @override

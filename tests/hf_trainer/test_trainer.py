@@ -151,6 +151,46 @@ def test_resumes_from_a_folder_that_was_moved(trained: Trainer, run: Path, tmp_p
     assert_resumes(trained, tmp_path / "newer", str(moved), resume_from_checkpoint=str(moved))
 
 
+def test_the_given_folder_of_another_checkpoint_is_told(run: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A script that keeps the argument of its first resumption, and resumes again."""
+    for given in (CHECKPOINT, "checkpoint-4"):
+        resumed = trainer(run, save_strategy="no", callback=FP8TrainerCallback(run / given))
+        resumed.train(resume_from_checkpoint=str(run / CHECKPOINT))
+    told = [str(each.message) for each in recwarn if "is not the FP8 state" in str(each.message)]
+    assert len(told) == 1
+    assert told[0].startswith(f"{run / 'checkpoint-4' / 'fp8_state.pt'} is not the FP8 state that was saved with")
+
+
+def test_two_callbacks_resume(trained: Trainer, tmp_path: Path) -> None:
+    checkpoint: Any = None
+    for seed in (0, 5):
+        several = trainer(tmp_path, seed=seed)
+        several.add_callback(FP8TrainerCallback)
+        several.train(resume_from_checkpoint=checkpoint)
+        assert_same_weights(several.model, trained.model)
+        assert_same_scales(several.model, trained.model)
+        checkpoint = str(tmp_path / CHECKPOINT)
+
+
+class Searching(Trainer):
+    """Saves as a search of hyperparameters does."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return f"{self.args.output_dir}/run-0"
+
+
+def test_a_search_leaves_the_checkpoints_of_a_training(
+    trained: Trainer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)  # of a backend that need not be installed
+    searching = trainer(run, seed=3, of=Searching)
+    searching.train(trial={})
+    assert (run / "run-0" / CHECKPOINT).is_dir()
+    for step in ("checkpoint-2", "checkpoint-4"):
+        of_training = Path(trained.args.output_dir, step, "fp8_state.pt").read_bytes()
+        assert (run / step / "fp8_state.pt").read_bytes() == of_training
+
+
 @thorough
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_other_recipes_resume(recipe: str, tmp_path: Path) -> None:

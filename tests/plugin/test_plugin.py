@@ -65,17 +65,21 @@ def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
 
 
 def test_trainers_plugin_in_fabric() -> None:
-    """The first backward says so, of models that were set up, alone and with an optimizer, and of others."""
+    """The first forward says so of models that were set up, alone and with an optimizer; the first backward of others."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
     models = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))) for _ in range(3)]
     alone, (beside, _) = (
         fabric.setup_module(models[0]),
         fabric.setup(models[1], torch.optim.SGD(models[1].parameters())),
     )
-    for model in (alone, beside, models[2]):
-        with pytest.raises(MisconfigurationException, match="is for the Trainer; pass FP8FabricPrecision to Fabric"):
-            fabric.backward(model(torch.randn(8, 16)).sum())
-        assert all(parameter.grad is None for parameter in model.parameters())
+    told = "is for the Trainer; pass FP8FabricPrecision to Fabric"
+    for model in (alone, beside):
+        with pytest.raises(MisconfigurationException, match=told):
+            model(torch.randn(8, 16))
+    loss = models[2](torch.randn(8, 16)).sum()
+    with pytest.raises(MisconfigurationException, match=told):
+        fabric.backward(loss)
+    assert all(parameter.grad is None for parameter in models[2].parameters())
 
 
 FROM_LIGHTNING = "Import both from lightning, not from pytorch_lightning or lightning_fabric"

@@ -327,6 +327,24 @@ def test_micro_batches_share_cached_weights(recipe: Any) -> None:
     assert model[2]._weight_cache is None
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, "blockwise"])
+def test_an_optimizer_that_writes_data_renews_cached_weights(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not torch's, in a process that has entered no region of delayed scaling."""
+    monkeypatch.setattr("lightning_fp8.delayed.update._region.recipe", None)
+    losses = []
+    for caches in (True, False):
+        model = small(recipe, cache_fp8_weights=caches)
+        for step in range(3):
+            loss = model(torch.ones(8, 16) * (1 + step)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            for parameter in model.parameters():
+                parameter.data.sub_(0.5 * parameter.grad)  # type: ignore[operator]
+                parameter.grad = None
+            update_fp8_scales(model)
+    assert_equal(losses[:3], losses[3:])
+
+
 def test_the_state_resumes_to_the_bit() -> None:
     model = small()
     steps_of(model)
