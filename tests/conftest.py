@@ -142,7 +142,10 @@ def _reproducible() -> Iterator[None]:
 
     torch.manual_seed(0)
     said.clear()
+    before = set(os.environ)
     yield
+    for name in {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"} - before:
+        os.environ.pop(name, None)  # Lightning's strategies leave them, and accelerate would start a process group
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("This test leaves a process group behind; the fixture one_rank ends its own")

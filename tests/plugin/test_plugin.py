@@ -65,7 +65,7 @@ def test_precision_beside_the_plugin_is_lightnings_own_error() -> None:
 
 
 def test_trainers_plugin_in_fabric() -> None:
-    """The first forward says so of models that were set up, alone and with an optimizer; the first backward of others."""
+    """The first forward says so, of models that were set up, and the first backward of others."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision()])
     models = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))) for _ in range(3)]
     alone, (beside, _) = (
