@@ -3,7 +3,7 @@
     python examples/transformers_trainer.py                      # FP8, delayed scaling
     python examples/transformers_trainer.py --recipe blockwise   # another recipe
     python examples/transformers_trainer.py --recipe bf16        # the baseline
-    python examples/transformers_trainer.py --steps 200 --resume # goes on, from the last checkpoint in runs/
+    python examples/transformers_trainer.py --steps 200 --resume  # goes on, from the last checkpoint in runs/delayed
 
 It needs transformers and accelerate, and about a minute of processor time. Two lines are about FP8:
 ``convert_module`` and the callback. The model is saved as one without FP8.
@@ -45,9 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a Llama in FP8 in the Trainer of transformers.")
     parser.add_argument("--recipe", default="delayed", choices=[*RECIPES, "bf16"])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--output", default="runs", help="the folder of checkpoints, and of the model")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in this folder")
+    parser.add_argument("--output", type=Path, default=Path("runs"), help="the folder; each recipe has one in it")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint of the recipe")
     args = parser.parse_args()
+    folder = args.output / args.recipe
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -67,7 +68,7 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=args.output,
+            output_dir=str(folder),
             max_steps=args.steps,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
@@ -88,8 +89,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     print(f"validation loss ({args.recipe}): {trainer.evaluate()['eval_loss']:.4f}")
 
-    model.save_pretrained(f"{args.output}/model")
-    print("saved:", type(LlamaForCausalLM.from_pretrained(f"{args.output}/model").model.layers[1].mlp.up_proj).__name__)
+    model.save_pretrained(folder / "model")
+    print("saved:", type(LlamaForCausalLM.from_pretrained(folder / "model").model.layers[1].mlp.up_proj).__name__)
 
 
 if __name__ == "__main__":
