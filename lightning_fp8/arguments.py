@@ -97,12 +97,13 @@ def one_of(name: str, value: Any, known: Collection[str]) -> str:
     return str(value)
 
 
-def unknown_name(owner: str, kind: str, name: str, known: Collection[str]) -> str:
+def unknown_name(owner: str, kind: str, name: object, known: Collection[str]) -> str:
     """The error about a ``name`` that ``owner`` does not have, which lists the ``known`` ones and the nearest."""
-    if name in _SKIPS and "skip" in known:
+    text = str(name)  # a mapping may have other keys
+    if text in _SKIPS and "skip" in known:
         near = ["skip"]
     else:
-        near = [each for each in known if name in each or each in name] or get_close_matches(name, known, 1, 0.5)
+        near = [each for each in known if text in each or each in text] or get_close_matches(text, known, 1, 0.5)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{owner} has no {kind} {name!r}; its {kind}s are {', '.join(map(repr, known))}{meant}"
 

@@ -134,7 +134,7 @@ def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("lightning_fp8.monitor.record.VERSION", 2)
     Record([], []).save(tmp_path / "run.npz")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="version 2.*upgrade"):
+    with pytest.raises(ValueError, match="version 2.*update this one"):
         Record.load(tmp_path / "run.npz")
 
 

@@ -524,7 +524,7 @@ def test_the_first_line_says_that_float32_weights_are_cast(
         "8 bfloat16 parameter tensors are FP32 from now on, because weights_dtype=torch.float32\n"
     )
     cls(weights_dtype="bf16").convert_module(mlp().bfloat16())
-    assert said[-1].startswith("DelayedScaling(")
+    assert said[-1].startswith("recipe: delayed\n")
     cls(weights_dtype="bf16").convert_module(mlp().half())
     assert "8 float16 parameter tensors are BF16 from now on" in said[-1]
     assert sum("float32 parameter tensors" in each for each in said) == (dtypes in HALF)

@@ -1,6 +1,7 @@
 """Run by two processes: a loop of accelerate and a Trainer of transformers, on the CPU, and loops by hand.
 
-``python -m tests.distributed.scripts.hf_accelerate FOLDER``, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* set.
+``python -m tests.distributed.scripts.hf_accelerate FOLDER``, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* set. All
+scripts of this folder are imported by one program, so this one imports accelerate where it needs it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8State, convert_module, fp8_autocast, fp8_state_dict
 from tests.distributed.launch import leave
-from tests.hf_trainer.small import Tokens, llama, trainer
 
 STEPS = 4
 
@@ -34,6 +33,10 @@ def fingerprint(model: nn.Module) -> list[float]:
 
 def by_accelerate(folder: Path) -> dict[str, Any]:
     """Four steps, and the last two again, from what was saved after two."""
+    from accelerate import Accelerator
+
+    from tests.hf_trainer.small import Tokens, llama
+
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
 
     def prepared(seed: int) -> tuple[nn.Module, Any, nn.Module, DataLoader[Any]]:
@@ -72,6 +75,8 @@ def by_accelerate(folder: Path) -> dict[str, Any]:
 
 def by_hand() -> list[float]:
     """The same in DistributedDataParallel, in a region."""
+    from tests.hf_trainer.small import Tokens, llama
+
     model = convert_module(llama()).train()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,6 +92,8 @@ def by_hand() -> list[float]:
 
 
 def by_trainer(folder: Path) -> dict[str, Any]:
+    from tests.hf_trainer.small import trainer
+
     trained = trainer(folder / "trainer")
     trained.train()
     resumed = trainer(folder / "trainer", seed=7)
