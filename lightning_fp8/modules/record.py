@@ -36,8 +36,8 @@ class RegionWatch:
             self.settled = True
             warnings.warn(
                 f"a layer of {self.model}, a model of convert_module, ran {FORWARDS} times outside every fp8_autocast "
-                "with gradients enabled, in high precision. Run training inside `with fp8_autocast():`, and "
-                "evaluations inside torch.no_grad()",
+                "with gradients enabled, in high precision. Call convert_module(model, recipe='delayed'), or run "
+                "training inside `with fp8_autocast():`, and evaluations inside torch.no_grad()",
                 stacklevel=2,
             )
 

@@ -226,6 +226,7 @@ def test_training_outside_every_region_warns_once() -> None:
     model = converted()
     (said,) = trained(convert_module(model), nullcontext)
     assert said.startswith("a layer of Sequential, a model of convert_module, ran 3 times outside every fp8_autocast")
+    assert "Call convert_module(model, recipe='delayed'), or run training inside `with fp8_autocast():`" in said
     assert not trained(model, nullcontext)
     assert not trained(converted(), fp8_autocast)
     assert not trained(converted(), partial(fp8_autocast, enabled=False)), "a baseline in high precision"
