@@ -123,7 +123,7 @@ def _draw_training(values: Values) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5.6))
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     place, ticks, labels = 0.0, [], []
     for group, (name, ratios) in enumerate(values.items()):
         for recipe, ratio in ratios.items():
@@ -147,7 +147,7 @@ def _draw_products(values: Values) -> Any:
 
     series = (OURS, f"{OURS}, best tile", *LIBRARIES)
     figure = Figure(figsize=(7, 0.42 * len(values) + 1.2))
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     for at, by in enumerate(series):
         places = [group + 0.2 * (at - 1.5) for group in range(len(values))]
         axes.barh(places, [each.get(by, 0) for each in values.values()], 0.2, label=by, color=f"C{at}")
@@ -164,7 +164,8 @@ def _draw_attention(values: Values) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.8))
-    for axes, each in zip(figure.subplots(1, 2, sharey=True), (FORWARD, BACKWARD)):
+    pair: Any = figure.subplots(1, 2, sharey=True)
+    for axes, each in zip(pair, (FORWARD, BACKWARD)):
         for label, ratios in values.items():
             name, _, channels = label.rpartition(", ")
             if name.removesuffix(CAUSAL) == each:
