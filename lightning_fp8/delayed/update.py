@@ -260,7 +260,7 @@ def update_calibrated(recipe: DelayedScaling, group: dist.ProcessGroup | None) -
     """
     histories = histories_of_regions()
     reduces = recipe.reduce_amax and are_several_ranks(group)
-    put_aside = [(history, history.amax.clone()) for history in histories if not history.calibrated]
+    put_aside = [(history, history.amax.clone()) for history in histories if reduces and not history.calibrated]
     for history, _ in put_aside:
         history.amax.zero_()
     if reduces:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import DelayedScaling, Format, Linear, fp8_autocast, fp8_state_dict, update_fp8_scales
@@ -118,6 +119,16 @@ def test_calibration_observes_in_eval_mode() -> None:
     with torch.no_grad(), fp8_autocast(enabled=False, calibrating=True):
         linear(torch.full((2, 16), 4.0))
     assert linear.slots[Role.INPUT].scale == 112
+
+
+def test_calibration_does_not_touch_models_of_no_device() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        other = Linear(16, 8)  # on a GPU that this process may not have
+    calibrated = Linear(16, 8)
+    with fp8_autocast(enabled=False, calibrating=True):
+        calibrated(torch.full((2, 16), 4.0))
+    assert other.slots[Role.INPUT].scale.device.type == "cuda"
+    assert calibrated.slots[Role.INPUT].scale == 112
 
 
 @thorough
