@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,8 @@ def test_calibration_does_not_touch_models_of_no_device() -> None:
         calibrated(torch.full((2, 16), 4.0))
     assert other.slots[Role.INPUT].scale.device.type == "cuda"
     assert calibrated.slots[Role.INPUT].scale == 112
+    del other
+    gc.collect()
 
 
 @thorough
