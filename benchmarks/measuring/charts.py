@@ -135,11 +135,7 @@ def _draw_training(values: Values) -> Any:
         place += 0.6
     axes.set_yticks(ticks, labels)
     axes.invert_yaxis()
-    _mark_one(axes.axvline)
-    axes.set_xlim(0, 2)
-    axes.set_xlabel("times as fast as BF16, which runs in the same way")
-    figure.legend(loc="upper center", ncols=2, fontsize=8, frameon=False)
-    return figure
+    return _over_bf16(figure, axes, 2, ", which runs in the same way", columns=2)
 
 
 def _draw_products(values: Values) -> Any:
@@ -153,10 +149,15 @@ def _draw_products(values: Values) -> Any:
         axes.barh(places, [each.get(by, 0) for each in values.values()], 0.2, label=by, color=f"C{at}")
     axes.set_yticks(range(len(values)), values, fontsize=7)
     axes.set_ylim(len(values) - 0.5, -0.5)
+    return _over_bf16(figure, axes, 2.6, columns=4)
+
+
+def _over_bf16(figure: Any, axes: Any, limit: float, condition: str = "", *, columns: int) -> Any:
+    """Finish a picture of horizontal bars from 0 to ``limit``, times as fast as BF16."""
     _mark_one(axes.axvline)
-    axes.set_xlim(0, 2.6)
-    axes.set_xlabel("times as fast as BF16")
-    figure.legend(loc="upper center", ncols=4, fontsize=8, frameon=False)
+    axes.set_xlim(0, limit)
+    axes.set_xlabel(f"times as fast as BF16{condition}")
+    figure.legend(loc="upper center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
