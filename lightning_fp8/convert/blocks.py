@@ -40,7 +40,7 @@ def matrices_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """
     if is_experts(module):
         return matrices_of_experts(module)
-    return module.matrices if isinstance(module, LinearLayer) else {"": features_of(module)}
+    return dict(module.matrices) if isinstance(module, LinearLayer) else {"": features_of(module)}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_fp8 import ops
 from lightning_fp8.functions.product import Product, refuse_second_derivatives
-from lightning_fp8.numerics.scaled import Role, ScaledTensor
+from lightning_fp8.numerics.scaled import Cast, Role, ScaledTensor
 from lightning_fp8.ops import Quantized
 
 MANY_EXPERTS = 32
-"""With more experts in a layer, wgrad is in high precision: a loop of as many small GEMMs takes longer than FP8 saves."""
+"""With more experts in a layer, wgrad is in high precision: a loop of as many GEMMs takes longer than FP8 saves."""
 
 
 class GroupedProduct(Product):
@@ -68,24 +68,25 @@ class GroupedFunction(torch.autograd.Function):
         product: GroupedProduct = ctx.product
         x_dtype, weight_dtype = ctx.dtypes
         dx = dw = None
-        needs_wgrad = x is not None
         in_codes = x_scale_inv is not None
-        dy8 = None
+        dy8: Any = None
         if weight is not None or in_codes:
             dy8 = product.quantize(dy, Role.GRAD_OUTPUT).rowwise
         if weight is not None:
             w8 = product.cached_weight or product.quantize(
                 weight, Role.WEIGHT, rowwise=False, columnwise=True, again=True
             )
-            dx = ops.grouped_mm(dy8, w8.columnwise, offs, out_dtype=x_dtype)  # type: ignore[arg-type]
-        if needs_wgrad:
-            operands = (dy8, ScaledTensor(x, x_scale_inv, dy8.layout)) if in_codes else (dy, x)
-            casts = ops.Casts(product.cast(Role.GRAD_OUTPUT), product.cast(Role.INPUT))
+            assert w8.columnwise is not None
+            dx = ops.grouped_mm(dy8, w8.columnwise, offs, out_dtype=x_dtype)
+        if x is not None:
+            of_x = ScaledTensor(x, x_scale_inv, dy8.layout) if in_codes else x
+            a: tuple[Any, Cast] = dy8 if in_codes else dy, product.cast(Role.GRAD_OUTPUT)
+            b: tuple[Any, Cast] = of_x, product.cast(Role.INPUT)
             if ctx.transposed:  # so that the gradient has the memory order of its parameter
-                operands, casts = operands[::-1], ops.Casts(*casts[::-1])
+                a, b = b, a
             if ctx.wgrad_in_fp8:
-                dw = ops.grouped_wgrad(*operands, offs, casts, out_dtype=weight_dtype)
+                dw = ops.grouped_wgrad(a[0], b[0], offs, ops.Casts(a[1], b[1]), out_dtype=weight_dtype)
             else:
-                dw = ops.grouped_wgrad_in_high_precision(*operands, offs, out_dtype=weight_dtype)  # type: ignore[arg-type]
+                dw = ops.grouped_wgrad_in_high_precision(a[0], b[0], offs, out_dtype=weight_dtype)
             dw = dw.mT if ctx.transposed else dw
         return dx, dw, None, None, None

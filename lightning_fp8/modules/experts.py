@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,15 @@ class Experts(LinearLayer):
     padded. Ids from the number of experts on are other ranks' experts, whose rows are zeros and in no group.
     """
 
+    _in_high_precision: ClassVar[Callable[..., Tensor]]
+    """The forward of the other class."""
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
     kind = "experts"
     product_class = GroupedProduct
 
@@ -43,11 +53,11 @@ class Experts(LinearLayer):
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         ids = torch.arange(len(weights[0]), device=experts.device)
         offs = torch.searchsorted(experts, ids, right=True).to(torch.int32)
-        own = (experts < len(ids))[:, None] if getattr(self, "_is_expert_parallel", False) else None
+        own = (experts < len(ids))[:, None]
+        all_are_own = not getattr(self, "_is_expert_parallel", False)
 
         def multiplied(gemm: int, rows: Tensor) -> Tensor:
-            if own is not None:
-                rows = torch.where(own, rows, 0)
+            rows = rows if all_are_own else torch.where(own, rows, 0)
             if in_fp8:
                 weight = weights[gemm] if torch.is_grad_enabled() else without_gradient(weights[gemm])
                 y = GroupedFunction.apply(rows, weight, offs, products[gemm], dtype)
@@ -62,9 +72,7 @@ class Experts(LinearLayer):
         y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden))
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
-        weighted = y * top_k_weights.reshape(-1)[order][:, None]
-        if own is not None:
-            weighted = torch.where(own, weighted, 0)
+        weighted = y * torch.where(own, top_k_weights.reshape(-1)[order][:, None], 0)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(dtype)
 
@@ -131,5 +139,5 @@ def fp8_experts(cls: type, names: tuple[str, str]) -> type:
 
 
 def _new(cls: type, names: tuple[str, str]) -> Any:
-    made = fp8_experts(cls, names)
+    made: Any = fp8_experts(cls, names)
     return made.__new__(made)

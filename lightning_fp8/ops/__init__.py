@@ -30,8 +30,8 @@ from lightning_fp8.ops.transpose import transpose
 
 __all__ = [
     "ACTIVATIONS",
-    "Casts",
     "HIGH_PRECISION",
+    "Casts",
     "Normalized",
     "Quantized",
     "activation_backward_quantize",

@@ -1,7 +1,7 @@
 """Casts and GEMMs of experts: tokens that are sorted by expert, times the weight of each expert.
 
-Group ``g`` has the rows ``offs[g - 1] <= row < offs[g]`` of the tokens. ``offs`` is int32 ``[E]`` on their device, as in
-``torch.nn.functional.grouped_mm``. Rows from ``offs[-1]`` on are in no group.
+Group ``g`` has the rows ``offs[g - 1] <= row < offs[g]`` of the tokens. ``offs`` is int32 ``[E]`` on their device, as
+``torch.nn.functional.grouped_mm`` takes it. Rows from ``offs[-1]`` on are in no group.
 
 A group computes what the ops without groups compute of its rows: blocks along the tokens begin where a group begins.
 The specification is a loop over these ops. It also runs on GPUs where no kernel exists, and reads ``offs`` on the host.
@@ -45,11 +45,12 @@ def quantize_experts(
     made = cast.usage(rowwise or view, columnwise and not view, scale_is_nonzero)
     results = Outputs(*quantize_experts_op.call(w, made, scale, amax))
     operand = ScaledTensor(results.data, results.scale_inv, cast.layout)
+    transposed = None
     if view:
         scale_inv = results.scale_inv if cast.layout.has_one_scale else results.scale_inv.mT
         transposed = ScaledTensor(results.data.mT, scale_inv, cast.layout)
-    else:
-        transposed = ScaledTensor(*transposed_operand(results, made), cast.layout) if columnwise else None
+    elif columnwise:
+        transposed = ScaledTensor(*transposed_operand(results, made), cast.layout)
     return Quantized(operand if rowwise else None, transposed)
 
 
@@ -83,7 +84,7 @@ def grouped_wgrad(
 
 
 def grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """:func:`grouped_wgrad` of ``dy [T, N]`` and ``x [T, K]`` without casts, which does not wait for ``offs`` in BF16."""
+    """:func:`grouped_wgrad` of ``dy [T, N]`` and ``x [T, K]`` without casts; in BF16 no GPU is asked for ``offs``."""
     return grouped_wgrad_in_high_precision_op.call(dy, x, offs, out_dtype)  # type: ignore[no-any-return]
 
 
