@@ -52,7 +52,7 @@ RUNS = [
 
 
 @cache
-def _bytes() -> tuple[Tensor, Tensor]:
+def bytes_of_the_library() -> tuple[Tensor, Tensor]:
     """Bytes to train on, and bytes of other files."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = [b"".join(file.read_bytes() for file in files[start::8]) for start in range(8)]
@@ -60,7 +60,7 @@ def _bytes() -> tuple[Tensor, Tensor]:
     return tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (train, held_out))  # type: ignore[return-value]
 
 
-def _batch(source: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def drawn(source: Tensor, count: int, generator: torch.Generator) -> Tensor:
     starts = torch.randint(len(source) - LENGTH, (count,), generator=generator)
     return torch.stack([source[start : start + LENGTH] for start in starts.tolist()]).long()
 
@@ -84,7 +84,7 @@ def loss_of(run: Run, steps: int = STEPS) -> float:
         plugin = FP8FabricPrecision(run.recipe, fuse=run.fuse, first_last_layers_bf16=False)
         plugin.convert_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3 if dtype is torch.float32 else 1e-3)
-    train, held_out = _bytes()
+    train, held_out = bytes_of_the_library()
     generator = torch.Generator().manual_seed(run.seed)
 
     def loss(tokens: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def loss_of(run: Run, steps: int = STEPS) -> float:
             return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
 
     for _ in range(steps):
-        loss(_batch(train, BATCH, generator)).backward()
+        loss(drawn(train, BATCH, generator)).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        return float(loss(_batch(held_out, HELD_OUT, torch.Generator().manual_seed(99))))
+        return float(loss(drawn(held_out, HELD_OUT, torch.Generator().manual_seed(99))))
 
 
 def summary(losses: dict[str, list[float]]) -> dict[str, Any]:

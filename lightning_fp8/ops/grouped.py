@@ -163,7 +163,13 @@ def grouped_mm_op(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: 
     return a.new_empty(a.shape[0], b.shape[1], dtype=gemm.out_dtype)
 
 
-@op("grouped_wgrad")
+def _check_wgrad(dy: Tensor, x: Tensor, offs: Tensor) -> None:
+    if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x):
+        raise ValueError(f"dy is {tuple(dy.shape)}, x is {tuple(x.shape)}; pass dy [T, N] and x [T, K]")
+    _check_offs(offs, offs.numel(), dy.device)
+
+
+@op("grouped_wgrad", check=lambda dy, _, x, __, offs, *others: _check_wgrad(dy, x, offs))
 def grouped_wgrad_op(
     dy: Tensor,
     scale_dy: Tensor | None,
@@ -176,7 +182,7 @@ def grouped_wgrad_op(
     return dy.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
 
 
-@op("grouped_wgrad_in_high_precision")
+@op("grouped_wgrad_in_high_precision", check=lambda dy, x, offs, _: _check_wgrad(dy, x, offs))
 def grouped_wgrad_in_high_precision_op(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     return dy.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
 
