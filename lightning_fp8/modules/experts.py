@@ -48,7 +48,8 @@ class Experts(LinearLayer):
         products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
             self._refuse_backward_override(product, "experts; leave it out, or skip them")
-        top_k_index, top_k_weights = (*routing, *named.values())
+        # Families name them differently.
+        top_k_index, top_k_weights = sorted((*routing, *named.values()), key=Tensor.is_floating_point)
         tokens, top_k = top_k_index.shape
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         ids = torch.arange(len(weights[0]), device=experts.device)
@@ -72,7 +73,9 @@ class Experts(LinearLayer):
         y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden))
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
-        weighted = y * torch.where(own, top_k_weights.reshape(-1)[order][:, None], 0)
+        of_rows = top_k_weights.reshape(-1)[order][:, None]
+        # Twice, so that what comes back to rows of nobody is zero, too, whatever the gradient and the weight are.
+        weighted = y * of_rows if all_are_own else torch.where(own, y * torch.where(own, of_rows, 0), 0)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(dtype)
 
