@@ -217,6 +217,21 @@ ZOO: dict[str, Animal] = {
         "model.layers.1.{self_attn.{q,k,v,o}_proj,mlp.experts.{gate_up,down}_proj}",
         other="model.layers.{0,1,2}.mlp.gate.weight",
     ),
+    "qwen3_moe": Animal(
+        hf(
+            "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, head_dim=8, num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+        tokens("input_ids", "labels"),
+        "model.layers.1.{self_attn.{q,k,v,o}_proj,mlp.experts.{gate_up,down}_proj}",
+        other="model.layers.{0,1,2}.mlp.gate.weight",
+    ),
+    "gpt_oss": Animal(
+        hf("GptOssForCausalLM", "GptOssConfig", **DECODER, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+        tokens("input_ids", "labels"),
+        "model.layers.1.{self_attn.{q,k,v,o}_proj,mlp.experts.{gate_up,down}_proj}",
+        other="model.layers.{0,1,2}.mlp.router.weight",
+    ),
     "deepseek_v3": Animal(
         hf(
             "DeepseekV3ForCausalLM", "DeepseekV3Config", **DECODER | {"num_key_value_heads": HEADS},
