@@ -75,9 +75,10 @@ def main(how: str, name: str, recipe: str) -> dict[str, Any]:
         fully_shard(model, mesh=mesh)
     made = train(model, recipe, slice(rank, None, world), run)
     alone = train(convert_module(model_of(name), first_last_layers_bf16=False), recipe, slice(None))
-    near = max(
+    near = max(  # not of biases, which begin with zeros: they are sums of few gradients
         float((value - alone["weights"][key]).norm() / alone["weights"][key].norm().clamp_min(1e-6))
         for key, value in made["weights"].items()
+        if value.dim() > 1 and not key.endswith("_bias")
     )
     names = made["state"]["names"]
     scales = {key: float(scale) for key, scale in zip(names, made["state"]["scale"]) if ".experts." in key}
