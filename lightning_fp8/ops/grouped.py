@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8.numerics.scaled import Cast, ScaledTensor
-from lightning_fp8.ops.cast import Outputs, Quantized, check_cast, gives_a_view, quantize_op, transposed_operand
+from lightning_fp8.ops.cast import (
+    Outputs,
+    Quantized,
+    check_cast,
+    fake_outputs,
+    gives_a_view,
+    quantize_op,
+    transposed_operand,
+)
 from lightning_fp8.ops.checks import require
 from lightning_fp8.ops.gemm import Gemm, Shape, scaled_mm_op
 from lightning_fp8.ops.op import op, spec
@@ -138,14 +146,7 @@ def _check_experts(w: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | N
 @op("quantize_experts", check=_check_experts)
 def quantize_experts_op(w: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
     experts, n, k = w.shape
-    codes, scales, one = cast.float8.dtype, cast.layout.scale_dtype, cast.layout.has_one_scale
-    of_w, of_transposed = (() if one else (experts, *cast.layout.scale_shape(*shape)) for shape in ((n, k), (k, n)))
-    return Outputs(
-        w.new_empty((experts, n, k) if cast.rowwise else (0,), dtype=codes),
-        w.new_empty(of_w if cast.rowwise or one else (0,), dtype=scales),
-        w.new_empty((experts, k, n) if cast.columnwise else (0,), dtype=codes),
-        w.new_empty(of_transposed if cast.columnwise and not one else (0,), dtype=scales),
-    )
+    return fake_outputs(w, cast, n, k, experts)
 
 
 def _check_offs(offs: Tensor, experts: int, device: torch.device) -> None:
@@ -266,8 +267,8 @@ def reference_grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tenso
     return out
 
 
+quantize_experts_op.implement("cpu", reference_experts)
 for _device in ("cpu", "cuda"):
-    quantize_experts_op.implement(_device, reference_experts)
     grouped_mm_op.implement(_device, reference_grouped_mm)
     grouped_wgrad_op.implement(_device, reference_grouped_wgrad)
     grouped_wgrad_in_high_precision_op.implement(_device, reference_grouped_wgrad_in_high_precision)
