@@ -70,12 +70,12 @@ def test_an_expert_in_the_place_of_another_is_noticed(layout: Layout, monkeypatc
     mutants: list[tuple[str, Callable[..., Any]]] = [
         (
             "experts_loader",
-            lambda loader, one: replace(tile.experts_loader(loader, one), load=loader.load, name="wrong"),
+            lambda loader, one_scale: replace(tile.experts_loader(loader, one_scale), load=loader.load, name="wrong"),
         ),
         *(("CastOutputs", partial(_without_step, index)) for index in ((0, 2) if layout.has_one_scale else range(4))),
     ]
     if layout is Layout.ROW:
-        mutants.append(("experts_loader", lambda loader, _: tile.experts_loader(loader, True)))
+        mutants.append(("experts_loader", lambda loader, one_scale: tile.experts_loader(loader, True)))
     for name, wrong in mutants:
         with monkeypatch.context() as patched:
             patched.setattr(cast_cuda, name, wrong)
