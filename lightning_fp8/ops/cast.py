@@ -148,7 +148,7 @@ def transposed_operand(results: Sequence[Tensor], made: Cast) -> tuple[Tensor, T
     has_one_scale = made.layout.has_one_scale
     if made.columnwise:
         return results[2], results[1] if has_one_scale else results[3]
-    return results[0].t(), results[1] if has_one_scale else results[1].t()
+    return results[0].mT, results[1] if has_one_scale else results[1].mT
 
 
 def joined(first: Outputs, second: Outputs) -> tuple[Tensor, ...]:

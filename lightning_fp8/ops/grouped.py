@@ -20,9 +20,10 @@ from lightning_fp8.numerics.scaled import Cast, ScaledTensor
 from lightning_fp8.ops.cast import (
     Outputs,
     Quantized,
+    asked,
     check_cast,
     fake_outputs,
-    gives_a_view,
+    operands_of,
     quantize_op,
     transposed_operand,
 )
@@ -49,17 +50,8 @@ def quantize_experts(
     Returns:
         The operands of w ``[E, N, K]`` and of its transpose ``[E, K, N]``, whose scales are ``[E, ...]``.
     """
-    view = columnwise and gives_a_view(w, cast)
-    made = cast.usage(rowwise or view, columnwise and not view, scale_is_nonzero)
-    results = Outputs(*quantize_experts_op.call(w, made, scale, amax))
-    operand = ScaledTensor(results.data, results.scale_inv, cast.layout)
-    transposed = None
-    if view:
-        scale_inv = results.scale_inv if cast.layout.has_one_scale else results.scale_inv.mT
-        transposed = ScaledTensor(results.data.mT, scale_inv, cast.layout)
-    elif columnwise:
-        transposed = ScaledTensor(*transposed_operand(results, made), cast.layout)
-    return Quantized(operand if rowwise else None, transposed)
+    usage = asked(w, cast, rowwise, columnwise, scale_is_nonzero)
+    return operands_of(quantize_experts_op.call(w, usage, scale, amax), usage, rowwise, columnwise)
 
 
 def grouped_mm(
