@@ -257,7 +257,6 @@ class TensorCast(CastLaunches):
         self._find_amax = None
         if not variant.scale_is_known:
             self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"), joined=True)
-        self._num_results = 3 * loader.addresses
         kernel = quantize_tensor_kernel(
             store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
         )
@@ -277,7 +276,7 @@ class TensorCast(CastLaunches):
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
             self._find_amax(*loader_args, *scales, block_amax_ptr)  # at once if the scale is not 0
-        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: self._num_results])
+        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: len(results) * 3 // 4])
 
 
 class RowCast(CastLaunches):

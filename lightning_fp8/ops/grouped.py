@@ -232,9 +232,11 @@ def reference_grouped_wgrad(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Cast the rows of each group along them, and multiply."""
-    out = dy.new_zeros(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
+    groups = [*groups_of(offs)]
+    new = dy.new_empty if len(groups) == len(offs) else dy.new_zeros
+    out = new(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
     gemm = Gemm(casts.dy.layout, casts.x.layout, out_dtype)
-    for group, start, end in groups_of(offs):
+    for group, start, end in groups:
         of_dy = _transposed(dy[start:end], scale_dy, casts.dy)
         of_x = _transposed(x[start:end], scale_x, casts.x)
         out[group] = scaled_mm_op.call(*of_dy, *of_x, gemm, None)
