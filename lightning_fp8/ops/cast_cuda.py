@@ -192,7 +192,7 @@ class CastLaunches:
         raise NotImplementedError
 
     def _bind(
-        self, kernel: Kernel, blocks: int, addresses: Sequence[str], joined: bool = False, **scalars: int | float
+        self, kernel: Kernel, blocks: int, addresses: Sequence[str], joined: bool = False, /, **scalars: int | float
     ) -> RunKernel:
         """:func:`~cuda_kernels.host.launch.bind` a kernel that begins with the parameters of a loader and the shape.
 
@@ -256,7 +256,7 @@ class TensorCast(CastLaunches):
         self._block_amaxes = (self._tensors * blocks,), (1,), torch.float32
         self._find_amax = None
         if not variant.scale_is_known:
-            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"), joined=True)
+            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"), True)
         kernel = quantize_tensor_kernel(
             store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
         )
