@@ -15,5 +15,5 @@ def _reference(w: Tensor, experts: int, *args: Any) -> Outputs:
     return reference_experts(w.unflatten(0, (experts, len(w) // experts)), *args)
 
 
-_quantize, _plan = planned_cast("quantize_experts", _reference, lambda key, _: tensor_loaders(key), of_experts=True)
+_quantize, _ = planned_cast("quantize_experts", _reference, lambda key, _: tensor_loaders(key), of_experts=True)
 quantize_experts_op.implement("cuda", lambda w, *args: _quantize(w.flatten(0, 1), len(w), *args))
