@@ -53,6 +53,7 @@ class GemmProblem:
         out_aligned: whether TMA can store the result in place; operands are always aligned.
         even: whether two consecutive elements of the result can be written at once, and those of the bias read.
         library_blocks: whether ``torch._scaled_mm`` supports scales along K on this GPU.
+        groups: the number of groups of a spec that is grouped, whose sizes only the GPU knows; else 0.
     """
 
     m: int
@@ -64,6 +65,7 @@ class GemmProblem:
     out_aligned: bool
     even: bool
     library_blocks: bool = False
+    groups: int = 0
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
@@ -170,8 +172,9 @@ def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
 
 
 def num_tiles(problem: GemmProblem, config: KernelConfig) -> int:
-    """Number of tiles of the result."""
-    return ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+    """Number of tiles of the result; of groups the expected one, as the last tile of each is half full on average."""
+    m = problem.m + problem.groups * config.tile_m // 2
+    return ceil_div(m, config.tile_m) * ceil_div(problem.n, config.tile_n)
 
 
 def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:

@@ -24,7 +24,7 @@ from cuda_kernels.host.gemm_configs import (
     fastest_by_estimate,
     legal_configs,
 )
-from cuda_kernels.host.gemm_launcher import GemmStrides, bind_gemm_kernel
+from cuda_kernels.host.gemm_launcher import GemmStart, GemmStrides, bind_gemm_kernel
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.numerics.formats import float8_of
 from lightning_fp8.numerics.scaled import Layout
@@ -151,11 +151,14 @@ def bind_gemm(
     bias_key: TensorKey | None = None,
     out_key: TensorKey | None = None,
     kernels: bool = True,
+    groups: int = 0,
 ) -> BoundGemm:
     """The GEMM of these operands, which adds to ``out`` unless that is None.
 
-    Without ``kernels`` its problem has no architecture, so that only libraries are chosen.
+    Without ``kernels`` its problem has no architecture, so that only libraries are chosen. With ``groups``, ``b`` has
+    the rows of all groups.
     """
+    n = b.rows // max(groups, 1)
     spec = GemmSpec(
         float8_of(a.data.dtype).name.lower(),
         float8_of(b.data.dtype).name.lower(),
@@ -164,11 +167,12 @@ def bind_gemm(
         bias_dtype=None if bias_key is None else DTYPE_NAMES[bias_key.dtype],
         accumulate=out_key is not None,
         promote=not gemm.fast_accum,
+        grouped=groups > 0,
     )
-    out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
+    out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, n), (n, 1), 0, device)
     problem = GemmProblem(
         a.rows,
-        b.rows,
+        n,
         a.k,
         spec,
         launch.architecture_of(device) if kernels else "none",
@@ -176,6 +180,7 @@ def bind_gemm(
         out_aligned=is_aligned_result(out_key),
         even=has_aligned_pairs(out_key, bias_key, b.scale_inv),
         library_blocks=multiplies_blocks(device),
+        groups=groups,
     )
     return BoundGemm(device, problem, a, b, gemm, out_key.stride)
 
@@ -240,13 +245,10 @@ def _kernel_when_called(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
 
 def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     """A kernel of this package, bound to a GEMM and a tile configuration."""
-    problem, a_key, b_key = bound.problem, bound.a, bound.b
+    problem = bound.problem
     allocate = allocator(bound.device)
     result = (problem.m, problem.n), (problem.n, 1), bound.gemm.out_dtype
-    strides = GemmStrides(
-        a_key.data.stride, b_key.data.stride, a_key.scale_inv_stride, b_key.scale_inv_stride, bound.stride
-    )
-    start = bind_gemm_kernel(bound.device, problem, config, strides)
+    start = start_of(bound, config)
 
     def run(
         a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
@@ -257,6 +259,17 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
         return out
 
     return run
+
+
+def start_of(bound: BoundGemm, config: KernelConfig) -> GemmStart:
+    """The launch of a kernel of this package.
+
+    Raises:
+        KernelError: If the kernel cannot be compiled or loaded.
+    """
+    a, b = bound.a, bound.b
+    strides = GemmStrides(a.data.stride, b.data.stride, a.scale_inv_stride, b.scale_inv_stride, bound.stride)
+    return bind_gemm_kernel(bound.device, bound.problem, config, strides)
 
 
 def _scaled_mm(fit: Fit, instead: Multiply, said: str) -> Multiply:

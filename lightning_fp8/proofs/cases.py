@@ -9,7 +9,7 @@ rather than taken from the key: another plan with the same machine code needs no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.cast_cuda import CastVariant, variant_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, bind_gemm, build_gemm
+from lightning_fp8.ops.grouped_cuda import bind_grouped_gemm, build_grouped_gemm, rows_of_all
 from lightning_fp8.ops.memory import OperandKey, PlainKey, TensorKey, operand_key, tensor_key
 from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
@@ -51,7 +52,7 @@ from lightning_fp8.proofs.casts import (
     check_update_scales,
 )
 from lightning_fp8.proofs.drawing import every_code, like, sample, values, with_peaks
-from lightning_fp8.proofs.products import check_product
+from lightning_fp8.proofs.products import check_grouped_product, check_product
 
 LARGE = 2**21
 """Elements of a large tensor."""
@@ -329,6 +330,42 @@ def _gemm(
     yield Case("waves", partial(check, waves, True))
 
 
+def _grouped_gemm(
+    a_key: OperandKey, b_key: OperandKey, groups: int, flat: tuple[Any, ...], tile: tuple[int, ...] | None = None
+) -> Iterator[Case]:
+    """Cases for the tile of the plan on the device, or for ``tile``."""
+    gemm = Gemm.from_flat(*flat)
+
+    def check(
+        sizes: Callable[[int, str], Sequence[int]], shape: tuple[int, int], exact: bool, device: str, rest: int = 0
+    ) -> None:
+        where = torch.device(device)
+        bound = bind_grouped_gemm(where, a_key, b_key, groups, gemm)
+        assert bound is not None
+        configs = legal_configs(bound.problem)
+        config = next((each for each in configs if tile_of(each) == tile), fastest_by_estimate(bound.problem))
+        assert isinstance(config, GemmConfig)
+
+        def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm) -> Tensor:
+            of_b = operand_key(*rows_of_all(b, scale_b))
+            bound = bind_grouped_gemm(where, operand_key(a, scale_a), of_b, len(offs), gemm)
+            assert bound is not None
+            return build_grouped_gemm(bound, config)(a, scale_a, b, scale_b, offs, gemm)
+
+        check_grouped_product(
+            (gemm.layout_a, gemm.layout_b), sizes(config.tile_m, device), shape, device, multiply=multiply,
+            formats=(a_key[0], b_key[0]), out=gemm.out_dtype, fast=gemm.fast_accum, exact=exact, rest=rest,
+        )  # fmt: skip
+
+    def ragged(tile_m: int, device: str) -> Sequence[int]:
+        return 0, 70, tile_m + 1, 0, 1, 2 * tile_m, 37
+
+    yield Case("small", partial(check, lambda *_: (3, 0, 17), (16, 16), True))
+    yield Case("ragged", partial(check, ragged, (272, 1296), True, rest=140))
+    yield Case("not exact", partial(check, ragged, (144, 656), False))
+    yield Case("waves", partial(check, lambda tile_m, device: (tile_m + 5, 9) * _waves(device, 1), (16, 272), True))
+
+
 def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
     """The config of the plan's kernel, or of the kernel it falls back to."""
     if tile is not None:
@@ -460,6 +497,7 @@ CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "norm_backward": _norm_backward,
     "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
     "attention_forward_of_codes": _attention_forward_of_codes,

@@ -89,6 +89,11 @@ def _product(
     return Kind("gemm", (*operands, gemm.flat, bias_key, added, tile), architectures)
 
 
+def _grouped_product(tile: tuple[int, ...], layouts: tuple[Layout, Layout], fast: bool = False) -> Kind:
+    operands = _operand(layouts[0], 4096, 4096), _operand(layouts[1], 8 * 4096, 4096)
+    return Kind("grouped_gemm", (*operands, 8, Gemm(*layouts, BF16, fast).flat, tile), WGMMA_ARCHITECTURES)
+
+
 def _heads(channels: int, rows: int = 256, heads: int = 2) -> PlainKey:
     return BF16, torch.Size((1, rows, heads, channels)), (rows * heads * channels, heads * channels, channels, 1), 0
 
@@ -137,6 +142,8 @@ KINDS: dict[str, Kind] = {
     "product, added": _product((2, 2, 128), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
     "product, 1x128 by 128x128": _product((2, 2, 128), BLOCK, bias=BF16),
     "product, 1x128 by 1x128": _product((2, 2, 128), BLOCKS, out=FP32, accumulate=True),
+    "product of groups": _grouped_product((2, 1, 256), ONE, fast=True),
+    "product of groups, 1x128 by 128x128": _grouped_product((2, 2, 128), BLOCK),
     "product, mma.sync": _product((128, 128), ONE, fast=True, formats=(E4M3, E5M2)),
     "product of rows, mma.sync": _product((128, 128), ROWS, bias=BF16),
     "product, 1x128 by 128x128, mma.sync": _product((128, 128), BLOCK, bias=BF16),

@@ -6,7 +6,8 @@ scales are not powers of two, the result is within float32's rounding of the sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
+from lightning_fp8.ops.grouped_cuda import grouped_mm_on_cuda
 from lightning_fp8.proofs.comparing import (
     assert_rows_within,
     assert_within,
@@ -91,15 +93,73 @@ def check_product(
     with nan_in_new_memory():
         actual = multiply(*operands, gemm, moved(added, device), actual)
     require(actual.is_contiguous() or before is not None, "the result is not contiguous")
+    _assert_product(actual, right, size, k, gemm, exact)
+
+
+def _assert_product(actual: Tensor, right: Tensor, size: float, k: int, gemm: Gemm, exact: bool) -> None:
+    """Check a product whose sums of ``k`` terms are at most ``size``."""
+    out = gemm.out_dtype
     if exact:
         assert_within(actual, right.to(out), 0.0, 0.0, "the product")
     else:
         relative = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, BF16: 2.0**-8}[out]
         require(actual.dtype == out, f"{actual.dtype} for {out}")
         allowed = size * (k + 2) * 2.0**-24
-        if torch.device(device).type == "cuda":
-            allowed += TENSOR_CORE[fast] * float(right.square().mean().sqrt())
+        if actual.is_cuda:
+            allowed += TENSOR_CORE[gemm.fast_accum] * float(right.nan_to_num().square().mean().sqrt())
         assert_within(actual.cpu().double(), right, relative, allowed, "the product")
+
+
+NAN = 0x7F
+"""A code of NaN in both formats."""
+
+
+def check_grouped_product(
+    layouts: tuple[Layout, Layout],
+    sizes: Sequence[int],
+    shape: tuple[int, int],
+    device: str,
+    *,
+    multiply: Callable[..., Tensor] = grouped_mm_on_cuda,
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3.dtype, E4M3.dtype),
+    out: torch.dtype = BF16,
+    fast: bool = False,
+    exact: bool = True,
+    rest: int = 0,
+) -> None:
+    """Check the rows of each group of a times the group's matrix of b.
+
+    The first row of the last group, rows of no group, and matrices of empty groups are NaN.
+
+    Args:
+        layouts, device, formats, out, fast, exact: as for :func:`check_product`.
+        sizes: the number of rows of each group.
+        shape: ``(n, k)``, multiples of 16.
+        multiply: ``(a, scale_a, b, scale_b, offs, gemm) -> out``.
+        rest: rows of no group, which are the last ones.
+    """
+    n, k = shape
+    ends = list(itertools.accumulate(sizes))
+    a = operand(_drawn(ends[-1] + rest, k, 0, exact, layouts[0]), formats[0], layouts[0], exact)
+    drawn = _drawn(len(sizes) * n, k, 1, exact, layouts[1])
+    whole = drawn.split(len(drawn) if layouts[1].has_one_scale else n)
+    cast = [operand(each, formats[1], layouts[1], exact) for each in whole]
+    b = torch.cat([each.data.view(torch.uint8) for each in cast]).view(len(sizes), n, k)
+    scale_b = cast[0].scale_inv if layouts[1].has_one_scale else torch.stack([each.scale_inv for each in cast])
+    a.data.view(torch.uint8)[ends[-1] :] = NAN
+    a.data.view(torch.uint8)[max(end - size for end, size in zip(ends, sizes) if size)] = NAN
+    b[torch.tensor(sizes) == 0] = NAN
+    right = torch.zeros(len(a.data), n, dtype=torch.float64)
+    for group, (end, size) in enumerate(zip(ends, sizes)):
+        of_b = ScaledTensor(b[group].view(formats[1]), scale_b[group] if scale_b.dim() else scale_b, layouts[1])
+        rows = slice(end - size, end)
+        right[rows] = a.dequantize()[rows].double() @ of_b.dequantize().double().t()
+    gemm = Gemm(*layouts, out, fast)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    operands = *aligned(a, device), moved(b.view(formats[1]), device), moved(scale_b, device), moved(offs, device)
+    with nan_in_new_memory():
+        actual = multiply(*operands, gemm)
+    _assert_product(actual, right, float(right.nan_to_num().abs().max()), k, gemm, exact)
 
 
 def parts_of_product(
