@@ -268,7 +268,8 @@ CORE = ("op", "plans", "proving", "memory", "checks", "compiled", "bf16_products
 """Modules of ops that know no operation."""
 
 OPERATIONS = {"cast": set(), "gemm": {"cast"}, "norm": {"cast", "column_sums"}, "activation": {"cast", "column_sums"},
-              "scales": set(), "transpose": set(), "sample": {"cast"}, "linear": {"cast", "gemm"}}  # fmt: skip
+              "scales": set(), "transpose": set(), "sample": {"cast"}, "linear": {"cast", "gemm"},
+              "grouped": {"cast", "gemm", "transpose"}}  # fmt: skip
 """The operations, each in a file, or in two where kernels take one, and what they know beside the core."""
 
 OP_MODULES = [name.removeprefix("lightning_fp8.ops.") for name in FILES if name.startswith("lightning_fp8.ops.")]

@@ -29,6 +29,7 @@ from lightning_fp8.delayed.history import AmaxHistory
 from lightning_fp8.delayed.update import listen
 from lightning_fp8.faster import AWAITED
 from lightning_fp8.modules.base import require_values
+from lightning_fp8.modules.experts import is_experts, swap_experts
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, fp8_state_dict, names_of_fp8_weights
@@ -66,8 +67,11 @@ def apply_conversion(model: nn.Module, plan: Plan, tell: Callable[[str], None] |
         if is_linear(module):
             decision = decisions[gemm_name(name, next(iter(matrices_of(module))))]
             if decision.fp8 and not isinstance(module, LinearLayer):
-                swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
-                module.comparison = AWAITED
+                if is_experts(module):
+                    swap_experts(module)
+                else:
+                    swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
+                    module.comparison = AWAITED
             if isinstance(module, LinearLayer):
                 layers.append((name, module))
                 module.fp8 = decision.fp8
@@ -79,7 +83,8 @@ def apply_conversion(model: nn.Module, plan: Plan, tell: Callable[[str], None] |
     listen()
     if tell is not None:
         watch_host(tell)
-    keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
+    matrices = [(name, each) for name, each in layers if not is_experts(each)]
+    keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in matrices])
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):
         model.register_load_state_dict_pre_hook(require_values)
     history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_fp8.modules.experts import is_experts, matrices_of_experts
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import is_conv1d
 from lightning_fp8.names import clean_name, prefixes
@@ -18,7 +19,7 @@ from lightning_fp8.names import clean_name, prefixes
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer, converted or not."""
-    return isinstance(module, (nn.Linear, LinearLayer)) or is_conv1d(module)
+    return isinstance(module, (nn.Linear, LinearLayer)) or is_conv1d(module) or is_experts(module)
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
@@ -26,12 +27,20 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     if is_conv1d(module):
         in_features, out_features = module.weight.shape  # type: ignore[union-attr, misc]
         return out_features, in_features
+    if is_experts(module):
+        (_, _, in_features), (_, out_features, _) = matrices_of_experts(module).values()
+        return out_features, in_features
     return module.out_features, module.in_features  # type: ignore[return-value]
 
 
-def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """``(out_features, in_features)`` of each GEMM of a linear layer, by the GEMM's name; ``""`` for a single GEMM."""
-    return module.matrices if isinstance(module, LinearLayer) else {"": features_of(module)}
+def matrices_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """``(out_features, in_features)`` of each GEMM of a linear layer, by the GEMM's name; ``""`` for a single GEMM.
+
+    The number of experts precedes those of experts.
+    """
+    if is_experts(module):
+        return matrices_of_experts(module)
+    return dict(module.matrices) if isinstance(module, LinearLayer) else {"": features_of(module)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,6 +21,7 @@ from lightning_fp8.convert.fused.liger import READS_THE_HEAD, computed_by_liger,
 from lightning_fp8.convert.fused.plan import plan_mlps, plan_norms
 from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
 from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
+from lightning_fp8.modules.experts import is_experts, weights_of_experts
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, unsharded_class
 from lightning_fp8.names import clean_name, gemm_name
@@ -123,13 +124,14 @@ def reason_ineligible(module: nn.Module, replace_layers: bool = True) -> str:
         return foreign_weight(module)
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
-    if cls is not nn.Linear and not is_conv1d(module):
+    if cls is not nn.Linear and not is_conv1d(module) and not is_experts(module):
         has_forward = getattr(cls, "forward", None) is not nn.Linear.forward
         return f"{type(module).__name__} is a subclass of nn.Linear{' with its own forward' * has_forward}"
     if reason := foreign_weight(module):
         return reason
-    if not module.weight.is_floating_point():  # type: ignore[operator, union-attr]
-        return f"its weight is {module.weight.dtype}"
+    weight: Any = getattr(module, weights_of_experts(module)[0] if is_experts(module) else "weight")
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
     if "forward" in vars(module) and not calls_own_forward(module):
         return "its forward was replaced on the instance, by something that may not call ours"
     return of_others
@@ -144,6 +146,8 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
     if isinstance(module, _NO_MATRICES):
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
+    if is_experts(module):
+        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias")}
     own |= {*SCALES} if codes_of(module) else set()
     found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):

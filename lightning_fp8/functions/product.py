@@ -61,7 +61,7 @@ class Product:
         self, cached_weight: Quantized | None, main_grad: MainGrad | None, delayed: Delayed | None
     ) -> Product:
         """The same product with other ``cached_weight``, ``main_grad`` and ``delayed``. Both share their passes."""
-        made = Product(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
+        made = type(self)(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
         made._passes = self._passes
         return made
 

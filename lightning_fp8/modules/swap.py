@@ -62,6 +62,12 @@ def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]
                 continue
             if is_own(value):
                 yield functools.partial(setattr, cell, "cell_contents")
+            elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+                for name, held in vars(value).items():  # transformers' expert parallelism
+                    if is_own(held):
+                        yield functools.partial(setattr, value, name)
+                if callable(value):
+                    todo.append(value)
             elif callable(value) and not isinstance(value, (nn.Module, type)):
                 todo.append(value)
 

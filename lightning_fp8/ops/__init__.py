@@ -16,6 +16,13 @@ from lightning_fp8.ops.activation import (
 from lightning_fp8.ops.cast import Quantized, observe, quantize, quantize_columns
 from lightning_fp8.ops.checks import HIGH_PRECISION
 from lightning_fp8.ops.gemm import scaled_mm, scaled_mm_accumulate
+from lightning_fp8.ops.grouped import (
+    Casts,
+    grouped_mm,
+    grouped_wgrad,
+    grouped_wgrad_in_high_precision,
+    quantize_experts,
+)
 from lightning_fp8.ops.norm import Normalized, norm_backward, norm_quantize, rms_norm
 from lightning_fp8.ops.sample import sample_cast, sample_recipes
 from lightning_fp8.ops.scales import update_scales
@@ -24,17 +31,22 @@ from lightning_fp8.ops.transpose import transpose
 __all__ = [
     "ACTIVATIONS",
     "HIGH_PRECISION",
+    "Casts",
     "Normalized",
     "Quantized",
     "activation_backward_quantize",
     "activation_quantize",
     "gated_backward_quantize",
     "gated_quantize",
+    "grouped_mm",
+    "grouped_wgrad",
+    "grouped_wgrad_in_high_precision",
     "norm_backward",
     "norm_quantize",
     "observe",
     "quantize",
     "quantize_columns",
+    "quantize_experts",
     "rms_norm",
     "sample_cast",
     "sample_recipes",

@@ -92,6 +92,8 @@ def gather_in_fp8(model: nn.Module) -> None:
             continue
         if isinstance(param._sharded_local_tensor, FP8Tensor):  # which gathers its codes itself
             continue
+        if len(param._orig_size) != 2:  # experts
+            continue
         parts = names[owner].split(".")
         around = [modules_by_name.get(".".join(parts[:length])) for length in range(len(parts) + 1)]
         param.__class__ = GatheredParam

@@ -214,8 +214,8 @@ ZOO: dict[str, Animal] = {
     "mixtral": Animal(
         hf("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **DECODER),
         tokens("input_ids", "labels"),
-        "model.layers.1.self_attn.{q,k,v,o}_proj",
-        other="model.layers.{0,1,2}.mlp.{gate.weight,experts.{gate_up,down}_proj}",
+        "model.layers.1.{self_attn.{q,k,v,o}_proj,mlp.experts.{gate_up,down}_proj}",
+        other="model.layers.{0,1,2}.mlp.gate.weight",
     ),
     "deepseek_v3": Animal(
         hf(
@@ -226,8 +226,8 @@ ZOO: dict[str, Animal] = {
         ),
         tokens("input_ids", "labels"),
         "model.layers.1.{self_attn.{q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj},"
-        "mlp.shared_experts.{gate,up,down}_proj}",
-        other="model.layers.{1,2}.mlp.{experts.{gate_up,down}_proj,gate.weight}",
+        "mlp.{shared_experts.{gate,up,down}_proj,experts.{gate_up,down}_proj}}",
+        other="model.layers.{1,2}.mlp.gate.weight",
     ),
     "bert": Animal(
         hf(
