@@ -23,12 +23,6 @@ def max_row_tiles(rows: int, groups: int, tile_m: int) -> int:
 
 
 @device
-def num_row_tiles(row_tiles):
-    """The number of tiles in the table."""
-    return i32(load_4(row_tiles))
-
-
-@device
 def load_row_tile(row_tiles, tile_idx):
     """A tile of the table: first row, end, group, first K iteration."""
     address = row_tiles + (i64(tile_idx) + 1) * 16

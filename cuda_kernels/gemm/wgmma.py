@@ -15,7 +15,7 @@ import numpy as np
 
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
-from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
+from cuda_kernels.device.ptx import dynamic_shared, load_4, load_f32, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
@@ -40,7 +40,7 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
-from cuda_kernels.gemm.groups import load_row_tile, num_row_tiles
+from cuda_kernels.gemm.groups import load_row_tile
 from cuda_kernels.gemm.promotion import (
     block_scale_readers,
     block_scale_window,
@@ -49,17 +49,7 @@ from cuda_kernels.gemm.promotion import (
     stage_scale_reader,
 )
 from cuda_kernels.gemm.raster import tile_coord
-from cuda_kernels.gemm.spec import (
-    LOG2_SCALE_N,
-    SCALE_N,
-    TILE_K,
-    WGMMA_ARCHITECTURES,
-    GemmConfig,
-    GemmSpec,
-    Scaling,
-    smem_offsets,
-    stage_bytes,
-)
+from cuda_kernels.gemm.spec import TILE_K, WGMMA_ARCHITECTURES, GemmConfig, GemmSpec, Scaling, smem_offsets, stage_bytes
 from cuda_kernels.kernel import Kernel, typed
 
 _WARPGROUP_WARPS = 4
@@ -104,23 +94,17 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     two_waves = waves == 2
 
     @device
-    def locate(tile_idx, m_tiles, n_tiles, m, k_iters, row_tiles):
-        """The first row, the end of its rows, the first column, the group, and K iterations of a tile: first, number.
+    def locate(tile_idx, sizes):
+        """A tile's first row and column, the end of its rows, its group, its first K iteration and their number.
 
         Rows of no group have one iteration, behind K, where operands are 0.
         """
+        m_tiles, n_tiles, m, k_iters, row_tiles = sizes
         i, j = tile_coord(tile_idx, m_tiles, n_tiles)
         if grouped:
             row, end, group, first_k_iter = load_row_tile(row_tiles, i)
-            return row, end, j * tile_n, group, first_k_iter, i32(1) if first_k_iter > 0 else i32(k_iters)
-        return i32(i * tile_m), i32(m), j * tile_n, i32(0), i32(0), i32(k_iters)
-
-    @device
-    def group_scale_inv_b(scale_inv_b, scale_inv_b_stride, group, n):
-        """The address of the scales of a group's B."""
-        if by_row:
-            return scale_inv_b + i64(group) * i64(n) * 4
-        return scale_inv_b + i64(group) * i64((n + (SCALE_N - 1)) >> LOG2_SCALE_N) * scale_inv_b_stride * 4
+            return row, j * tile_n, end, group, first_k_iter, i32(1) if first_k_iter > 0 else i32(k_iters)
+        return i32(i * tile_m), j * tile_n, i32(m), i32(0), i32(0), i32(k_iters)
 
     @device
     def consumer_release(smem, stage_idx, wg_thread):
@@ -177,13 +161,11 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         return acc, acc_below, partial
 
     @device
-    def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, m, n, k_iters, row_tiles):
+    def produce(smem, maps, work_tile, work_tiles, sizes, n):
         map_a, map_b, _, map_scale_inv_a, map_scale_inv_b = maps
         stage_idx, phase = i32(0), i32(0)
         while work_tile < work_tiles:
-            tile_row, _, tile_col, group, first_k_iter, num_k_iters = locate(
-                work_tile, m_tiles, n_tiles, m, k_iters, row_tiles
-            )
+            tile_row, tile_col, _, group, first_k_iter, num_k_iters = locate(work_tile, sizes)
             for k_iter in range(num_k_iters):
                 k = (first_k_iter + k_iter) * TILE_K
                 full = smem + full_offset + 8 * stage_idx
@@ -208,8 +190,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def consume(
-        smem, maps, scale_inv_a, scale_inv_b, bias, out, row_tiles, out_stride, scale_inv_b_stride, m, n,
-        work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
+        smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, n,
+        work_tile, work_tiles, sizes, k_iters, wg_idx,
     ):  # fmt: skip
         wg_thread = cuda.threadIdx.x & 127
         lane = wg_thread & 31
@@ -217,8 +199,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         stage_idx, phase = i32(0), i32(0)
         wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
         if wg_idx == 1 and work_tile < work_tiles:
-            num_k_iters = locate(work_tile, m_tiles, n_tiles, m, k_iters, row_tiles)[5]
-            mbarrier_wait(smem + full_offset + 8 * (min(num_k_iters, stages) - 1), 0)
+            mbarrier_wait(smem + full_offset + 8 * (min(locate(work_tile, sizes)[5], stages) - 1), 0)
         row_in_tile = wg_row + warp * 16 + (lane >> 2)
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
@@ -228,25 +209,18 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         next_tile_col, next_group = 0, i32(0)
         next_block_scale_invs = block_scale_invs
         if b_along_k_by_block:
-            _, _, tile_col, group, _, _ = locate(
-                min(work_tile, work_tiles - 1), m_tiles, n_tiles, m, k_iters, row_tiles
-            )
+            _, tile_col, _, group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
             next_block_scale_invs = load_block_scale_invs(
-                group_scale_inv_b(scale_inv_b, scale_inv_b_stride, group, n),
-                scale_inv_b_stride, tile_col, n, 0, k_iters,
-            )  # fmt: skip
-        while work_tile < work_tiles:
-            tile_row, end_row, tile_col, group, _, num_k_iters = locate(
-                work_tile, m_tiles, n_tiles, m, k_iters, row_tiles
+                scale_inv_b, scale_inv_b_stride, group, tile_col, n, 0, k_iters
             )
+        while work_tile < work_tiles:
+            tile_row, tile_col, m, group, _, num_k_iters = locate(work_tile, sizes)
             first_row = tile_row + wg_row
             work_tile += cuda.gridDim.x
             if b_along_k_by_block:
-                _, _, next_tile_col, next_group, _, _ = locate(
-                    min(work_tile, work_tiles - 1), m_tiles, n_tiles, m, k_iters, row_tiles
-                )
+                _, next_tile_col, _, next_group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
             if by_row:
-                epi_args = scale_inv_ab, scale_inv_a, group_scale_inv_b(scale_inv_b, scale_inv_b_stride, group, n), bias
+                epi_args = scale_inv_ab, scale_inv_a, scale_inv_b + i64(group) * i64(n) * 4, bias
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             previous_stage = stage_idx
             for window_start in range(i32(0), num_k_iters, i32(scale_window)):
@@ -254,9 +228,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     block_scale_invs = next_block_scale_invs
                     last = window_start + scale_window >= num_k_iters
                     next_block_scale_invs = load_block_scale_invs(
-                        group_scale_inv_b(scale_inv_b, scale_inv_b_stride, next_group if last else group, n),
-                        scale_inv_b_stride, next_tile_col if last else tile_col, n,
-                        0 if last else window_start + scale_window, k_iters,
+                        scale_inv_b, scale_inv_b_stride, next_group if last else group,
+                        next_tile_col if last else tile_col, n, 0 if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), num_k_iters)):
                     mbarrier_wait(smem + full_offset + 8 * stage_idx, phase)
@@ -277,13 +250,11 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             if not promote:
                 acc = wgmma_wait_0(acc)
                 consumer_release(smem, previous_stage, wg_thread)
-            epilogue_store(
-                acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, first_row, end_row, tile_col, n
-            )
+            epilogue_store(acc, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n)
             if two_waves:
                 epilogue_store(
                     acc_below, smem, maps[2], out, out_stride, epi_args, wg_idx, wg_thread,
-                    first_row + 64, end_row, tile_col, n,
+                    first_row + 64, m, tile_col, n,
                 )  # fmt: skip
         if smem_epilogue and wg_thread == 0:
             tma_store_wait(0)
@@ -313,19 +284,20 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         cuda.syncthreads()
         m_tiles, n_tiles = quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
         if grouped:
-            m_tiles = num_row_tiles(row_tiles)
+            m_tiles = i32(load_4(row_tiles))
         work_tiles = m_tiles * n_tiles
         k_iters = quotient(k + (TILE_K - 1), TILE_K)
+        sizes = m_tiles, n_tiles, m, k_iters, row_tiles
         work_tile = cuda.blockIdx.x
         if wg_idx == mma_warpgroups:
             warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
             if warp == _WARPGROUP_WARPS * mma_warpgroups and elect_sync():
-                produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, m, n, k_iters, row_tiles)
+                produce(smem, maps, work_tile, work_tiles, sizes, n)
         else:
             warpgroup_reg_alloc(_REGISTERS)
             consume(
-                smem, maps, scale_inv_a, scale_inv_b, bias, out, row_tiles, out_stride, scale_inv_b_stride, m, n,
-                work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
+                smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, n,
+                work_tile, work_tiles, sizes, k_iters, wg_idx,
             )  # fmt: skip
 
     return Kernel(

@@ -16,10 +16,7 @@ from cuda_kernels.host.launch import Box, address_on, bind
 from cuda_kernels.host.tensor_maps import map_on
 
 GemmStart = Callable[..., None]
-"""``(a, scale_inv_a, b, scale_inv_b, bias, out)`` of :func:`bind_gemm_kernel`: launch on the current stream.
-
-Of a grouped GEMM the table of its row tiles follows.
-"""
+"""``(a, scale_inv_a, b, scale_inv_b, bias, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
 
 
 class GemmStrides(NamedTuple):
@@ -45,7 +42,8 @@ def bind_gemm_kernel(
     """Bind ``config``'s kernel to the sizes of ``problem`` and these strides; returns a function that launches it.
 
     A launch takes aligned operands: FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
-    or None if the spec has none; and ``out [m, n]``, with the dtypes of ``problem.spec``.
+    or None if the spec has none; ``out [m, n]``, with the dtypes of ``problem.spec``; and of a grouped one the table
+    of :mod:`cuda_kernels.gemm.groups`.
 
     Raises:
         KernelError: If the kernel cannot be compiled or loaded.

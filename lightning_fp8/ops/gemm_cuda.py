@@ -24,7 +24,7 @@ from cuda_kernels.host.gemm_configs import (
     fastest_by_estimate,
     legal_configs,
 )
-from cuda_kernels.host.gemm_launcher import GemmStart, GemmStrides, bind_gemm_kernel
+from cuda_kernels.host.gemm_launcher import GemmStrides, bind_gemm_kernel
 from cuda_kernels.kernel import KernelError
 from lightning_fp8.numerics.formats import float8_of
 from lightning_fp8.numerics.scaled import Layout
@@ -153,10 +153,9 @@ def bind_gemm(
     kernels: bool = True,
     groups: int = 0,
 ) -> BoundGemm:
-    """The GEMM of these operands, which adds to ``out`` unless that is None.
+    """The GEMM of these operands, which adds to ``out`` unless that is None; with ``groups``, ``b`` has all their rows.
 
-    Without ``kernels`` its problem has no architecture, so that only libraries are chosen. With ``groups``, ``b`` has
-    the rows of all groups.
+    Without ``kernels`` its problem has no architecture, so that only libraries are chosen.
     """
     n = b.rows // max(groups, 1)
     spec = GemmSpec(
@@ -245,31 +244,24 @@ def _kernel_when_called(bound: BoundGemm, plan_key: Sequence[Any]) -> Multiply:
 
 def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     """A kernel of this package, bound to a GEMM and a tile configuration."""
-    problem = bound.problem
+    problem, a_key, b_key = bound.problem, bound.a, bound.b
     allocate = allocator(bound.device)
     result = (problem.m, problem.n), (problem.n, 1), bound.gemm.out_dtype
-    start = start_of(bound, config)
+    strides = GemmStrides(
+        a_key.data.stride, b_key.data.stride, a_key.scale_inv_stride, b_key.scale_inv_stride, bound.stride
+    )
+    start = bind_gemm_kernel(bound.device, problem, config, strides)
 
     def run(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None,
+        *row_tiles: Tensor,
+    ) -> Tensor:  # fmt: skip
         if out is None:
             out = allocate(*result)
-        start(a, scale_a, b, scale_b, bias, out)
+        start(a, scale_a, b, scale_b, bias, out, *row_tiles)
         return out
 
     return run
-
-
-def start_of(bound: BoundGemm, config: KernelConfig) -> GemmStart:
-    """The launch of a kernel of this package.
-
-    Raises:
-        KernelError: If the kernel cannot be compiled or loaded.
-    """
-    a, b = bound.a, bound.b
-    strides = GemmStrides(a.data.stride, b.data.stride, a.scale_inv_stride, b.scale_inv_stride, bound.stride)
-    return bind_gemm_kernel(bound.device, bound.problem, config, strides)
 
 
 def _scaled_mm(fit: Fit, instead: Multiply, said: str) -> Multiply:

@@ -36,7 +36,7 @@ from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.cast_cuda import CastVariant, variant_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, bind_gemm, build_gemm
-from lightning_fp8.ops.grouped_cuda import bind_grouped_gemm, build_grouped_gemm, rows_of_all
+from lightning_fp8.ops.grouped_cuda import build_grouped_gemm, rows_of_all
 from lightning_fp8.ops.memory import OperandKey, PlainKey, TensorKey, operand_key, tensor_key
 from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
@@ -300,18 +300,15 @@ def _gemm(
         shape: Callable[[KernelConfig, str], tuple[int, int, int]], exact: bool, device: str, gap: int = 0
     ) -> None:
         where = torch.device(device)
-        of_a = GemmOperand.from_key(gemm.layout_a, a_key, where)
-        of_b = GemmOperand.from_key(gemm.layout_b, b_key, where)
         of_bias, of_out = (None if key is None else TensorKey(*key, where) for key in (bias_key, out_key))
-        config = _config(bind_gemm(where, of_a, of_b, gemm, of_bias, of_out), tile)
+        config = _config(_bound(where, a_key, b_key, gemm, bias_key=of_bias, out_key=of_out), tile)
 
         def multiply(
             a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
         ) -> Tensor:
-            of_a = GemmOperand.from_key(gemm.layout_a, operand_key(a, scale_a), where)
-            of_b = GemmOperand.from_key(gemm.layout_b, operand_key(b, scale_b), where)
             added, before = (None if each is None else TensorKey(*tensor_key(each), where) for each in (bias, out))
-            bound = bind_gemm(where, of_a, of_b, gemm, added, before)
+            keys = operand_key(a, scale_a), operand_key(b, scale_b)
+            bound = _bound(where, *keys, gemm, bias_key=added, out_key=before)
             return build_gemm(bound, config)(a, scale_a, b, scale_b, gemm, bias, out)
 
         check_product(
@@ -340,21 +337,16 @@ def _grouped_gemm(
         sizes: Callable[[int, str], Sequence[int]], shape: tuple[int, int], exact: bool, device: str, rest: int = 0
     ) -> None:
         where = torch.device(device)
-        bound = bind_grouped_gemm(where, a_key, b_key, groups, gemm)
-        assert bound is not None
-        configs = legal_configs(bound.problem)
-        config = next((each for each in configs if tile_of(each) == tile), fastest_by_estimate(bound.problem))
-        assert isinstance(config, GemmConfig)
+        config = _config(_bound(where, a_key, b_key, gemm, groups=groups), tile)
 
         def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm) -> Tensor:
-            of_b = operand_key(*rows_of_all(b, scale_b))
-            bound = bind_grouped_gemm(where, operand_key(a, scale_a), of_b, len(offs), gemm)
-            assert bound is not None
+            keys = operand_key(a, scale_a), operand_key(*rows_of_all(b, scale_b))
+            bound = _bound(where, *keys, gemm, groups=len(offs))
             return build_grouped_gemm(bound, config)(a, scale_a, b, scale_b, offs, gemm)
 
         check_grouped_product(
-            (gemm.layout_a, gemm.layout_b), sizes(config.tile_m, device), shape, device, multiply=multiply,
-            formats=(a_key[0], b_key[0]), out=gemm.out_dtype, fast=gemm.fast_accum, exact=exact, rest=rest,
+            gemm, sizes(config.tile_m, device), shape, device, multiply=multiply,
+            formats=(a_key[0], b_key[0]), exact=exact, rest=rest,
         )  # fmt: skip
 
     def ragged(tile_m: int, device: str) -> Sequence[int]:
@@ -364,6 +356,11 @@ def _grouped_gemm(
     yield Case("ragged", partial(check, ragged, (272, 1296), True, rest=140))
     yield Case("not exact", partial(check, ragged, (144, 656), False))
     yield Case("waves", partial(check, lambda tile_m, device: (tile_m + 5, 9) * _waves(device, 1), (16, 272), True))
+
+
+def _bound(where: torch.device, a_key: OperandKey, b_key: OperandKey, gemm: Gemm, **more: Any) -> BoundGemm:
+    of_a, of_b = GemmOperand.from_key(gemm.layout_a, a_key, where), GemmOperand.from_key(gemm.layout_b, b_key, where)
+    return bind_gemm(where, of_a, of_b, gemm, **more)
 
 
 def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:

@@ -115,50 +115,36 @@ NAN = 0x7F
 
 
 def check_grouped_product(
-    layouts: tuple[Layout, Layout],
+    gemm: Gemm,
     sizes: Sequence[int],
     shape: tuple[int, int],
     device: str,
     *,
     multiply: Callable[..., Tensor] = grouped_mm_on_cuda,
     formats: tuple[torch.dtype, torch.dtype] = (E4M3.dtype, E4M3.dtype),
-    out: torch.dtype = BF16,
-    fast: bool = False,
     exact: bool = True,
     rest: int = 0,
 ) -> None:
-    """Check the rows of each group of a times the group's matrix of b.
+    """Check the rows of a in groups of these ``sizes``, each times its own b ``[n, k]``, which are multiples of 16.
 
-    The first row of the last group, rows of no group, and matrices of empty groups are NaN.
-
-    Args:
-        layouts, device, formats, out, fast, exact: as for :func:`check_product`.
-        sizes: the number of rows of each group.
-        shape: ``(n, k)``, multiples of 16.
-        multiply: ``(a, scale_a, b, scale_b, offs, gemm) -> out``.
-        rest: rows of no group, which are the last ones.
+    NaN are the last group's first row, the ``rest`` behind the groups, and each b whose group is empty.
     """
-    n, k = shape
-    ends = list(itertools.accumulate(sizes))
-    a = operand(_drawn(ends[-1] + rest, k, 0, exact, layouts[0]), formats[0], layouts[0], exact)
-    drawn = _drawn(len(sizes) * n, k, 1, exact, layouts[1])
-    whole = drawn.split(len(drawn) if layouts[1].has_one_scale else n)
-    cast = [operand(each, formats[1], layouts[1], exact) for each in whole]
-    b = torch.cat([each.data.view(torch.uint8) for each in cast]).view(len(sizes), n, k)
-    scale_b = cast[0].scale_inv if layouts[1].has_one_scale else torch.stack([each.scale_inv for each in cast])
-    a.data.view(torch.uint8)[ends[-1] :] = NAN
-    a.data.view(torch.uint8)[max(end - size for end, size in zip(ends, sizes) if size)] = NAN
+    (n, k), groups, ends = shape, len(sizes), list(itertools.accumulate(sizes))
+    a = operand(_drawn(ends[-1] + rest, k, 0, exact, gemm.layout_a), formats[0], gemm.layout_a, exact)
+    drawn, one = _drawn(groups * n, k, 1, exact, gemm.layout_b), gemm.layout_b.has_one_scale
+    cast = [operand(each, formats[1], gemm.layout_b, exact) for each in drawn.split(groups * n if one else n)]
+    b = torch.cat([each.data.view(torch.uint8) for each in cast]).view(groups, n, k)
+    scale_b = cast[0].scale_inv if one else torch.stack([each.scale_inv for each in cast])
+    codes = a.data.view(torch.uint8)
+    codes[ends[-1] :] = codes[max(end - size for end, size in zip(ends, sizes) if size)] = NAN
     b[torch.tensor(sizes) == 0] = NAN
-    right = torch.zeros(len(a.data), n, dtype=torch.float64)
+    right = torch.zeros(len(codes), n, dtype=torch.float64)
     for group, (end, size) in enumerate(zip(ends, sizes)):
-        of_b = ScaledTensor(b[group].view(formats[1]), scale_b[group] if scale_b.dim() else scale_b, layouts[1])
-        rows = slice(end - size, end)
-        right[rows] = a.dequantize()[rows].double() @ of_b.dequantize().double().t()
-    gemm = Gemm(*layouts, out, fast)
-    offs = torch.tensor(ends, dtype=torch.int32)
-    operands = *aligned(a, device), moved(b.view(formats[1]), device), moved(scale_b, device), moved(offs, device)
+        of_b = ScaledTensor(b[group].view(formats[1]), scale_b if one else scale_b[group], gemm.layout_b)
+        right[end - size : end] = a.dequantize()[end - size : end].double() @ of_b.dequantize().double().t()
+    others = b.view(formats[1]), scale_b, torch.tensor(ends, dtype=torch.int32)
     with nan_in_new_memory():
-        actual = multiply(*operands, gemm)
+        actual = multiply(*aligned(a, device), *(moved(each, device) for each in others), gemm)
     _assert_product(actual, right, float(right.nan_to_num().abs().max()), k, gemm, exact)
 
 

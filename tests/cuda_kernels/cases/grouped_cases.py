@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from lightning_fp8.ops.checks import DTYPE_NAMES
+from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.products import check_grouped_product
 from tests.cuda_kernels.cases.gemm_cases import PAIRS, multiplying
-from tests.cuda_kernels.cases.kernel_cases import E4M3, E5M2, FP16, FP32
+from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 
 RAGGED, SOME_EMPTY, ONE = (70, 133, 0, 1, 260, 64), (0, 300, 0, 0), (0, 0, 140)
 """Of six groups; all rows in one of several, which is not the first; and the same in the last one."""
 
 
-def _case(tile: tuple[int, int, int], scaling: str, sizes: tuple[int, ...], shape: tuple[int, int], **options: Any) -> Case:
+def _case(
+    tile: tuple[int, int, int],
+    scaling: str,
+    sizes: tuple[int, ...],
+    shape: tuple[int, int],
+    out: torch.dtype = BF16,
+    fast: bool = False,
+    **options: Any,
+) -> Case:
+    gemm = Gemm(*PAIRS[scaling], out, fast)
     words = [f"{key}={value}" for key, value in options.items() if key != "formats"]
-    words += ["e5m2*e4m3"] * ("formats" in options)
-    name = "-".join(["grouped", scaling, "+".join(map(str, sizes)), "x".join(map(str, shape)), "/".join(map(str, tile)), *words])
+    words += ["e5m2*e4m3"] * ("formats" in options) + ["fast"] * fast + [DTYPE_NAMES[out]] * (out is not BF16)
+    numbers = "+".join(map(str, sizes)), "x".join(map(str, shape)), "/".join(map(str, tile))
+    name = "-".join(["grouped", scaling, *numbers, *words])
 
     def run(device: str) -> None:
         with multiplying("90a", *tile):
-            check_grouped_product(PAIRS[scaling], sizes, shape, device, **options)
+            check_grouped_product(gemm, sizes, shape, device, **options)
 
     return Case(name, run)
 
