@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_kernels.gemm import epilogue, groups, wgmma
+from cuda_kernels.gemm import epilogue, groups, promotion, wgmma
 from cuda_kernels.host import gemm_launcher, launch
 from cuda_kernels.host.launch import Argument, Grid, executing
 from cuda_kernels.kernel import Kernel
@@ -117,7 +117,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
     "iterations are rounded down": (wgmma, "quotient(k + (TILE_K - 1), TILE_K)", "quotient(k, TILE_K)", "tensor"),
     "rows of no group are multiplied": (wgmma, "(first_k_iter + k_iter) * TILE_K", "k_iter * TILE_K", "tensor"),
     "scales of the first group's rows": (wgmma, "i64(group) * i64(n) * 4", "i64(0)", "row"),
-    "scales of the first group's blocks": (wgmma, "i64(group) * i64((n", "i64(0) * i64((n", "block"),
+    "scales of the first group's blocks": (promotion, "before = group *", "before = 0 *", "block"),
     "scales of this group's blocks for the next tile": (wgmma, "next_group if last else group", "group", "block"),
     "rows of no group are not written": (groups, "rows, i32(0), i32(BEHIND_K)", "row, i32(0), i32(BEHIND_K)", "tensor"),
     "tiles are rounded down": (groups, "end - row + (tile_m - 1)", "end - row", "tensor"),
@@ -145,8 +145,8 @@ def test_a_wrong_kernel_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(grouped_cuda, "group_rows_kernel", made.group_rows_kernel)
     else:
         kernels = made if module is wgmma else mutated(wgmma, "group * n + tile_col)", "group * n + tile_col)")
-        if module is epilogue:
-            kernels.make_epilogue_store = made.make_epilogue_store  # type: ignore[attr-defined]
+        for name in ("make_epilogue_store", "block_scale_readers"):
+            setattr(kernels, name, getattr(made, name, getattr(kernels, name)))
         monkeypatch.setattr(gemm_launcher, "gemm_kernel", kernels.gemm_kernel)
     cases = [case for case in CASES if case.name.startswith(f"grouped-{scaling}-70") and "1/1/128" in case.name]
     assert cases
