@@ -76,7 +76,7 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
         return [config for shape in _SHAPES if (config := _hopper_config(*shape, problem))]
-    return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []
+    return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES and not problem.groups else []
 
 
 def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
@@ -126,7 +126,7 @@ def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have their own accumulators only if partial sums are added to them.
         and (config.waves == 1 or (spec.promote and config.smem_epilogue))
-        and (config.smem_epilogue or config.tile_n <= 128)
+        and (config.smem_epilogue or (config.tile_n <= 128 and not spec.grouped))
     )
 
 

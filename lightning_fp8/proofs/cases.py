@@ -340,22 +340,18 @@ def _grouped_gemm(
         config = _config(_bound(where, a_key, b_key, gemm, groups=groups), tile)
 
         def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm) -> Tensor:
-            keys = operand_key(a, scale_a), operand_key(*rows_of_all(b, scale_b))
-            bound = _bound(where, *keys, gemm, groups=len(offs))
+            of_b = operand_key(*rows_of_all(b, scale_b))
+            bound = _bound(where, operand_key(a, scale_a), of_b, gemm, groups=len(offs))
             return build_grouped_gemm(bound, config)(a, scale_a, b, scale_b, offs, gemm)
 
-        check_grouped_product(
-            gemm, sizes(config.tile_m, device), shape, device, multiply=multiply,
-            formats=(a_key[0], b_key[0]), exact=exact, rest=rest,
-        )  # fmt: skip
-
-    def ragged(tile_m: int, device: str) -> Sequence[int]:
-        return 0, 70, tile_m + 1, 0, 1, 2 * tile_m, 37
+        given = sizes(config.tile_m, device)
+        formats = a_key[0], b_key[0]
+        check_grouped_product(gemm, given, shape, device, multiply=multiply, formats=formats, exact=exact, rest=rest)
 
     yield Case("small", partial(check, lambda *_: (3, 0, 17), (16, 16), True))
-    yield Case("ragged", partial(check, ragged, (272, 1296), True, rest=140))
-    yield Case("not exact", partial(check, ragged, (144, 656), False))
-    yield Case("waves", partial(check, lambda tile_m, device: (tile_m + 5, 9) * _waves(device, 1), (16, 272), True))
+    yield Case("ragged", partial(check, lambda m, _: (0, 70, m + 1, 0, 1, 2 * m, 37), (272, 1296), True, rest=140))
+    yield Case("not exact", partial(check, lambda m, _: (m + 1, 0, 70), (144, 656), False))
+    yield Case("waves", partial(check, lambda m, device: (m + 5, 9) * _waves(device, 1), (16, 272), True))
 
 
 def _bound(where: torch.device, a_key: OperandKey, b_key: OperandKey, gemm: Gemm, **more: Any) -> BoundGemm:
