@@ -16,7 +16,7 @@ from cuda_kernels.gemm.spec import WGMMA_ARCHITECTURES
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library, fastest_by_estimate
 from lightning_fp8.ops.gemm import Gemm
-from lightning_fp8.ops.gemm_cuda import SCALINGS, BoundGemm, GemmOperand, bind_gemm, build_gemm
+from lightning_fp8.ops.gemm_cuda import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
 from lightning_fp8.ops.grouped import grouped_mm_op, reference_grouped_mm
 from lightning_fp8.ops.memory import Allocation, OperandKey, maker, operand_key
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_once
@@ -38,11 +38,7 @@ def rows_of_all(b: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build_grouped_gemm(bound: BoundGemm, choice: GemmChoice) -> GroupedMultiply:
-    """The function that computes ``bound`` by the kernel of ``choice``.
-
-    Raises:
-        KernelError: If a kernel cannot be compiled or loaded.
-    """
+    """The function that computes ``bound`` by the kernel of ``choice``; see :func:`~.gemm_cuda.build_gemm`."""
     problem, device = bound.problem, bound.device
     assert not isinstance(choice, Library)
     table = Allocation.contiguous((max_row_tiles(problem.m, problem.groups, choice.tile_m) + 1, 4), torch.int32)
@@ -72,8 +68,10 @@ def _plan(
         return reference_grouped_mm
     a, b = GemmOperand.from_key(gemm.layout_a, a_key, device), GemmOperand.from_key(gemm.layout_b, b_key, device)
     check_not_empty((a.rows, b.rows, a.k))
+    if not a.is_aligned:
+        return lambda a, scale_a, *rest: grouped_mm_on_cuda(*aligned_operand(a, scale_a, gemm.layout_a), *rest)
     bound = bind_gemm(device, a, b, gemm, groups=groups)
-    if a.is_aligned and b.is_aligned and bound.problem.out_aligned:
+    if b.is_aligned and bound.problem.out_aligned:
         return build_grouped_gemm(bound, fastest_by_estimate(bound.problem))
     warn_once(
         device,
