@@ -44,7 +44,7 @@ MUTATED = (
     "product-blocks-300x264x700-2/2/128",
     "product-row-300x392x700-2/1/192",
     "product-blocks-300x264x700-128/128",
-    "grouped-block-70+133+0+1+260+64-272x208-2/2/128",
+    "grouped-block-70+133+0+1+260+64x272x208-2/2/128",
     "attention_forward-64-many keys",
     "attention_dq-64-many keys",
     "attention_dkv-64-many queries",

@@ -29,7 +29,7 @@ def _case(
     gemm = Gemm(*PAIRS[scaling], out, fast)
     words = [f"{key}={value}" for key, value in options.items() if key != "formats"]
     words += ["e5m2*e4m3"] * ("formats" in options) + ["fast"] * fast + [DTYPE_NAMES[out]] * (out is not BF16)
-    numbers = "+".join(map(str, sizes)), "x".join(map(str, shape)), "/".join(map(str, tile))
+    numbers = "x".join(("+".join(map(str, sizes)), *map(str, shape))), "/".join(map(str, tile))
     name = "-".join(["grouped", scaling, *numbers, *words])
 
     def run(device: str) -> None:
