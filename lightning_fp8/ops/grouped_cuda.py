@@ -1,6 +1,7 @@
-"""GEMMs of experts on CUDA tensors: on Hopper a kernel, behind a small one that makes the table of its tiles.
+"""The cast of experts on CUDA tensors, all of them in one launch, and their GEMMs.
 
-The host does not ask the GPU where groups end. Where there is no kernel, the loop of the specification asks.
+On Hopper a kernel multiplies, behind a small one that makes the table of its tiles, and the host does not ask the GPU
+where groups end. Where there is no kernel, the loop of the specification asks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from cuda_kernels.gemm.groups import group_rows_kernel, max_row_tiles
 from cuda_kernels.gemm.spec import WGMMA_ARCHITECTURES
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, Library, fastest_by_estimate
+from lightning_fp8.ops.cast import Outputs
+from lightning_fp8.ops.cast_cuda import planned_cast, tensor_loaders
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import SCALINGS, BoundGemm, GemmOperand, aligned_operand, bind_gemm, build_gemm
-from lightning_fp8.ops.grouped import grouped_mm_op, reference_grouped_mm
+from lightning_fp8.ops.grouped import grouped_mm_op, quantize_experts_op, reference_experts, reference_grouped_mm
 from lightning_fp8.ops.memory import Allocation, OperandKey, maker, operand_key
 from lightning_fp8.ops.plans import check_not_empty, current_device, planned, warn_once
 
@@ -83,3 +86,11 @@ def _plan(
 
 
 grouped_mm_op.implement("cuda", grouped_mm_on_cuda)
+
+
+def _reference(w: Tensor, experts: int, *args: Any) -> Outputs:
+    return reference_experts(w.unflatten(0, (experts, len(w) // experts)), *args)
+
+
+_quantize, _ = planned_cast("quantize_experts", _reference, lambda key, _: tensor_loaders(key), of_experts=True)
+quantize_experts_op.implement("cuda", lambda w, *args: _quantize(w.flatten(0, 1), len(w), *args))
