@@ -17,6 +17,7 @@ from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
+from lightning_fp8.ops.grouped import groups_of
 from lightning_fp8.ops.grouped_cuda import grouped_mm_on_cuda
 from lightning_fp8.proofs.comparing import (
     assert_rows_within,
@@ -170,6 +171,17 @@ def parts_of_product(
             assert_rows_within(made[rows, columns], exact, magnitude, slack, "the product")
 
     return check
+
+
+def parts_of_group(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm
+) -> Callable[[Tensor], None]:
+    """:func:`parts_of_product` for ``grouped_mm``: of the last group with rows, or of none."""
+    for group, start, end in [*groups_of(offs)][-1:]:
+        of_a, of_b = scale_a[start:end] if scale_a.dim() else scale_a, scale_b[group] if scale_b.dim() else scale_b
+        check = parts_of_product(a[start:end], of_a, b[group], of_b, gemm)
+        return lambda out: check(out[start:end])
+    return lambda out: None
 
 
 def _drawn(rows: int, k: int, seed: int, exact: bool, layout: Layout) -> Tensor:
