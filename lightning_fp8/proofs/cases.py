@@ -347,8 +347,7 @@ def _grouped_gemm(
             bound = _bound(where, operand_key(a, scale_a), of_b, gemm, groups=len(offs))
             return build_grouped_gemm(bound, config)(a, scale_a, b, scale_b, offs, gemm)
 
-        given = sizes(config.tile_m, device)
-        formats = a_key[0], b_key[0]
+        given, formats = sizes(config.tile_m, device), (a_key[0], b_key[0])
         check_grouped_product(gemm, given, shape, device, multiply=multiply, formats=formats, exact=exact, rest=rest)
 
     yield Case("small", partial(check, lambda *_: (3, 0, 17), (16, 16), True))

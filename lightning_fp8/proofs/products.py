@@ -111,8 +111,7 @@ def _assert_product(actual: Tensor, right: Tensor, size: float, k: int, gemm: Ge
         assert_within(actual.cpu().double(), right, relative, allowed, "the product")
 
 
-NAN = 0x7F
-"""A code of NaN in both formats."""
+NAN = 0x7F  # the code in both formats
 
 
 def check_grouped_product(
