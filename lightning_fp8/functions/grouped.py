@@ -34,7 +34,16 @@ class GroupedProduct(Product):
             stored = self.quantize(x.mT, role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        return ops.quantize_experts(x, self.cast(role), **args)
+        made = ops.quantize_experts(x, self.cast(role), **args)
+        if self.is_sampled(role) and not again:
+            for expert, each in enumerate(x):
+                self.sample(role, each, Quantized(*(operand and _of_expert(operand, expert) for operand in made)))
+        return made
+
+
+def _of_expert(operand: ScaledTensor, expert: int) -> ScaledTensor:
+    one = operand.layout.has_one_scale
+    return ScaledTensor(operand.data[expert], operand.scale_inv if one else operand.scale_inv[expert], operand.layout)
 
 
 class GroupedFunction(torch.autograd.Function):
