@@ -35,15 +35,12 @@ class GroupedProduct(Product):
             return Quantized(stored.columnwise, stored.rowwise)
         args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
         made = ops.quantize_experts(x, self.cast(role), **args)
-        if self.is_sampled(role) and not again:
-            for expert, each in enumerate(x):
-                self.sample(role, each, Quantized(*(operand and _of_expert(operand, expert) for operand in made)))
+        operand: Any = made.rowwise or made.columnwise
+        for expert, each in enumerate(x if self.is_sampled(role) and not again else ()):
+            scale_inv = operand.scale_inv if operand.layout.has_one_scale else operand.scale_inv[expert]
+            part = ScaledTensor(operand.data[expert], scale_inv, operand.layout)
+            self.sample(role, each, Quantized(part, None) if made.rowwise else Quantized(None, part))
         return made
-
-
-def _of_expert(operand: ScaledTensor, expert: int) -> ScaledTensor:
-    one = operand.layout.has_one_scale
-    return ScaledTensor(operand.data[expert], operand.scale_inv if one else operand.scale_inv[expert], operand.layout)
 
 
 class GroupedFunction(torch.autograd.Function):

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.faster import loop_over
+from cuda_kernels.host.launch import name_of
+from lightning_fp8.faster import BF16_IS_FASTER
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction, GroupedProduct
 from lightning_fp8.functions.product import without_gradient
@@ -86,9 +87,10 @@ class Experts(LinearLayer):
         return self._observed(gemm, torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])]))
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        """Without a grouped GEMM, a loop over many experts is slower than BF16; rows are not compared."""
+        """Rows are not compared: without a grouped GEMM, many experts are a loop, which takes longer than BF16."""
         loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
-        return loop_over(self.num_experts, input.device) if loops and self.num_experts > MANY_EXPERTS else ""
+        reason = f"{BF16_IS_FASTER}than a loop over {self.num_experts} experts ({name_of(input.device)})"
+        return reason if loops and self.num_experts > MANY_EXPERTS else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view."""
@@ -134,13 +136,12 @@ def swap_experts(module: Any) -> None:
 @lru_cache
 def fp8_experts(cls: type, names: tuple[str, str]) -> type:
     """The FP8 subclass of ``cls``, whose weights are called ``names``."""
-    high_precision = cls.forward  # type: ignore[attr-defined]
     fields = {
         "__module__": __name__,
         "gemms": names,
         "weight_names": names,
         "bias_names": tuple(f"{name}_bias" for name in names),
-        "_in_high_precision": lambda self, *args, **kwargs: high_precision(self, *args, **kwargs),
+        "_in_high_precision": cls.forward,  # type: ignore[attr-defined]
         "__reduce__": lambda self: (_new, (cls, names), self.__getstate__()),
     }
     return type(cls.__name__, (Experts, cls), fields)

@@ -38,8 +38,7 @@ def calls_own_forward(module: nn.Module) -> bool:
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """A setter for each attribute or closure cell of the instance, or attribute of what a cell holds, that stores the
-    bound forward of its class."""
+    """A setter for each place that stores the bound forward of the class: attributes, closures, objects in closures."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:
