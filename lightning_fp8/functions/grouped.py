@@ -15,9 +15,6 @@ from lightning_fp8.ops import Quantized
 MANY_EXPERTS = 32
 """With more experts in a layer, wgrad is in high precision: a loop of as many GEMMs takes longer than FP8 saves."""
 
-SAMPLED_EXPERTS = 8
-"""A monitor samples the weights of at most so many experts of a layer, at equal distances."""
-
 
 class GroupedProduct(Product):
     """The casts and the GEMMs of ``y [T, N] = x [T, K] w[g]ᵀ`` for the rows of each group g.
@@ -38,12 +35,8 @@ class GroupedProduct(Product):
             return Quantized(stored.columnwise, stored.rowwise)
         args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
         made = ops.quantize_experts(x, self.cast(role), **args)
-        operand: Any = made.rowwise or made.columnwise
-        sampled = 0 if again or not self.is_sampled(role) else len(x)
-        for expert in range(0, sampled, -(-len(x) // SAMPLED_EXPERTS)):
-            scale_inv = operand.scale_inv if operand.layout.has_one_scale else operand.scale_inv[expert]
-            part = ScaledTensor(operand.data[expert], scale_inv, operand.layout)
-            self.sample(role, x[expert], Quantized(part, None) if made.rowwise else Quantized(None, part))
+        if not again:
+            self.sample(role, x, made)
         return made
 
 

@@ -125,15 +125,25 @@ class Product:
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """If a monitor asks, count the errors of a cast of ``x [R, K]``, given the operands that it ``made``."""
+        """If a monitor asks, count the errors of a cast of ``x [R, K]``, given the operands that it ``made``.
+
+        Of a weight of experts ``[E, N, K]``, it counts eight matrices at equal distances.
+        """
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:
             return
-        values = x.detach()
-        ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
-        if sample.losses is not None and sample.exponents is not None:
-            ops.sample_recipes(values, role, sample.losses, sample.exponents)
+        x, one = x.detach(), operand.layout.has_one_scale
+        matrices = [(x, operand.data, operand.scale_inv)]
+        if x.dim() == 3:
+            every = slice(None, None, -(-len(x) // 8))
+            scales = operand.scale_inv.expand(len(x)) if one else operand.scale_inv
+            matrices = [*zip(x[every], operand.data[every], scales[every])]
+        for values, data, scale_inv in matrices:
+            part = ScaledTensor(data, scale_inv, operand.layout)
+            ops.sample_cast(values, part, sample.counts, transposed=made.rowwise is None)
+            if sample.losses is not None and sample.exponents is not None:
+                ops.sample_recipes(values, role, sample.losses, sample.exponents)
 
     # --- Passes -------------------------------------------------------------------------------------------------------
 
