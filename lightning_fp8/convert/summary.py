@@ -93,11 +93,6 @@ class ConversionSummary:
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind not in (ATTENTION, GONE))
 
     @property
-    def num_fp8_attention(self) -> int:
-        """The number of attention modules that run in FP8, counted like :attr:`num_fp8`."""
-        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
-
-    @property
     def share_of_parameters(self) -> float | None:
         """The share of the elements of all matrices that is in matrices that run in FP8; None without matrices."""
         total = sum(layer.parameters for layer in self.layers)
