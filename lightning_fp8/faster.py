@@ -15,12 +15,12 @@ NOT_TIMED = "not compared with SDPA, which was not timed for this"
 
 HAD = ", and it had "
 """What separates the limit in a comparison from the number of rows or keys that was compared with it."""
-BF16_IS_FASTER, _ATTENTION = "BF16 is faster ", "SDPA is faster "
+_LINEAR, _ATTENTION = "BF16 is faster ", "SDPA is faster "
 
 
 def is_slower(comparison: str) -> bool:
     """Whether a comparison says that FP8 is slower."""
-    return comparison.startswith((BF16_IS_FASTER, _ATTENTION))
+    return comparison.startswith((_LINEAR, _ATTENTION))
 
 
 def _limit(least: float) -> str:
@@ -44,7 +44,13 @@ def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float
     saved = 6 * (1 / rates["bf16"] - 1 / rates[recipe]["flops"])
     spare = saved * rates[recipe]["bytes"] / 4 - 1 / n - 1 / k
     least = math.ceil(1 / spare) if spare > 0 else math.inf
-    return least, f"{BF16_IS_FASTER}{_limit(least)} rows of {k:,} × {n:,} ({recipe}, {name_of(device)})"
+    return least, f"{_LINEAR}{_limit(least)} rows of {k:,} × {n:,} ({recipe}, {name_of(device)})"
+
+
+def loop_over(experts: int, device: torch.device, recipe: str) -> str:
+    """The comparison of many experts, whose FP8 GEMMs are a loop where no kernel multiplies groups; else empty."""
+    loops = device.type == "cuda" and (torch.cuda.get_device_capability(device) != (9, 0) or recipe == "mxfp8")
+    return f"{_LINEAR}than a loop over {experts} experts ({recipe}, {name_of(device)})" if loops else ""
 
 
 def least_keys(

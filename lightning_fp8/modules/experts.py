@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuda_kernels.host.launch import name_of
-from lightning_fp8.faster import BF16_IS_FASTER
+from lightning_fp8.faster import loop_over
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction, GroupedProduct
 from lightning_fp8.functions.product import without_gradient
@@ -87,10 +86,9 @@ class Experts(LinearLayer):
         return self._observed(gemm, torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])]))
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        """Rows are not compared: without a grouped GEMM, many experts are a loop, which takes longer than BF16."""
-        loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
-        reason = f"{BF16_IS_FASTER}than a loop over {self.num_experts} experts ({name_of(input.device)})"
-        return reason if loops and self.num_experts > MANY_EXPERTS else ""
+        """Rows are not compared."""
+        many = self.num_experts > MANY_EXPERTS
+        return loop_over(self.num_experts, input.device, context.recipe.name) if many else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view."""
