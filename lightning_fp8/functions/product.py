@@ -125,20 +125,16 @@ class Product:
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """If a monitor asks, count the errors of a cast of ``x [R, K]``, given the operands that it ``made``.
-
-        Of a weight of experts ``[E, N, K]``, it counts eight matrices at equal distances.
-        """
+        """If a monitor asks, count the errors of a cast of ``x [R, K]``, or of eight experts of ``x [E, N, K]``."""
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:
             return
-        x, one = x.detach(), operand.layout.has_one_scale
-        matrices = [(x, operand.data, operand.scale_inv)]
+        x, scales = x.detach(), operand.scale_inv
+        matrices = [(x, operand.data, scales)]
         if x.dim() == 3:
-            every = slice(None, None, -(-len(x) // 8))
-            scales = operand.scale_inv.expand(len(x)) if one else operand.scale_inv
-            matrices = [*zip(x[every], operand.data[every], scales[every])]
+            scales = scales.expand(len(x)) if operand.layout.has_one_scale else scales
+            matrices = [*zip(x, operand.data, scales)][:: -(-len(x) // 8)]
         for values, data, scale_inv in matrices:
             part = ScaledTensor(data, scale_inv, operand.layout)
             ops.sample_cast(values, part, sample.counts, transposed=made.rowwise is None)

@@ -99,10 +99,6 @@ class Experts(LinearLayer):
     def features(self) -> tuple[int, ...]:
         return tuple(size for shape in self.matrices.values() for size in shape)
 
-    @property
-    def matrices(self) -> dict[str, Any]:
-        return matrices_of_experts(self)
-
 
 def is_experts(module: nn.Module) -> bool:
     """Whether ``module`` is one of transformers' experts with 3-D weights. It does not import transformers."""
@@ -138,6 +134,7 @@ def fp8_experts(cls: type, names: tuple[str, str]) -> type:
         "__module__": __name__,
         "gemms": names,
         "weight_names": names,
+        "matrices": property(matrices_of_experts),
         "bias_names": tuple(f"{name}_bias" for name in names),
         "_in_high_precision": cls.forward,  # type: ignore[attr-defined]
         "__reduce__": lambda self: (_new, (cls, names), self.__getstate__()),
