@@ -25,7 +25,7 @@ from lightning_fp8.numerics.recipes import make_recipe
 from lightning_fp8.te_checkpoints.export import export_te_state_dict
 from tests.convert.zoo import DECODER, hf, tokens
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
 MANY = MANY_EXPERTS + 8

@@ -16,7 +16,7 @@ from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.sample import COUNTS, EXPONENTS
 from tests.monitor.test_sampled_casts import assert_counts, expanded, expected
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 20, 2, 3, 48, 40
 
