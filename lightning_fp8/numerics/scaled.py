@@ -206,8 +206,8 @@ class ScaledTensor:
         """
         if not self.layout.transposes:
             raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")
-        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.t()
-        return ScaledTensor(self.data.t(), scale_inv, self.layout)
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.mT
+        return ScaledTensor(self.data.mT, scale_inv, self.layout)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``data * scale_inv`` as ``[R, K]`` in ``dtype``; computed in float32."""
