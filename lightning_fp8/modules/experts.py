@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.functions.grouped import GroupedFunction, GroupedProduct
+from lightning_fp8.functions.grouped import GroupedFunction
 from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import swap_class, unsharded_class
@@ -37,7 +37,6 @@ class Experts(LinearLayer):
     has_post_expert_norm: bool
     is_transposed: bool
     kind = "experts"
-    product_class = GroupedProduct
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:  # type: ignore[override]
         weights = tuple(self._weight(name) for name in self.weight_names)
