@@ -466,8 +466,7 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
     view = operand.t()
     if not operand.data.is_cuda:
         return view
-    data = view.data.contiguous() if view.data.dim() == 3 else ops.transpose(operand.data)
-    return ScaledTensor(data, view.scale_inv.contiguous(), operand.layout)
+    return ScaledTensor(ops.transpose(operand.data), view.scale_inv.contiguous(), operand.layout)
 
 
 _FSDP2 = (_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default)

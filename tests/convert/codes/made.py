@@ -89,16 +89,31 @@ def save_qwen(folder: Path, layers: int = 2) -> None:
     Its blocks are whole: transformers 5.24 takes parts of blocks for smaller blocks when it dequantizes.
     """
     transformers = pytest.importorskip("transformers")
-    safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    _save_codes(transformers.Qwen3ForCausalLM, config, folder, ["lm_head"])
+
+
+def save_moe(folder: Path, layers: int = 2) -> None:
+    """A tiny Qwen3-MoE in the format of the published FP8 checkpoints, in which experts are matrices of their own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64, num_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
+    _save_codes(transformers.Qwen3MoeForCausalLM, config, folder, ["lm_head", *routers])
+
+
+def _save_codes(cls: Any, config: Any, folder: Path, in_bf16: list[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    cls(config).to(torch.bfloat16).save_pretrained(folder)
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in safetensors.load_file(folder / "model.safetensors").items():
         if name.endswith("proj.weight"):
             state[name], state[f"{name}_scale_inv"] = coded(value, "blocks")
         else:
@@ -107,15 +122,15 @@ def save_qwen(folder: Path, layers: int = 2) -> None:
     path = folder / "config.json"
     quantization = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCKS],
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": in_bf16,
     }  # fmt: skip
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
 
 
 def load_qwen(folder: Path, monkeypatch: pytest.MonkeyPatch, dequantize: bool = False) -> Any:
-    """The saved model with transformers' FP8Linear, which it otherwise loads only where there is a GPU."""
+    """The saved model with transformers' FP8 layers, which it otherwise loads only where there is a GPU."""
     transformers = pytest.importorskip("transformers")
     quantizers: Any = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
     monkeypatch.setattr(quantizers.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     more = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if dequantize else {}
-    return transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more)
