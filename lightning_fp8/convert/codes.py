@@ -83,8 +83,9 @@ def _why_not(module: nn.Module, weight_name: str, weight: Tensor) -> str:
     if weight.dtype is not E4M3.dtype or not isinstance(weight, nn.Parameter):
         return f"only unsharded parameters of {E4M3.dtype} can be multiplied"
     if scale is None or scale.dtype not in _SCALE_DTYPES:
-        found, names = "nothing" if scale is None else f"{name} of {scale.dtype}", [weight_name + each for each in SCALES]
-        return f"it has {found} for {' or '.join(names)} of {', '.join(map(str, _SCALE_DTYPES))}"
+        found = "nothing" if scale is None else f"{name} of {scale.dtype}"
+        names = " or ".join(weight_name + each for each in SCALES)
+        return f"it has {found} for {names} of {', '.join(map(str, _SCALE_DTYPES))}"
     constants = "activation_scale", "input_scale", f"{weight_name}_activation_scale"
     if any(getattr(module, constant, None) is not None for constant in constants):
         return "its inputs have a constant scale, and recipes compute theirs"
@@ -161,8 +162,8 @@ def adopt_codes(model: nn.Module, policy: Policy) -> None:
         bias = module._parameters.get("bias")
         own = dtype if bias is None else bias.dtype
         for weight in _weights_of(module):
-            codes, layout, (name, scale) = getattr(module, weight), _layout_of(module, weight), _scale_of(module, weight)
-            coded = coded_weight(codes.detach(), scale.detach(), name, layout, own)  # type: ignore[union-attr, arg-type]
+            codes, (name, scale) = getattr(module, weight).detach(), _scale_of(module, weight)
+            coded = coded_weight(codes, scale.detach(), name, _layout_of(module, weight), own)  # type: ignore[union-attr, arg-type]
             delattr(module, name)
             module._parameters[weight] = nn.Parameter(coded, requires_grad=False)
         swap_experts(module) if is_experts(module) else swap_class(module, Linear)

@@ -147,7 +147,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
     if is_experts(module):
-        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias")}
+        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias", *SCALES)}
     found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}

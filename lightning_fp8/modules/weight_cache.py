@@ -62,11 +62,11 @@ class WeightCachingModule(FP8Module):
     | None, in any other context | caches nothing, and drops copies that were cached automatically |
 
     Copies are stale after an optimizer's step, after a parameter was replaced or changed in place, and with another
-    recipe or CUDA stream. Those of a frozen weight outlive steps, unless scaling is delayed: its scale may change. In-place
-    changes of ``weight.data``, and of FSDP2's shards of a frozen weight, cannot be detected. Automatic copies are also stale with another ``weight_period``, after an update of the
-    scales, and after training mode, gradients or inference mode were switched. Copies that were cached automatically
-    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached while a CUDA graph is captured, or
-    after the capture of an optimizer step.
+    recipe or CUDA stream. Those of a frozen weight outlive steps, unless its scale is delayed; changes of its ``data``
+    in place, or of FSDP2's shards of it, cannot be detected. Automatic copies are also stale with another
+    ``weight_period``, after an update of the scales, and after training mode, gradients or inference mode were
+    switched. Copies that were cached automatically are not used with ``is_first_microbatch``, and vice versa. Nothing
+    is cached while a CUDA graph is captured, or after the capture of an optimizer step.
 
     Recomputation in a backward pass uses the context of the layer's last forward. This is the wrong context if the
     layer has run in another one since. Copies are not pickled, and compiled code does not cache.

@@ -1,4 +1,4 @@
-"""The op ``transpose``: FP8 codes ``[R, C]``, or each expert's, to contiguous rows ``[C, R]``, which a GEMM can read."""
+"""The op ``transpose``: FP8 codes ``[R, C]``, or of each expert, to contiguous rows ``[C, R]``, which a GEMM reads."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class StoredScale(NamedTuple):
 class FP8Tensor(Tensor):
     """A tensor ``[..., K]`` of a high-precision dtype, stored as the operand of ``[R, K]``, of its transpose, or both.
 
-    The weight of experts ``[E, N, K]`` is stored as operands of this shape and of ``[E, K, N]``. In-place operations cast
-    the new values again.
+    The weight of experts ``[E, N, K]`` is stored as the operand of this shape, of ``[E, K, N]``, or both. In-place
+    operations cast the new values again.
 
     Attributes:
         scaling: the layout of scales in :attr:`cast`.
@@ -540,8 +540,8 @@ def _refuse_sharding(weight: Any) -> bool:
         mesh = "" if rows % block else f"use a mesh whose number of ranks divides {rows // block}, or "
         what = "experts" if _is_of_experts(weight) else "rows"
         why = (
-            f"{ranks} ranks cannot share its {rows} {what} in multiples of {block}, the {what} of a scale: {mesh}leave the "
-            "weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
+            f"{ranks} ranks cannot share its {rows} {what} in multiples of {block}, the {what} of a scale: {mesh}leave "
+            "the weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
         )
     else:
         return True

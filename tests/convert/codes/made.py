@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,32 @@ def same_bits(state: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: each.detach().clone() for name, each in state.items()}
+
+
+def experts_with_codes(
+    experts: int = 4, width: int = 256, hidden: int = 128, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    """transformers' FP8Experts ``[experts, 2 hidden or width, ...]``, whose scales are no powers of two."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=hidden, num_experts=experts, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    layer = _fp8_experts()(config, **{"block_size": BLOCKS, **options})
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = torch.randn(getattr(layer, name).shape, generator=generator) * width**-0.5
+        pairs = zip(*(coded(each * 1.1**expert, "blocks", dtype) for expert, each in enumerate(weight)))
+        for part, values in zip((name, f"{name}_scale_inv"), pairs):
+            setattr(layer, part, nn.Parameter(torch.stack(values), requires_grad=False))
+    return layer
+
+
+@lru_cache
+def _fp8_experts() -> Any:
+    """The class, decorated as transformers does when it loads a checkpoint."""
+    fine, moe = (importlib.import_module(f"transformers.integrations.{name}") for name in ("finegrained_fp8", "moe"))
+    return moe.use_experts_implementation(fine.FP8Experts, experts_interface=fine.ALL_FP8_EXPERTS_FUNCTIONS)
 
 
 def save_qwen(folder: Path, layers: int = 2) -> None:
