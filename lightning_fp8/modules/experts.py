@@ -98,9 +98,9 @@ class Experts(LinearLayer):
         computed: Any = self._modules.get("parametrizations") or {}
         if name in computed and codes_in(computed[name].original) is not None:
             raise NotImplementedError(
-                f"an adapter is added to {name}, FP8 codes of a checkpoint, which would be dequantized in each pass: "
-                "leave it out of target_parameters and adapt linear layers (target_modules), or load the model with "
-                "quantization_config=FineGrainedFP8Config(dequantize=True)"
+                f"an adapter is added to {name} of experts, FP8 codes of a checkpoint, which would be dequantized in "
+                "each pass: adapt other layers, target_modules=['q_proj', 'v_proj'] for example ('all-linear' has "
+                "experts, too), or load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
             )
         weight: Tensor = getattr(self, name)
         return weight.mT if self.is_transposed else weight

@@ -59,6 +59,18 @@ def test_replicas_of_shards_and_four_shards(tmp_path: Path) -> None:
         assert report["replicas"]["sent"] == sent(IN_ROWS)
 
 
+def test_experts_are_sent_as_a_byte_for_each_parameter(tmp_path: Path) -> None:
+    """Of each mixture ``3 × 128`` rows of WIDTH for each of four experts, in blocks, and a layer in BF16."""
+    experts = 4 * 3 * 128 * WIDTH
+    for report in run("experts", tmp_path):
+        assert report.pop("three").endswith("ignored_params={layer.weight})")
+        assert report.pop("held") <= 1.05 * 2 * experts // 2
+        for recipe in ("blockwise", "rowwise"):
+            of_base = report.pop(f"{recipe} sent") - STEPS * 2 * 2 * (2 * WIDTH * WIDTH) // 2
+            assert experts * STEPS * 2 * 2 // 2 < of_base <= 1.05 * experts * STEPS * 2 * 2 // 2
+        assert [name for name, holds in report.items() if not holds] == []
+
+
 def test_other_orders_and_strategies(tmp_path: Path) -> None:
     for report in run("orders", tmp_path):
         assert "blockwise" in report.pop("table")
