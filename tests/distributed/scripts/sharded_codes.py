@@ -105,7 +105,8 @@ class Mixture(nn.Module):
 
 def mixtures(experts: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
-    return convert_module(nn.Sequential(Mixture(experts), Mixture(experts)), first_last_layers_bf16=False)
+    model = nn.Sequential(Mixture(experts), Mixture(experts))
+    return convert_module(model, first_last_layers_bf16=False, skip=("*.before",))
 
 
 def blocks(
