@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fp8.functions.grouped import GroupedFunction
-from lightning_fp8.functions.product import without_gradient
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 from lightning_fp8.ops.grouped import ends_of
@@ -47,7 +47,8 @@ class Experts(LinearLayer):
         calibrating = context.calibrating and self.fp8 and not in_fp8
         if not (in_fp8 or calibrating or isinstance(weights[0], FP8Tensor)):
             return self._in_high_precision(hidden_states, *routing, **named)
-        products, dtype = [], autocast_dtype(hidden_states.device.type) or hidden_states.dtype
+        products: list[Product] = []
+        dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
         if in_fp8:
             products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
