@@ -23,9 +23,7 @@ class GroupedFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, product: Product, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, product: Product, dtype: torch.dtype) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x8 = product.quantize(x, Role.INPUT).rowwise
         w8 = (product.cached_weight or product.quantize(weight, Role.WEIGHT)).rowwise

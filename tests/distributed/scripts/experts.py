@@ -1,0 +1,191 @@
+"""Run by two or four processes: experts of transformers' models under FSDP2 that gathers their weights in FP8.
+
+``python -m tests.distributed.scripts.experts FOLDER PART [RECIPE]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import convert_module, fp8_autocast, fp8_state_dict
+from tests.distributed.launch import leave
+from tests.distributed.scripts.fsdp import RECIPES, compared, in_fp8, sharded, train
+
+WIDTH = 256  # that of the batches of ``train``
+
+
+class Block(nn.Module):
+    """A norm, a router, and experts: those of Mixtral, or of gpt-oss, whose weights are ``[E, K, N]`` with biases."""
+
+    def __init__(self, experts: int, kind: str, hidden: int) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": hidden, "num_local_experts": experts}
+        if kind == "gpt_oss":
+            from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+            self.experts = GptOssExperts(GptOssConfig(**sizes))
+        else:
+            from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+
+            self.experts = MixtralExperts(MixtralConfig(**sizes))
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.05)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Parameter(torch.randn(experts, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        weights, index = (normed @ self.router.t()).float().softmax(-1).topk(2)
+        return x + self.experts(normed, index, weights.to(x.dtype))  # type: ignore[no-any-return]
+
+
+def blocks(experts: int = 4, kind: str = "mixtral", hidden: int = 256) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[Block(experts, kind, hidden) for _ in range(2)])
+
+
+def part_recipe() -> dict[str, Any]:
+    """Beside a gather in BF16."""
+    return {kind: compared(sys.argv[3], blocks(kind=kind)) for kind in ("mixtral", "gpt_oss")}
+
+
+def part_replicas() -> dict[str, Any]:
+    """Two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {recipe: compared(recipe, blocks(), mesh=mesh) for recipe in RECIPES}
+
+
+def part_options() -> dict[str, Any]:
+    """Experts that do not divide, sizes that no block divides, and weights that stay gathered."""
+    cases: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+        **{f"5 experts, {recipe}": (recipe, blocks(5), {}) for recipe in RECIPES},
+        **{f"sizes, {recipe}": (recipe, blocks(hidden=176), {}) for recipe in ("rowwise", "blockwise", "mxfp8")},
+        "1 expert": ("tensorwise", blocks(2, hidden=176), {}),
+        **{f"kept {recipe}": (recipe, blocks(kind="gpt_oss"), {"reshard_after_forward": False})
+           for recipe in ("tensorwise", "blockwise", "mxfp8")},
+        "offload": ("mxfp8", blocks(kind="gpt_oss"), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    }  # fmt: skip
+    report = {}
+    for name, (recipe, make, options) in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report[name] = compared(recipe, make, **options)
+        report[name]["said"] = [str(each.message) for each in caught if "FSDP2" in str(each.message)]
+    return report
+
+
+def steps(model: nn.Module, recipe: str, wraps: bool = False) -> dict[str, Any]:
+    """Losses, weights and scales of a training by the same batches on all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    generator = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in range(4):
+        x = torch.randn(16, WIDTH, generator=generator).bfloat16()
+        with fp8_autocast(fp8_recipe=recipe):
+            y = checkpoint(model, x, use_reentrant=False) if wraps else model(x)
+        loss = F.mse_loss(y.float(), x.float().roll(1, 1))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    return {
+        "losses": losses,
+        "weights": {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in state.items()},
+        "scales": fp8_state_dict(model).get("scale", torch.empty(0)).tolist(),
+    }
+
+
+def new(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return blocks(kind=kind)().bfloat16()
+
+
+def shard(model: nn.Module, parts: bool = False) -> nn.Module:
+    """``parts``: experts are units of their own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if parts:
+            fully_shard(block.experts, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def converted(model: nn.Module) -> nn.Module:
+    return convert_module(model, first_last_layers_bf16=False)
+
+
+def converted_between(model: nn.Module) -> nn.Module:
+    """Blocks are sharded before the conversion, and the model behind it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(converted(model), mesh=mesh)
+
+
+def part_alone() -> dict[str, Any]:
+    """Beside one process, whose model is not sharded, for several orders of conversion."""
+    orders: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "converted, then sharded": lambda model: shard(converted(model)),
+        "sharded, then converted": lambda model: converted(shard(model)),
+        "converted between": converted_between,
+        "experts are units": lambda model: converted(shard(model, parts=True)),
+    }
+    report = {}
+    for kind in ("mixtral", "gpt_oss"):
+        expected = steps(converted(new(kind)), sys.argv[3])
+        for name, order in orders.items():
+            for wraps in (False, True):
+                model = order(new(kind))
+                found = steps(model, sys.argv[3], wraps)
+                report[f"{kind}, {name}, {wraps}"] = {
+                    "losses": found["losses"] == expected["losses"],
+                    "weights": all(
+                        torch.equal(each, expected["weights"][key]) for key, each in found["weights"].items()
+                    ),
+                    "scales": found["scales"] == expected["scales"],
+                    "gathered": in_fp8(model),
+                }
+    return report
+
+
+def part_compiled() -> dict[str, Any]:
+    """Compiled blocks, beside blocks in eager mode whose weights are gathered in BF16."""
+    report = {}
+    for kind in ("mixtral", "gpt_oss"):
+        for recipe in sys.argv[3].split(","):
+            eager = train(sharded(blocks(kind=kind), True), recipe, counts=False)
+            torch._dynamo.reset()
+            model = sharded(blocks(kind=kind))
+            for block in model:
+                block.compile(backend="aot_eager")
+            found = train(model, recipe, counts=False)
+            report[f"{kind}, {recipe}"] = {
+                "losses": found["losses"] == eager["losses"],
+                "weights": all(map(torch.equal, found["weights"].values(), eager["weights"].values())),
+                "gathered": in_fp8(model),
+            }
+    return report
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    report = globals()[f"part_{sys.argv[2]}"]()
+    (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
+    leave()
