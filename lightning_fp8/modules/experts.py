@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.functions.grouped import GroupedFunction
+from lightning_fp8.faster import loop_over
+from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction
 from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.swap import swap_class, unsharded_class
@@ -32,6 +34,7 @@ class Experts(LinearLayer):
     _apply_gate: Callable[[Tensor], Tensor]
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
+    num_experts: int
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
@@ -80,6 +83,11 @@ class Experts(LinearLayer):
         *groups, others = rows.tensor_split(ends_of(offs))
         parts = [F.linear(part, each) for part, each in zip(groups, weight)]
         return self._observed(gemm, torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])]))
+
+    def _compared(self, input: Tensor, context: FP8Context) -> str:
+        """Without a grouped GEMM, a loop over many experts is slower than BF16; rows are not compared."""
+        loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
+        return loop_over(self.num_experts, input.device) if loops and self.num_experts > MANY_EXPERTS else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view."""

@@ -32,13 +32,14 @@ def calls_own_forward(module: nn.Module) -> bool:
     """Whether a ``forward`` that was assigned to the instance wraps the forward of its class.
 
     If so, swapping the class replaces the wrapped forward, too. transformers' tensor parallelism keeps it in a closure,
-    and accelerate's hooks keep it in ``_old_forward``.
+    its expert parallelism in an object in a closure, and accelerate's hooks keep it in ``_old_forward``.
     """
     return any(True for _ in _places_of_own_forward(module))
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """A setter for each attribute or closure cell of the instance that stores the bound forward of its class."""
+    """A setter for each attribute or closure cell of the instance, or attribute of what a cell holds, that stores the
+    bound forward of its class."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:
@@ -62,14 +63,12 @@ def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]
                 continue
             if is_own(value):
                 yield functools.partial(setattr, cell, "cell_contents")
-            elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
-                for name, held in vars(value).items():  # transformers' expert parallelism
+            elif not isinstance(value, (nn.Module, type)):
+                for name, held in getattr(value, "__dict__", {}).items():
                     if is_own(held):
                         yield functools.partial(setattr, value, name)
                 if callable(value):
                     todo.append(value)
-            elif callable(value) and not isinstance(value, (nn.Module, type)):
-                todo.append(value)
 
 
 def is_conv1d(module: nn.Module) -> bool:
