@@ -139,7 +139,7 @@ def _check_experts(w: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | N
 def quantize_experts_op(w: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
     experts, n, k = w.shape
     codes, scales, one = cast.float8.dtype, cast.layout.scale_dtype, cast.layout.has_one_scale
-    of_w, of_transposed = (() if one else (experts, *cast.layout.scale_shape(*shape)) for shape in ((n, k), (k, n)))
+    of_w, of_transposed = (cast.layout.scale_shape(experts, *shape) for shape in ((n, k), (k, n)))
     return Outputs(
         w.new_empty((experts, n, k) if cast.rowwise else (0,), dtype=codes),
         w.new_empty(of_w if cast.rowwise or one else (0,), dtype=scales),

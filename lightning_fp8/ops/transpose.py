@@ -1,4 +1,4 @@
-"""The op ``transpose``: FP8 codes ``[R, C]`` to contiguous rows ``[C, R]``, which a GEMM can read."""
+"""The op ``transpose``: FP8 codes ``[R, C]``, or of each expert, to contiguous rows ``[C, R]``, which a GEMM reads."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ def transpose(codes: Tensor) -> Tensor:
     """Transpose FP8 codes to new memory.
 
     Args:
-        codes: ``[R, C]`` in an FP8 dtype, with any strides. It is fastest if each row is aligned to 4 bytes.
+        codes: ``[R, C]`` or ``[E, R, C]`` in an FP8 dtype, with any strides. It is fastest if each row is aligned to 4
+            bytes.
 
     Returns:
-        ``[C, R]``. On a GPU each row is aligned to 16 bytes, as in a GEMM operand.
+        ``[C, R]``, in which each row is aligned to 16 bytes on a GPU, as in a GEMM operand; or ``[E, C, R]``,
+        contiguous, as operands of experts are.
 
     Raises:
-        TypeError: If ``codes`` is not a 2-D tensor in an FP8 dtype.
+        TypeError: If ``codes`` is not a 2-D or 3-D tensor in an FP8 dtype.
     """
     return transpose_op.call(codes)  # type: ignore[no-any-return]
 
 
 def _check(codes: Tensor) -> None:
-    if codes.dtype not in _DTYPES or codes.dim() != 2:
+    if codes.dtype not in _DTYPES or codes.dim() not in (2, 3):
         raise TypeError(
-            f"transpose takes a 2-D tensor in {' or '.join(map(str, _DTYPES))}, "
+            f"transpose takes a 2-D or 3-D tensor in {' or '.join(map(str, _DTYPES))}, "
             f"not {codes.dtype} of shape {tuple(codes.shape)}"
         )
 
 
 def _empty(codes: Tensor) -> Tensor:
-    rows, columns = codes.shape
+    *experts, rows, columns = codes.shape
+    if experts:
+        return codes.new_empty(*experts, columns, rows)
     return code_allocation(codes.device, codes.dtype, columns, rows).empty(codes.device)
 
 
@@ -44,10 +48,10 @@ def transpose_op(codes: Tensor) -> Tensor:
     return _empty(codes)
 
 
-def reference_transpose(codes: Tensor) -> Tensor:
-    """The specification in plain torch."""
-    out = _empty(codes)
-    copy_bits(codes.t(), out)
+def reference_transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """The specification in plain torch. It writes to ``out``, if given."""
+    out = _empty(codes) if out is None else out
+    copy_bits(codes.mT, out)
     return out
 
 
