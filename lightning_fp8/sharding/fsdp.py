@@ -43,7 +43,7 @@ from lightning_fp8.optimizer_steps import after, listen, parameter_ids
 from lightning_fp8.parallel.agreement import require_same, require_same_plans
 from lightning_fp8.parallel.collectives import all_gather
 from lightning_fp8.traced import was_traced
-from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, transposes
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
@@ -568,9 +568,9 @@ class GatheredParam(FSDPParam):
             return next(parts).view(dtype).view(-1, *size[1:])[: size[0]]
 
         def operand(rows: int, columns: int) -> ScaledTensor:
+            shape = *experts, rows, columns
             data, scale_inv = next(parts).view(dtype), next(parts).view(layout.scale_dtype)
-            shape = layout.scale_shape(rows, columns)
-            return ScaledTensor(data.view(*experts, rows, columns), scale_inv.view(*experts, *shape), layout)
+            return ScaledTensor(data.view(shape), scale_inv.view(layout.scale_shape(*shape)), layout)
 
         if layout.has_one_scale:
             assert self._scale is not None
@@ -638,11 +638,9 @@ class GatheredWeight(FP8Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if function is torch.ops.aten.transpose.int:
-            whole, one, other = args
-            if whole.dim() == 3 and {one % 3, other % 3} == {1, 2}:  # of experts that are stored [E, K, N]
-                (experts, n, k), strides = whole.shape, whole.stride()
-                return whole._same(torch.Size((experts, k, n)), [strides[0], strides[2], strides[1]])
+        if function is torch.ops.aten.transpose.int and transposes(function, args[0], args):
+            whole, (experts, n, k) = args[0], args[0].shape
+            return whole._same(torch.Size((experts, k, n)), (n * k, *whole.stride()[:0:-1]))
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:

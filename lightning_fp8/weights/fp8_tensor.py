@@ -263,7 +263,7 @@ class FP8Tensor(Tensor):
                 of_experts = _is_of_experts(first)  # other operands are [R, K] for any leading dimensions
                 if [*size] == [*first.shape] if of_experts else tuple(size[-1:]) == first.shape[-1:]:
                     return first._same(torch.Size(size))
-            if _transposes(function, first, args) and not first.is_gathered:
+            if transposes(function, first, args) and not first.is_gathered:
                 (*experts, rows, columns), (row, column) = first.shape, first.operands
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size((*experts, columns, rows)), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
@@ -490,7 +490,7 @@ def _sharing_a_scale(x: FP8Tensor) -> int:
     return min(block, 1) if _is_of_experts(x) else block
 
 
-def _transposes(function: Any, x: FP8Tensor, args: Any) -> bool:
+def transposes(function: Any, x: FP8Tensor, args: Any) -> bool:
     """Whether ``function`` transposes the matrices of ``x``."""
     if function is _aten.transpose.int and _is_of_experts(x):
         return {each % 3 for each in args[1:]} == {1, 2}

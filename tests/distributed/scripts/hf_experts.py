@@ -59,7 +59,7 @@ def loaded(folder: Path, kind: str, fsdp: int, tp: int, ep: int) -> Any:
     if fsdp * tp > 1:
         from transformers.distributed import DistributedConfig
 
-        options["distributed_config"] = DistributedConfig(tp_size=tp, tp_plan={}, fsdp_size=fsdp, ep_size=ep)
+        options["distributed_config"] = DistributedConfig(tp_size=tp, fsdp_size=fsdp, ep_size=ep)
     cls = getattr(transformers, f"{kind}ForCausalLM")
     return cls.from_pretrained(folder / kind, dtype=torch.bfloat16, **options).train()
 
