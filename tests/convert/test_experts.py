@@ -63,7 +63,9 @@ def test_a_line_for_each_weight_with_its_share() -> None:
     model = mixtral()
     summary = plan_conversion(model, Policy()).summary
     experts = {row.name: row for row in summary.layers if row.kind == EXPERTS}
-    assert list(experts) == [f"model.layers.{i}.mlp.experts.{name}_proj" for i in range(3) for name in ("gate_up", "down")]
+    assert list(experts) == [
+        f"model.layers.{i}.mlp.experts.{name}_proj" for i in range(3) for name in ("gate_up", "down")
+    ]
     assert experts[GATE_UP].shape == (4, 128, 32)
     assert experts[DOWN].shape == (4, 32, 64)
     assert [name for name, row in experts.items() if row.fp8] == [GATE_UP, DOWN]

@@ -1,6 +1,7 @@
 """Run by two or four processes: experts of transformers' models under FSDP2 that gathers their weights in FP8.
 
-``python -m tests.distributed.scripts.experts FOLDER PART [RECIPE]``.
+``python -m tests.distributed.scripts.experts FOLDER PART [RECIPE]``; the parts ``recipe``, ``alone`` and ``compiled``
+are of one. transformers is imported by what makes a model, as not all of the tests' environments have it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -23,8 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import convert_module, fp8_autocast, fp8_state_dict
+from tests.convert.codes.made import experts_with_codes
 from tests.distributed.launch import leave
-from tests.distributed.scripts.fsdp import RECIPES, compared, in_fp8, sharded, train
+from tests.distributed.scripts.fsdp import RECIPES, Collectives, compared, in_fp8, sharded, train
+from tests.small import Regression, fp8_trainer, regression_data
 
 WIDTH = 256  # that of the batches of ``train``
 
@@ -32,9 +38,9 @@ WIDTH = 256  # that of the batches of ``train``
 class Block(nn.Module):
     """A norm, a router, and experts: those of Mixtral, or of gpt-oss, whose weights are ``[E, K, N]`` with biases."""
 
-    def __init__(self, experts: int, kind: str, hidden: int) -> None:
+    def __init__(self, experts: int = 4, kind: str = "mixtral", hidden: int = 256, width: int = WIDTH) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": hidden, "num_local_experts": experts}
+        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": hidden, "num_local_experts": experts}
         if kind == "gpt_oss":
             from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
@@ -45,8 +51,8 @@ class Block(nn.Module):
             self.experts = MixtralExperts(MixtralConfig(**sizes))
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=0.05)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.router = nn.Parameter(torch.randn(experts, WIDTH) / 8)
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Parameter(torch.randn(experts, width) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
@@ -54,8 +60,17 @@ class Block(nn.Module):
         return x + self.experts(normed, index, weights.to(x.dtype))  # type: ignore[no-any-return]
 
 
-def blocks(experts: int = 4, kind: str = "mixtral", hidden: int = 256) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*[Block(experts, kind, hidden) for _ in range(2)])
+class WithinRegion(Block):
+    """A block whose experts run outside of FP8, too, and whose weight is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fp8_autocast(enabled=False):
+            x = super().forward(x)
+        return super().forward(x) * self.experts.down_proj.float().square().mean().to(x.dtype)
+
+
+def blocks(cls: type = Block, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[cls(**options) for _ in range(2)])
 
 
 def part_recipe() -> dict[str, Any]:
@@ -70,15 +85,17 @@ def part_replicas() -> dict[str, Any]:
 
 
 def part_options() -> dict[str, Any]:
-    """Experts that do not divide, sizes that no block divides, and weights that stay gathered."""
+    """Experts that do not divide, sizes that no block divides, and weights that stay gathered or are offloaded."""
+    kept, offload = {"reshard_after_forward": False}, CPUOffloadPolicy(pin_memory=False)
     cases: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
-        **{f"5 experts, {recipe}": (recipe, blocks(5), {}) for recipe in RECIPES},
+        **{f"5 experts, {recipe}": (recipe, blocks(experts=5, hidden=64), {}) for recipe in RECIPES},
         **{f"sizes, {recipe}": (recipe, blocks(hidden=176), {}) for recipe in ("rowwise", "blockwise", "mxfp8")},
-        "1 expert": ("tensorwise", blocks(2, hidden=176), {}),
-        **{f"kept {recipe}": (recipe, blocks(kind="gpt_oss"), {"reshard_after_forward": False})
-           for recipe in ("tensorwise", "blockwise", "mxfp8")},
-        "offload": ("mxfp8", blocks(kind="gpt_oss"), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    }  # fmt: skip
+        "one expert each": ("tensorwise", blocks(experts=2, hidden=176), {}),
+        **{f"kept {recipe}": (recipe, blocks(kind="gpt_oss"), kept) for recipe in ("tensorwise", "blockwise", "mxfp8")},
+        "offload": ("mxfp8", blocks(kind="gpt_oss"), {"offload_policy": offload}),
+        "within": ("mxfp8", blocks(WithinRegion), {}),
+        "within gpt_oss": ("mxfp8", blocks(WithinRegion, kind="gpt_oss"), {}),
+    }
     report = {}
     for name, (recipe, make, options) in cases.items():
         with warnings.catch_warnings(record=True) as caught:
@@ -182,10 +199,92 @@ def part_compiled() -> dict[str, Any]:
     return report
 
 
+class Adapted(Block):
+    """A block whose experts are the codes of a checkpoint, and whose router and norm are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = experts_with_codes(width=WIDTH)
+
+
+def part_codes() -> dict[str, Any]:
+    """Outputs and trained parameters beside those of one process, and the bytes that a step sends of experts."""
+    report = {}
+    for recipe, options in (("blockwise", {}), ("blockwise", {"reshard_after_forward": False}), ("tensorwise", {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(), Adapted()).bfloat16()
+        expected = steps(converted(deepcopy(model)), recipe)
+        converted(model)
+        own = {name: each.detach().clone() for name, each in model.state_dict().items() if "experts" in name}
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for each in (*(block.experts for block in model), *model, model):
+            fully_shard(each, mesh=mesh, **options)
+        with Collectives() as sent:
+            found = steps(model, recipe)
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        shards = {name: each.to_local() for name, each in model.state_dict().items() if "experts" in name}
+        report[f"{recipe} {options}"] = {
+            "losses": found["losses"] == expected["losses"],
+            "weights": all(torch.equal(found["weights"][name], expected["weights"][name]) for name in trained),
+            "trained": len(trained),
+            "sent": sent.sent["_allgather_base_"],
+            "kept": all(same_bytes(each, own[name].chunk(2)[dist.get_rank()]) for name, each in shards.items()),
+        }
+    return report
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+class Sharded(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[Block(width=16, hidden=32) for _ in range(2)], nn.Linear(16, 4))
+
+    def configure_model(self) -> None:
+        for module in self.net:
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def fitted(epochs: int, in_folder: bool, ckpt_path: Path | None = None) -> tuple[L.Trainer, Any]:
+    L.seed_everything(1)
+    strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=in_folder)
+    trainer = fp8_trainer(sys.argv[3], strategy=strategy, devices=2, max_epochs=epochs)
+    model = Sharded()
+    trainer.fit(model, regression_data(), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def part_trainer() -> dict[str, Any]:
+    """A run that is saved and resumed beside one that is not, for a checkpoint in a file and in a folder."""
+    report = {}
+    for in_folder in (False, True):
+        trainer, straight = fitted(2, in_folder)
+        first, half = fitted(1, in_folder)
+        path = Path(sys.argv[1]) / f"{in_folder}.ckpt"
+        first.save_checkpoint(path)
+        second, resumed = fitted(2, in_folder, path)
+        pairs = zip(straight.state_dict().values(), resumed.state_dict().values())
+        report[str(in_folder)] = {
+            "losses": half.losses + resumed.losses == straight.losses,
+            "weights": all(torch.equal(one.full_tensor(), other.full_tensor()) for one, other in pairs),
+            "scales": [
+                each.precision_plugin.histories["model"].scale.tolist()
+                for each in (trainer, second)  # type: ignore[attr-defined]
+            ],
+            "num_fp8": second.precision_plugin.summary.num_fp8,  # type: ignore[attr-defined]
+            "gathered": in_fp8(resumed),
+        }
+    return report
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if sys.argv[2] != "trainer":
+        dist.init_process_group("gloo")
     report = globals()[f"part_{sys.argv[2]}"]()
     (folder / f"{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(report))
     leave()

@@ -78,7 +78,9 @@ def trained(model: Any, recipe: str, own: slice) -> dict[str, Any]:
         loss.backward()
         losses.append(float(loss))
         if step == 0:
-            gradients = {name: whole(each.grad).float() for name, each in model.named_parameters() if each.grad is not None}
+            gradients = {
+                name: whole(each.grad).float() for name, each in model.named_parameters() if each.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
     state = fp8_state_dict(model)
