@@ -48,7 +48,8 @@ class Experts(LinearLayer):
         context = self._begin(hidden_states, weights[0], None)
         in_fp8 = context.enabled and self.fp8
         calibrating = context.calibrating and self.fp8 and not in_fp8
-        if not (in_fp8 or calibrating or isinstance(weights[0], FP8Tensor)):
+        is_kept = isinstance(weights[0], FP8Tensor) and not weights[0].is_gathered
+        if not (in_fp8 or calibrating or is_kept):
             return self._in_high_precision(hidden_states, *routing, **named)
         products, dtype = [], autocast_dtype(hidden_states.device.type) or hidden_states.dtype
         if in_fp8:
