@@ -47,6 +47,11 @@ def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float
     return least, f"{_LINEAR}{_limit(least)} rows of {k:,} × {n:,} ({recipe}, {name_of(device)})"
 
 
+def loop_over(experts: int, device: torch.device) -> str:
+    """The comparison of a layer of many experts, whose GEMMs run one after the other in FP8."""
+    return f"{_LINEAR}than a loop over {experts} experts ({name_of(device)})"
+
+
 def least_keys(
     device: torch.device, dtype: torch.dtype, channels: int, causal: bool, shared: bool
 ) -> tuple[float, str]:

@@ -71,7 +71,7 @@ def apply_conversion(model: nn.Module, plan: Plan, tell: Callable[[str], None] |
                     swap_experts(module)
                 else:
                     swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
-                    module.comparison = AWAITED
+                module.comparison = AWAITED
             if isinstance(module, LinearLayer):
                 layers.append((name, module))
                 module.fp8 = decision.fp8

@@ -17,7 +17,7 @@ from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, 
 from lightning_fp8.convert.pinned import Pinned, pin
 from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy, Skip
-from lightning_fp8.convert.summary import ATTENTION, LINEAR, ConversionSummary
+from lightning_fp8.convert.summary import ATTENTION, EXPERTS, LINEAR, ConversionSummary
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import RegionWatch
@@ -153,7 +153,7 @@ def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
     """The message that no layer runs in FP8, with ways out that match the reasons in ``summary``."""
-    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
+    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind in (LINEAR, EXPERTS)))
     ways = {
         ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
         "first_last_layers_bf16=False",

@@ -8,6 +8,7 @@ from textwrap import wrap
 from lightning_fp8.convert.table import WIDTH, Row, grouped, rendered
 
 LINEAR = "linear"
+EXPERTS = "experts"
 GONE = "gone"
 ATTENTION = "dot product attention"
 NORM = "norm"
@@ -21,12 +22,13 @@ class LayerDecision:
     Attributes:
         name: the module's name in the model. If the module has several GEMMs, the GEMM's name is appended
             (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
-        shape: ``(out_features, in_features)`` of a linear layer, or the parameter's shape.
+        shape: ``(out_features, in_features)`` of a linear layer, behind the number of experts if it is of experts, or
+            the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
         reason: the reason why it does not run in FP8, or a note on a layer that does, for example that some forwards
             ran in high precision; empty if there is neither.
-        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
-            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
+        kind: ``"linear"``, ``"experts"`` (a weight of several matrices), ``"convolution"``, ``"attention"`` (a matrix
+            of an attention module), ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
             ``"gone"`` for a planned layer that is no longer in the model.
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
@@ -86,7 +88,10 @@ class ConversionSummary:
 
     @property
     def num_fp8(self) -> int:
-        """The number of layers that run in FP8. After the first training step, the number of those that did."""
+        """The number of layers that run in FP8. After the first training step, the number of those that did.
+
+        Experts count as their weights, two a layer.
+        """
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind not in (ATTENTION, GONE))
 
     @property
@@ -133,7 +138,14 @@ class ConversionSummary:
         Args:
             verbose: print one line for each decision, of any length.
         """
-        rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
+        total = sum(layer.parameters for layer in self.layers)
+        rows = [
+            Row(
+                row.name, " × ".join(map(str, row.shape)), row.precision, row.reason,
+                experts=row.parameters / total if row.kind == EXPERTS else 0,
+            )
+            for row in self.rows
+        ]  # fmt: skip
         heading = "ran in" if self._ran else "planned"
         if verbose:
             return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
@@ -156,10 +168,11 @@ class ConversionSummary:
 
     def _verdict(self, width: int | None = None) -> list[str]:
         """The counts in one line, or in two if one is too long."""
-        linears = sum(layer.kind == LINEAR for layer in self.layers)
-        counts = f"{self.num_fp8} of {linears} linear layers {'ran' if self._ran else 'planned'} in FP8"
-        if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
-            counts += f" and {self.num_fp8_attention} of {attentions} attentions"
+        linears, experts = self._count(LINEAR, "linear layers"), self._count(EXPERTS, "weights of experts")
+        counts = " and ".join(filter(None, (linears, experts))) or "0 of 0 linear layers"
+        counts += f" {'ran' if self._ran else 'planned'} in FP8"
+        if attentions := self._count(ATTENTION, "attentions"):
+            counts += f" and {attentions}"
         shares = [
             f"{100 * value:.3g} % of {what}"
             for value, what in (
@@ -172,3 +185,8 @@ class ConversionSummary:
             return [counts]
         lines = [f"{counts}:", ", ".join(shares)]
         return lines if width is not None and sum(map(len, lines)) >= width else [" ".join(lines)]
+
+    def _count(self, kind: str, what: str) -> str:
+        """How many of the decisions of ``kind`` are FP8; empty if there are none."""
+        precisions = [layer.precision for layer in self.layers if layer.kind == kind]
+        return f"{precisions.count('FP8')} of {len(precisions)} {what}" if precisions else ""

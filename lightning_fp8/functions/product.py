@@ -118,7 +118,7 @@ class Product:
         args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
         quantize = ops.quantize_experts if x.dim() == 3 else ops.quantize
         made = quantize(x, self._casts[role], **args)
-        if not again and x.dim() == 2:
+        if not again:
             self.sample(role, x, made)
         return made
 
@@ -127,7 +127,11 @@ class Product:
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """If a monitor asks, count the errors of a cast of ``x [R, K]``, given the operands that it ``made``."""
+        """If a monitor asks, count the errors of a cast of ``x``, given the operands that it ``made``."""
+        if x.dim() == 3 and self.is_sampled(role):
+            for expert, each in enumerate(x):
+                self.sample(role, each, Quantized(*(operand and operand.of_expert(expert) for operand in made)))
+            return
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.functions.grouped import GroupedFunction
+from lightning_fp8.faster import loop_over
+from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction
 from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.modules.swap import swap_class, unsharded_class
@@ -34,6 +36,7 @@ class Experts(LinearLayer):
     _apply_gate: Callable[[Tensor], Tensor]
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
+    num_experts: int
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
@@ -45,7 +48,8 @@ class Experts(LinearLayer):
         context = self._begin(hidden_states, weights[0], None)
         in_fp8 = context.enabled and self.fp8
         calibrating = context.calibrating and self.fp8 and not in_fp8
-        if not (in_fp8 or calibrating or isinstance(weights[0], FP8Tensor)):
+        is_kept = isinstance(weights[0], FP8Tensor) and not weights[0].is_gathered
+        if not (in_fp8 or calibrating or is_kept):
             return self._in_high_precision(hidden_states, *routing, **named)
         products: list[Product] = []
         dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
@@ -89,6 +93,11 @@ class Experts(LinearLayer):
         parts = [F.linear(part, each) for part, each in zip(groups, weight)]
         y = torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])])
         return self._observed(gemm, y) if calibrating else y
+
+    def _compared(self, input: Tensor, context: FP8Context) -> str:
+        """Without a grouped GEMM, a loop over many experts is slower than BF16; rows are not compared."""
+        loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
+        return loop_over(self.num_experts, input.device) if loops and self.num_experts > MANY_EXPERTS else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view.

@@ -169,10 +169,9 @@ class WeightCachingModule(FP8Module):
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
-        computed = self._modules.get("parametrizations")
-        if computed is not None and any(name in computed for name in parameter_names):  # type: ignore[operator]
-            return None  # a parametrization computes the weight in each forward
         parameters = [getattr(self, name) for name in parameter_names]
+        if not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
+            return None  # made in each forward, by a parametrization, or by transformers' expert parallelism
         if any(parameter.is_inference() for parameter in parameters):
             return None  # inference tensors have no version counter
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None

@@ -210,6 +210,11 @@ class ScaledTensor:
         scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.mT
         return ScaledTensor(self.data.mT, scale_inv, self.layout)
 
+    def of_expert(self, expert: int) -> ScaledTensor:
+        """One of experts' operands ``[E, N, K]``."""
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv[expert]
+        return ScaledTensor(self.data[expert], scale_inv, self.layout)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``data * scale_inv`` in ``dtype`` and the shape of ``data``; computed in float32."""
         rows, columns = self.data.shape[-2:]

@@ -43,7 +43,7 @@ from lightning_fp8.optimizer_steps import after, listen, parameter_ids
 from lightning_fp8.parallel.agreement import require_same, require_same_plans
 from lightning_fp8.parallel.collectives import all_gather
 from lightning_fp8.traced import was_traced
-from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, transposes
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
@@ -568,9 +568,9 @@ class GatheredParam(FSDPParam):
             return next(parts).view(dtype).view(-1, *size[1:])[: size[0]]
 
         def operand(rows: int, columns: int) -> ScaledTensor:
+            shape = *experts, rows, columns
             data, scale_inv = next(parts).view(dtype), next(parts).view(layout.scale_dtype)
-            shape = layout.scale_shape(rows, columns)
-            return ScaledTensor(data.view(*experts, rows, columns), scale_inv.view(*experts, *shape), layout)
+            return ScaledTensor(data.view(shape), scale_inv.view(layout.scale_shape(*shape)), layout)
 
         if layout.has_one_scale:
             assert self._scale is not None
@@ -629,52 +629,43 @@ class GatheredWeight(FP8Tensor):
     Missing operands are gathered on request. Dequantized, it has the values of a gather in high precision.
 
     Attributes:
-        is_transposed: it is the transposed view of experts; its operands are those of what was gathered.
         source: the parameter that gathers it; None in compiled code.
         recipe: the recipe it was gathered by.
     """
 
     is_gathered = True
     source: GatheredParam | None = None
-    is_transposed = False
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0]
-        if function is torch.ops.aten.transpose.int and first.dim() == 3:
-            experts, n, k = first.shape
-            made = first._same(torch.Size((experts, k, n)))
-            made.is_transposed = not first.is_transposed
-            return made
+        if function is torch.ops.aten.transpose.int and transposes(function, args[0], args):
+            whole, (experts, n, k) = args[0], args[0].shape
+            return whole._same(torch.Size((experts, k, n)), (n * k, *whole.stride()[:0:-1]))
         return super().__torch_dispatch__(function, types, args, kwargs)
 
-    def is_contiguous(self, *_: Any) -> bool:
-        return not self.is_transposed
-
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
-        if self.is_transposed:
-            rowwise, columnwise = columnwise, rowwise
         whole = None if self.source is None else self.source._gathered_weight
         if whole is not None and whole is not self and whole.recipe == self.recipe:
             self.operands = whole.operands  # this is a view made before the last gather
         row, column = self.operands
         transposes = self.scaling.transposes
-        needs_row = row is None and (rowwise or transposes)
-        needs_column = columnwise and column is None and not transposes
+        asked = (rowwise, columnwise) if self.is_contiguous() else (columnwise, rowwise)
+        needs_row = row is None and (asked[0] or transposes)
+        needs_column = asked[1] and column is None and not transposes
         if (needs_row or needs_column) and self.source is not None:
             assert self.recipe is not None
             more = self.source.gather_operands(self.recipe, needs_row, needs_column)
             self.operands = Quantized(row or more.rowwise, column or more.columnwise)
-        made = super().quantized(rowwise=rowwise, columnwise=columnwise)
-        return Quantized(made.columnwise, made.rowwise) if self.is_transposed else made
+        return super().quantized(rowwise=rowwise, columnwise=columnwise)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         if self.source is None:
             return super().dequantize()
         values = self.source.gather_in_high_precision()
-        return values.mT if self.is_transposed else values
+        return values if self.is_contiguous() else values.mT
 
-    def _same(self, size: torch.Size) -> FP8Tensor:
-        made = GatheredWeight(self.operands, self.cast, size, self.dtype, observed=self.observed)
-        made.source, made.recipe, made.is_transposed = self.source, self.recipe, self.is_transposed
+    def _same(self, size: torch.Size, strides: Sequence[int] | None = None) -> FP8Tensor:
+        strides = self.stride() if strides is None and size == self.shape else strides
+        made = GatheredWeight(self.operands, self.cast, size, self.dtype, observed=self.observed, strides=strides)
+        made.source, made.recipe = self.source, self.recipe
         return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -84,11 +85,12 @@ class FP8Tensor(Tensor):
         dtype: torch.dtype,
         requires_grad: bool = False,
         observed: Tensor | None = None,
+        strides: Sequence[int] | None = None,
     ) -> FP8Tensor:
         held = operands.rowwise or operands.columnwise
         if held is None:
             raise ValueError("an FP8Tensor needs the operand of x or that of xᵀ")
-        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        strides = strides or torch._prims_common.make_contiguous_strides_for(shape)
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, strides=strides, dtype=dtype, device=held.data.device, requires_grad=requires_grad
         )
@@ -236,7 +238,7 @@ class FP8Tensor(Tensor):
             ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
-        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"))
+        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"), strides=stride)
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""
@@ -261,7 +263,7 @@ class FP8Tensor(Tensor):
                 of_experts = _is_of_experts(first)  # other operands are [R, K] for any leading dimensions
                 if [*size] == [*first.shape] if of_experts else tuple(size[-1:]) == first.shape[-1:]:
                     return first._same(torch.Size(size))
-            if _transposes(function, first, args) and not first.is_gathered:
+            if transposes(function, first, args) and not first.is_gathered:
                 (*experts, rows, columns), (row, column) = first.shape, first.operands
                 return FP8Tensor(Quantized(column, row), first.cast, torch.Size((*experts, columns, rows)), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
@@ -438,11 +440,15 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
     if x.is_gathered and torch.compiler.is_compiling():
         note_traced("gathered", *x.shape)  # all ranks compile a sharded model in the same way
     row, column = _operands(x)
+    is_view = not x.is_contiguous()  # the transposed view of gathered experts, with their operands
+    if is_view:
+        rowwise, columnwise = columnwise, rowwise
     if columnwise and column is None:
         column = _other_operand(x, row)
     if rowwise and row is None:
         row = _other_operand(x, column)
-    return Quantized(row if rowwise else None, column if columnwise else None)
+    row, column = row if rowwise else None, column if columnwise else None
+    return Quantized(column, row) if is_view else Quantized(row, column)
 
 
 def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
@@ -484,7 +490,7 @@ def _sharing_a_scale(x: FP8Tensor) -> int:
     return min(block, 1) if _is_of_experts(x) else block
 
 
-def _transposes(function: Any, x: FP8Tensor, args: Any) -> bool:
+def transposes(function: Any, x: FP8Tensor, args: Any) -> bool:
     """Whether ``function`` transposes the matrices of ``x``."""
     if function is _aten.transpose.int and _is_of_experts(x):
         return {each % 3 for each in args[1:]} == {1, 2}
