@@ -100,7 +100,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
             fp8 = not reason
             if coded is not None and not stays:
                 reason = "; ".join(filter(None, (reason, note_of_codes(coded, fp8))))
-            if fp8 and is_experts(module) and module.num_experts > MANY_EXPERTS:  # type: ignore[operator]
+            if not reason and is_experts(module) and module.num_experts > MANY_EXPERTS:  # type: ignore[operator]
                 reason = f"wgrad in high precision: more than {MANY_EXPERTS} experts"
             kind = EXPERTS if is_experts(module) else LINEAR
             for gemm, shape in matrices_of(module).items():
@@ -150,8 +150,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
     if is_experts(module):
-        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias")}
-    own |= {*SCALES} if codes_of(module) else set()
+        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias", *SCALES)}
     found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}
@@ -162,7 +161,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
             reason = f"a convolution of {size} does not run in FP8{instead}"
             found.append((name, module.weight, ("convolution", reason)))
     own |= _computed_from(module, own)
-    own |= {f"{codes}{scales}" for codes in codes_of(module) for scales in ("_scale_inv", "_scale")}
+    own |= {f"{codes}{scales}" for codes in codes_of(module) for scales in SCALES}
     for own_name, parameter in module.named_parameters(recurse=False):
         if own_name in own or is_lazy(parameter) or not parameter.is_floating_point():
             continue

@@ -55,19 +55,17 @@ def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]
         seen.add(id(function))
         if isinstance(function, functools.partial):
             todo += [function.func, *function.args]
-        for cell in getattr(function, "__closure__", None) or ():
+        places = [(function, name) for name in getattr(function, "__dict__", ())]
+        places += [(cell, "cell_contents") for cell in getattr(function, "__closure__", None) or ()]
+        for holder, name in places:
             try:
-                value = cell.cell_contents
-            except ValueError:  # empty
+                value = getattr(holder, name)
+            except ValueError:  # an empty cell
                 continue
             if is_own(value):
-                yield functools.partial(setattr, cell, "cell_contents")
-            elif not isinstance(value, (nn.Module, type)):
-                for name, held in getattr(value, "__dict__", {}).items():
-                    if is_own(held):
-                        yield functools.partial(setattr, value, name)
-                if callable(value):
-                    todo.append(value)
+                yield functools.partial(setattr, holder, name)
+            elif callable(value) and not isinstance(value, (nn.Module, type)):
+                todo.append(value)
 
 
 def is_conv1d(module: nn.Module) -> bool:
