@@ -115,6 +115,8 @@ KERNELS = (
     "product, added",
     "product, 1x128 by 128x128",
     "product, 1x128 by 1x128",
+    "product of groups",
+    "product of groups, 1x128 by 128x128",
     "product, mma.sync",
     "product of rows, mma.sync",
     "product, 1x128 by 128x128, mma.sync",

@@ -13,8 +13,8 @@ from cuda_kernels.device.fragments import (
     slice_fragment,
     store_fragment_global,
 )
-from cuda_kernels.device.language import device, i64
-from cuda_kernels.device.ptx import from_bits, load_4_if
+from cuda_kernels.device.language import device, i32, i64
+from cuda_kernels.device.ptx import from_bits, load_4_if, shared_load_16, store_16
 from cuda_kernels.device.sm90 import (
     fence_proxy_async_shared,
     named_barrier,
@@ -23,7 +23,7 @@ from cuda_kernels.device.sm90 import (
     tma_store_commit,
     tma_store_wait,
 )
-from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store
+from cuda_kernels.device.swizzle import ROW_BYTES, make_swizzled_store, swizzle_128b
 from cuda_kernels.gemm.spec import EPI_TILE_BYTES, GemmConfig, GemmSpec, Scaling, epi_tile_columns, smem_offsets
 from cuda_kernels.kernel import KernelError
 
@@ -108,6 +108,18 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
     copy_r2s = make_swizzled_store(num_registers, spec.out_dtype)
     out_offset = smem_offsets(config, spec.scaling)["out"]
     copy = tma_reduce_add if spec.accumulate else tma_store
+    grouped, log2_chunk = spec.grouped, 2 if spec.out_dtype == "float32" else 3  # elements of 16 bytes
+
+    @device
+    def store_rows(buffer, out, out_stride, wg_thread, first_row, m, first_col, n):
+        """Store the rows before ``m`` of an epilogue tile; a box would cover rows of the next group."""
+        for chunk_idx in range(wg_thread, EPI_TILE_BYTES >> 4, 128):
+            row, chunk = chunk_idx >> 3, chunk_idx & 7
+            col = first_col + (chunk << log2_chunk)
+            if first_row + row < m and col < n:
+                words = shared_load_16(i32(buffer + swizzle_128b(row, chunk)))
+                address = out + ((i64(first_row + row) * out_stride + i64(col)) << (4 - log2_chunk))
+                store_16(address, words[0], words[1], words[2], words[3])
 
     @device
     def epilogue_store(acc, smem, map_out, out, out_stride, epi_args, wg_idx, wg_thread, first_row, m, tile_col, n):
@@ -125,8 +137,11 @@ def _make_smem_store(epi_tile: int, spec: GemmSpec, config: GemmConfig) -> Any:
         copy_r2s(finished, buffer + warp * (16 * ROW_BYTES), lane)
         fence_proxy_async_shared()
         named_barrier(1 + wg_idx, 128)
-        if wg_thread == 0:
+        if grouped and first_row + 64 > m:
+            store_rows(buffer, out, out_stride, wg_thread, first_row, m, tile_col + start, n)
+        elif wg_thread == 0:
             copy(map_out, buffer, tile_col + start, first_row)
+        if wg_thread == 0:
             tma_store_commit()
 
     if is_last:

@@ -155,7 +155,7 @@ def mma_gemm_kernel(spec: GemmSpec, config: MmaConfig) -> Kernel:
             block_scale_invs = (u32(0), u32(0))
             if b_along_k_by_block:
                 block_scale_invs = load_block_scale_invs(
-                    scale_inv_b, scale_inv_b_stride, tile_col + warp_col, n, window_start, k_iters
+                    scale_inv_b, scale_inv_b_stride, i32(0), tile_col + warp_col, n, window_start, k_iters
                 )
             for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
                 cp_async_wait(pending)

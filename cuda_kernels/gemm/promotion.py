@@ -116,17 +116,18 @@ def block_scale_readers(tile_n: int) -> tuple[Any, Any]:
     A tile is in one block of B, or straddles two: 128 is a multiple of its columns, or of its columns beyond 128.
 
     Returns:
-        ``(scale_inv_b, stride, first_column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads the scales of
-        32 iterations, one per lane, for the tile that starts at ``first_column``; and
+        ``(scale_inv_b, stride, group, first_column, n, first_k_iter, k_iters) -> block_scale_invs``, which loads the
+        scales of 32 iterations, one per lane, for the tile that starts at ``first_column`` of the group's B; and
         ``(block_scale_invs, k_iter) -> (first, second)``.
     """
     straddles = SCALE_N % tile_n > 0
 
     @device
-    def load_block_scale_invs(scale_inv_b, stride, first_column, n, first_k_iter, k_iters):
+    def load_block_scale_invs(scale_inv_b, stride, group, first_column, n, first_k_iter, k_iters):
         block = first_column >> LOG2_SCALE_N
         k_iter = i32(first_k_iter + (cuda.threadIdx.x & 31))
-        address = scale_inv_b + (i64(block) * stride + k_iter) * 4
+        before = group * ((n + (SCALE_N - 1)) >> LOG2_SCALE_N)  # blocks of the groups before
+        address = scale_inv_b + (i64(before + block) * stride + k_iter) * 4
         first = load_4_if(address, k_iter < k_iters and first_column < n)
         second = first
         if straddles:

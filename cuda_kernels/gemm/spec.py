@@ -76,6 +76,8 @@ class GemmSpec:
         accumulate: add to ``out``, which is float32.
         promote: add partial sums of at most 128 products in float32, because a tensor core's accumulator keeps about 14
             bits (DeepSeek-V3, arXiv:2412.19437). Always true with scales along K.
+        grouped: rows of A and out are in groups, by the table of :mod:`cuda_kernels.gemm.groups`; B is ``[E * N, K]``,
+            of which each group has N rows, and its scales likewise. Only on Hopper, without bias, stored with TMA.
     """
 
     a_dtype: str
@@ -85,6 +87,7 @@ class GemmSpec:
     bias_dtype: DtypeName | None = None
     accumulate: bool = False
     promote: bool = True
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling.along_k:  # always promotes; set here so that both spellings share one kernel
@@ -94,6 +97,7 @@ class GemmSpec:
         parts = [self.a_dtype, self.b_dtype, self.scaling.value.replace(" ", "*"), self.out_dtype]
         parts += [f"bias={self.bias_dtype}"] * bool(self.bias_dtype)
         parts += ["accumulate"] * self.accumulate + ["promote"] * self.promote
+        parts += ["grouped"] * self.grouped
         return " ".join(parts)
 
 

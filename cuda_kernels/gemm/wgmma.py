@@ -15,7 +15,7 @@ import numpy as np
 
 from cuda_kernels.device.fragments import zeros
 from cuda_kernels.device.language import cuda, device, i32, i64, tensor_map, u32
-from cuda_kernels.device.ptx import dynamic_shared, load_f32, quotient
+from cuda_kernels.device.ptx import dynamic_shared, load_4, load_f32, quotient
 from cuda_kernels.device.ring import stage_counters
 from cuda_kernels.device.sm90 import (
     address_of,
@@ -40,6 +40,7 @@ from cuda_kernels.device.sm90 import (
 )
 from cuda_kernels.device.swizzle import advance_descriptor, smem_descriptor
 from cuda_kernels.gemm.epilogue import make_epilogue_store
+from cuda_kernels.gemm.groups import load_row_tile
 from cuda_kernels.gemm.promotion import (
     block_scale_readers,
     block_scale_window,
@@ -60,8 +61,9 @@ _REGISTERS = 224
 def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     """``out [m, n]`` by persistent blocks, each processing every n-th tile; see :class:`GemmSpec`, :class:`GemmConfig`.
 
-    Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias and out;
-    the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent map is A's.
+    Parameters are the tensor maps of A, B, out and both scales; the addresses of both scales, bias, out and the table
+    of groups; the strides of out's rows and of B's scales in elements; m, n and k. An absent address is 0, an absent
+    map is A's.
     """
     scaling, promote = spec.scaling, spec.promote
     mma_warpgroups, waves, tile_m, tile_n = config.mma_warpgroups, config.waves, config.tile_m, config.tile_n
@@ -80,7 +82,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     epilogue_store = make_epilogue_store(spec, config)
     smem_epilogue = config.smem_epilogue
     along_k = scaling.along_k
-    by_row = scaling is Scaling.ROW
+    by_row, grouped = scaling is Scaling.ROW, spec.grouped
     b_along_k_by_block = scaling.b_along_k_by_block
     b_along_k_by_row = scaling.b_along_k_by_row
     read_scale_invs = stage_scale_reader(spec, config)
@@ -92,10 +94,17 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     two_waves = waves == 2
 
     @device
-    def first_element(tile_idx, m_tiles, n_tiles):
-        """The first row and column of a tile."""
+    def locate(tile_idx, sizes):
+        """A tile's first row and column, the end of its rows, its group, its first K iteration and their number.
+
+        Rows of no group have one iteration, behind K, where operands are 0.
+        """
+        m_tiles, n_tiles, m, k_iters, row_tiles = sizes
         i, j = tile_coord(tile_idx, m_tiles, n_tiles)
-        return i * tile_m, j * tile_n
+        if grouped:
+            row, end, group, first_k_iter = load_row_tile(row_tiles, i)
+            return row, j * tile_n, end, group, first_k_iter, i32(1) if first_k_iter > 0 else i32(k_iters)
+        return i32(i * tile_m), j * tile_n, i32(m), i32(0), i32(0), i32(k_iters)
 
     @device
     def consumer_release(smem, stage_idx, wg_thread):
@@ -152,23 +161,24 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         return acc, acc_below, partial
 
     @device
-    def produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters):
+    def produce(smem, maps, work_tile, work_tiles, sizes, n):
         map_a, map_b, _, map_scale_inv_a, map_scale_inv_b = maps
         stage_idx, phase = i32(0), i32(0)
         while work_tile < work_tiles:
-            tile_row, tile_col = first_element(work_tile, m_tiles, n_tiles)
-            for k_iter in range(k_iters):
+            tile_row, tile_col, _, group, first_k_iter, num_k_iters = locate(work_tile, sizes)
+            for k_iter in range(num_k_iters):
+                k = (first_k_iter + k_iter) * TILE_K
                 full = smem + full_offset + 8 * stage_idx
                 a = smem + stage_idx * a_bytes
                 b = smem + b_offset + stage_idx * b_bytes
                 mbarrier_wait(smem + empty_offset + 8 * stage_idx, phase ^ 1)
                 mbarrier_arrive_expect_tx(full, tx_bytes)
-                tma_load(a, map_a, full, k_iter * TILE_K, tile_row)
-                tma_load(b, map_b, full, k_iter * TILE_K, tile_col)
+                tma_load(a, map_a, full, k, tile_row)
+                tma_load(b, map_b, full, k, group * n + tile_col)
                 if along_k:
                     tma_load(
                         smem + scale_inv_a_offset + stage_idx * scale_inv_a_bytes, map_scale_inv_a, full,
-                        tile_row, k_iter,
+                        tile_row, first_k_iter + k_iter,
                     )  # fmt: skip
                 if b_along_k_by_row:
                     tma_load(
@@ -180,8 +190,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     @device
     def consume(
-        smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n,
-        work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
+        smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, n,
+        work_tile, work_tiles, sizes, k_iters, wg_idx,
     ):  # fmt: skip
         wg_thread = cuda.threadIdx.x & 127
         lane = wg_thread & 31
@@ -189,36 +199,39 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         stage_idx, phase = i32(0), i32(0)
         wg_row = wg_idx * (64 * waves)  # the warpgroup's first row in the tile
         if wg_idx == 1 and work_tile < work_tiles:
-            mbarrier_wait(smem + full_offset + 8 * (min(k_iters, stages) - 1), 0)
+            mbarrier_wait(smem + full_offset + 8 * (min(locate(work_tile, sizes)[5], stages) - 1), 0)
         row_in_tile = wg_row + warp * 16 + (lane >> 2)
         scale_inv_ab = np.float32(1)
         if not along_k and not by_row:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
         epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias
         block_scale_invs = (u32(0), u32(0))
-        next_tile_col = 0
+        next_tile_col, next_group = 0, i32(0)
         next_block_scale_invs = block_scale_invs
         if b_along_k_by_block:
+            _, tile_col, _, group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
             next_block_scale_invs = load_block_scale_invs(
-                scale_inv_b, scale_inv_b_stride, first_element(work_tile, m_tiles, n_tiles)[1], n, 0, k_iters
+                scale_inv_b, scale_inv_b_stride, group, tile_col, n, 0, k_iters
             )
         while work_tile < work_tiles:
-            tile_row, tile_col = first_element(work_tile, m_tiles, n_tiles)
+            tile_row, tile_col, m, group, _, num_k_iters = locate(work_tile, sizes)
             first_row = tile_row + wg_row
             work_tile += cuda.gridDim.x
             if b_along_k_by_block:
-                next_tile_col = first_element(min(work_tile, work_tiles - 1), m_tiles, n_tiles)[1]
+                _, next_tile_col, _, next_group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
+            if by_row:
+                epi_args = scale_inv_ab, scale_inv_a, scale_inv_b + i64(group) * i64(n) * 4, bias
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             previous_stage = stage_idx
-            for window_start in range(i32(0), k_iters, i32(scale_window)):
+            for window_start in range(i32(0), num_k_iters, i32(scale_window)):
                 if b_along_k_by_block:
                     block_scale_invs = next_block_scale_invs
-                    last = window_start + scale_window >= k_iters
+                    last = window_start + scale_window >= num_k_iters
                     next_block_scale_invs = load_block_scale_invs(
-                        scale_inv_b, scale_inv_b_stride, next_tile_col if last else tile_col, n,
-                        0 if last else window_start + scale_window, k_iters,
+                        scale_inv_b, scale_inv_b_stride, next_group if last else group,
+                        next_tile_col if last else tile_col, n, 0 if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
-                for k_iter in range(window_start, min(i32(window_start + scale_window), k_iters)):
+                for k_iter in range(window_start, min(i32(window_start + scale_window), num_k_iters)):
                     mbarrier_wait(smem + full_offset + 8 * stage_idx, phase)
                     desc_a = smem_descriptor(smem + stage_idx * a_bytes + wg_row * TILE_K)
                     desc_b = smem_descriptor(smem + b_offset + stage_idx * b_bytes)
@@ -248,7 +261,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
 
     def gemm(
         map_a, map_b, map_out, map_scale_inv_a, map_scale_inv_b,
-        scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n, k,
+        scale_inv_a, scale_inv_b, bias, out, row_tiles, out_stride, scale_inv_b_stride, m, n, k,
     ):  # fmt: skip
         grid_constant_params()
         scale_inv_maps = address_of(map_scale_inv_a), address_of(map_scale_inv_b)
@@ -270,18 +283,21 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             fence_mbarrier_init()
         cuda.syncthreads()
         m_tiles, n_tiles = quotient(m + (tile_m - 1), tile_m), quotient(n + (tile_n - 1), tile_n)
+        if grouped:
+            m_tiles = i32(load_4(row_tiles))
         work_tiles = m_tiles * n_tiles
         k_iters = quotient(k + (TILE_K - 1), TILE_K)
+        sizes = m_tiles, n_tiles, m, k_iters, row_tiles
         work_tile = cuda.blockIdx.x
         if wg_idx == mma_warpgroups:
             warpgroup_reg_dealloc(_PRODUCERS_REGISTERS)
             if warp == _WARPGROUP_WARPS * mma_warpgroups and elect_sync():
-                produce(smem, maps, work_tile, work_tiles, m_tiles, n_tiles, k_iters)
+                produce(smem, maps, work_tile, work_tiles, sizes, n)
         else:
             warpgroup_reg_alloc(_REGISTERS)
             consume(
-                smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, m, n,
-                work_tile, work_tiles, m_tiles, n_tiles, k_iters, wg_idx,
+                smem, maps, scale_inv_a, scale_inv_b, bias, out, out_stride, scale_inv_b_stride, n,
+                work_tile, work_tiles, sizes, k_iters, wg_idx,
             )  # fmt: skip
 
     return Kernel(
@@ -289,7 +305,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
         gemm,
         {
             **typed(tensor_map, "map_a map_b map_out map_scale_inv_a map_scale_inv_b"),
-            **typed(i64, "scale_inv_a scale_inv_b bias out out_stride scale_inv_b_stride"),
+            **typed(i64, "scale_inv_a scale_inv_b bias out row_tiles out_stride scale_inv_b_stride"),
             **typed(i32, "m n k"),
         },
         config.threads,

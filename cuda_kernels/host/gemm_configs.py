@@ -53,6 +53,7 @@ class GemmProblem:
         out_aligned: whether TMA can store the result in place; operands are always aligned.
         even: whether two consecutive elements of the result can be written at once, and those of the bias read.
         library_blocks: whether ``torch._scaled_mm`` supports scales along K on this GPU.
+        groups: the number of groups of a spec that is grouped, whose sizes only the GPU knows; else 0.
     """
 
     m: int
@@ -64,6 +65,7 @@ class GemmProblem:
     out_aligned: bool
     even: bool
     library_blocks: bool = False
+    groups: int = 0
 
 
 def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
@@ -74,7 +76,7 @@ def legal_configs(problem: GemmProblem) -> list[KernelConfig]:
     """
     if problem.architecture in WGMMA_ARCHITECTURES:
         return [config for shape in _SHAPES if (config := _hopper_config(*shape, problem))]
-    return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES else []
+    return list(_mma_configs(problem)) if problem.architecture in MMA_ARCHITECTURES and not problem.groups else []
 
 
 def legal_choices(problem: GemmProblem) -> list[GemmChoice]:
@@ -124,7 +126,7 @@ def is_legal(config: GemmConfig, spec: GemmSpec) -> bool:
         and sums <= ACCUMULATORS
         # The other 64 rows of a warpgroup have their own accumulators only if partial sums are added to them.
         and (config.waves == 1 or (spec.promote and config.smem_epilogue))
-        and (config.smem_epilogue or config.tile_n <= 128)
+        and (config.smem_epilogue or (config.tile_n <= 128 and not spec.grouped))
     )
 
 
@@ -170,8 +172,9 @@ def estimate_cycles(config: KernelConfig, problem: GemmProblem) -> float:
 
 
 def num_tiles(problem: GemmProblem, config: KernelConfig) -> int:
-    """Number of tiles of the result."""
-    return ceil_div(problem.m, config.tile_m) * ceil_div(problem.n, config.tile_n)
+    """Number of tiles of the result; of groups the expected one, as the last tile of each is half full on average."""
+    m = problem.m + problem.groups * config.tile_m // 2
+    return ceil_div(m, config.tile_m) * ceil_div(problem.n, config.tile_n)
 
 
 def num_blocks(problem: GemmProblem, config: KernelConfig) -> int:

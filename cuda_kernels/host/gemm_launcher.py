@@ -15,7 +15,7 @@ from cuda_kernels.host.gemm_configs import GemmProblem, KernelConfig, num_blocks
 from cuda_kernels.host.launch import Box, address_on, bind
 from cuda_kernels.host.tensor_maps import map_on
 
-GemmStart = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
+GemmStart = Callable[..., None]
 """``(a, scale_inv_a, b, scale_inv_b, bias, out)`` of :func:`bind_gemm_kernel`: launch on the current stream."""
 
 
@@ -42,7 +42,8 @@ def bind_gemm_kernel(
     """Bind ``config``'s kernel to the sizes of ``problem`` and these strides; returns a function that launches it.
 
     A launch takes aligned operands: FP8 codes ``a [m, k]`` and ``b [n, k]`` and their float32 scales; ``bias [n]``,
-    or None if the spec has none; and ``out [m, n]``, with the dtypes of ``problem.spec``.
+    or None if the spec has none; ``out [m, n]``, with the dtypes of ``problem.spec``; and of a grouped one the table
+    of :mod:`cuda_kernels.gemm.groups`.
 
     Raises:
         KernelError: If the kernel cannot be compiled or loaded.
@@ -65,12 +66,15 @@ def _bind_wgmma(device: torch.device, problem: GemmProblem, config: GemmConfig, 
         device,
         (
             "map_a", "map_b", "map_out", "map_scale_inv_a", "map_scale_inv_b",
-            "scale_inv_a", "scale_inv_b", "bias", "out",
+            "scale_inv_a", "scale_inv_b", "bias", "out", "row_tiles",
         ),
         out_stride=strides.out, scale_inv_b_stride=strides.scale_inv_b, m=problem.m, n=problem.n, k=problem.k,
     )  # fmt: skip
 
-    def run(a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(
+        a: Tensor, scale_inv_a: Tensor, b: Tensor, scale_inv_b: Tensor, bias: Tensor | None, out: Tensor,
+        row_tiles: Tensor | None = None,
+    ) -> None:  # fmt: skip
         absent = encoded_a = map_a(a)
         launch(
             encoded_a,
@@ -82,6 +86,7 @@ def _bind_wgmma(device: torch.device, problem: GemmProblem, config: GemmConfig, 
             pointer(scale_inv_b),
             0 if bias is None else pointer(bias),
             pointer(out),
+            0 if row_tiles is None else pointer(row_tiles),
         )
 
     return run

@@ -151,11 +151,13 @@ def bind_gemm(
     bias_key: TensorKey | None = None,
     out_key: TensorKey | None = None,
     kernels: bool = True,
+    groups: int = 0,
 ) -> BoundGemm:
-    """The GEMM of these operands, which adds to ``out`` unless that is None.
+    """The GEMM of these operands, which adds to ``out`` unless that is None; with ``groups``, ``b`` has all their rows.
 
     Without ``kernels`` its problem has no architecture, so that only libraries are chosen.
     """
+    n = b.rows // max(groups, 1)
     spec = GemmSpec(
         float8_of(a.data.dtype).name.lower(),
         float8_of(b.data.dtype).name.lower(),
@@ -164,11 +166,12 @@ def bind_gemm(
         bias_dtype=None if bias_key is None else DTYPE_NAMES[bias_key.dtype],
         accumulate=out_key is not None,
         promote=not gemm.fast_accum,
+        grouped=groups > 0,
     )
-    out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, b.rows), (b.rows, 1), 0, device)
+    out_key = out_key or TensorKey(gemm.out_dtype, (a.rows, n), (n, 1), 0, device)
     problem = GemmProblem(
         a.rows,
-        b.rows,
+        n,
         a.k,
         spec,
         launch.architecture_of(device) if kernels else "none",
@@ -176,6 +179,7 @@ def bind_gemm(
         out_aligned=is_aligned_result(out_key),
         even=has_aligned_pairs(out_key, bias_key, b.scale_inv),
         library_blocks=multiplies_blocks(device),
+        groups=groups,
     )
     return BoundGemm(device, problem, a, b, gemm, out_key.stride)
 
@@ -249,11 +253,12 @@ def _kernel(bound: BoundGemm, config: KernelConfig) -> Multiply:
     start = bind_gemm_kernel(bound.device, problem, config, strides)
 
     def run(
-        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+        a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None,
+        *row_tiles: Tensor,
+    ) -> Tensor:  # fmt: skip
         if out is None:
             out = allocate(*result)
-        start(a, scale_a, b, scale_b, bias, out)
+        start(a, scale_a, b, scale_b, bias, out, *row_tiles)
         return out
 
     return run

@@ -262,7 +262,7 @@ def reference_grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tenso
 
 
 quantize_experts_op.implement("cpu", reference_experts)
+grouped_mm_op.implement("cpu", reference_grouped_mm)
 for _device in ("cpu", "cuda"):
-    grouped_mm_op.implement(_device, reference_grouped_mm)
     grouped_wgrad_op.implement(_device, reference_grouped_wgrad)
     grouped_wgrad_in_high_precision_op.implement(_device, reference_grouped_wgrad_in_high_precision)

@@ -9,7 +9,7 @@ rather than taken from the key: another plan with the same machine code needs no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from lightning_fp8.ops.cast_cuda import CastVariant, variant_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, bind_gemm, build_gemm
 from lightning_fp8.ops.grouped import quantize_experts_op
+from lightning_fp8.ops.grouped_cuda import build_grouped_gemm, rows_of_all
 from lightning_fp8.ops.memory import OperandKey, PlainKey, TensorKey, operand_key, tensor_key
 from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
@@ -52,7 +53,7 @@ from lightning_fp8.proofs.casts import (
     check_update_scales,
 )
 from lightning_fp8.proofs.drawing import every_code, like, sample, values, with_peaks
-from lightning_fp8.proofs.products import check_product
+from lightning_fp8.proofs.products import check_grouped_product, check_product
 
 LARGE = 2**21
 """Elements of a large tensor."""
@@ -305,18 +306,15 @@ def _gemm(
         shape: Callable[[KernelConfig, str], tuple[int, int, int]], exact: bool, device: str, gap: int = 0
     ) -> None:
         where = torch.device(device)
-        of_a = GemmOperand.from_key(gemm.layout_a, a_key, where)
-        of_b = GemmOperand.from_key(gemm.layout_b, b_key, where)
         of_bias, of_out = (None if key is None else TensorKey(*key, where) for key in (bias_key, out_key))
-        config = _config(bind_gemm(where, of_a, of_b, gemm, of_bias, of_out), tile)
+        config = _config(_bound(where, a_key, b_key, gemm, bias_key=of_bias, out_key=of_out), tile)
 
         def multiply(
             a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, gemm: Gemm, bias: Tensor | None, out: Tensor | None
         ) -> Tensor:
-            of_a = GemmOperand.from_key(gemm.layout_a, operand_key(a, scale_a), where)
-            of_b = GemmOperand.from_key(gemm.layout_b, operand_key(b, scale_b), where)
             added, before = (None if each is None else TensorKey(*tensor_key(each), where) for each in (bias, out))
-            bound = bind_gemm(where, of_a, of_b, gemm, added, before)
+            keys = operand_key(a, scale_a), operand_key(b, scale_b)
+            bound = _bound(where, *keys, gemm, bias_key=added, out_key=before)
             return build_gemm(bound, config)(a, scale_a, b, scale_b, gemm, bias, out)
 
         check_product(
@@ -333,6 +331,37 @@ def _gemm(
     yield Case("ragged", partial(check, lambda *_: (304 + rest_m, 272 + rest_n, 1296 + rest_k), True, gap=2 * RESIDUE))
     yield Case("not exact", partial(check, lambda *_: (144 + rest_m, 272 + rest_n, 656 + rest_k), False))
     yield Case("waves", partial(check, waves, True))
+
+
+def _grouped_gemm(
+    a_key: OperandKey, b_key: OperandKey, groups: int, flat: tuple[Any, ...], tile: tuple[int, ...] | None = None
+) -> Iterator[Case]:
+    """Cases for the tile of the plan on the device, or for ``tile``."""
+    gemm = Gemm.from_flat(*flat)
+
+    def check(
+        sizes: Callable[[int, str], Sequence[int]], shape: tuple[int, int], exact: bool, device: str, rest: int = 0
+    ) -> None:
+        where = torch.device(device)
+        config = _config(_bound(where, a_key, b_key, gemm, groups=groups), tile)
+
+        def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm) -> Tensor:
+            of_b = operand_key(*rows_of_all(b, scale_b))
+            bound = _bound(where, operand_key(a, scale_a), of_b, gemm, groups=len(offs))
+            return build_grouped_gemm(bound, config)(a, scale_a, b, scale_b, offs, gemm)
+
+        given, formats = sizes(config.tile_m, device), (a_key[0], b_key[0])
+        check_grouped_product(gemm, given, shape, device, multiply=multiply, formats=formats, exact=exact, rest=rest)
+
+    yield Case("small", partial(check, lambda *_: (3, 0, 17), (16, 16), True))
+    yield Case("ragged", partial(check, lambda m, _: (0, 70, m + 1, 0, 1, 2 * m, 37), (272, 1296), True, rest=140))
+    yield Case("not exact", partial(check, lambda m, _: (m + 1, 0, 70), (144, 656), False))
+    yield Case("waves", partial(check, lambda m, device: (m + 5, 9) * _waves(device, 1), (16, 272), True))
+
+
+def _bound(where: torch.device, a_key: OperandKey, b_key: OperandKey, gemm: Gemm, **more: Any) -> BoundGemm:
+    of_a, of_b = GemmOperand.from_key(gemm.layout_a, a_key, where), GemmOperand.from_key(gemm.layout_b, b_key, where)
+    return bind_gemm(where, of_a, of_b, gemm, **more)
 
 
 def _config(bound: BoundGemm, tile: tuple[int, ...] | None) -> KernelConfig:
@@ -467,6 +496,7 @@ CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "norm_backward": _norm_backward,
     "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
     "attention_forward_of_codes": _attention_forward_of_codes,

@@ -79,13 +79,15 @@ def _operand(layout: Layout, rows: int, k: int, float8: Float8 = E4M3) -> Operan
 def _product(
     tile: tuple[int, ...], layouts: tuple[Layout, Layout], *, fast: bool = False, out: torch.dtype = BF16,
     bias: torch.dtype | None = None, accumulate: bool = False,
-    formats: tuple[Float8, Float8] = (E4M3, E4M3), n: int = 4096,
+    formats: tuple[Float8, Float8] = (E4M3, E4M3), n: int = 4096, groups: int = 0,
 ) -> Kind:  # fmt: skip
     gemm = Gemm(*layouts, out, fast)
     operands = _operand(layouts[0], 4096, 4096, formats[0]), _operand(layouts[1], n, 4096, formats[1])
     bias_key = None if bias is None else (bias, torch.Size((n,)), (1,), 0)
     added = _tensor(4096, n, FP32) if accumulate else None
     architectures = WGMMA_ARCHITECTURES if len(tile) > 2 else MMA_ARCHITECTURES
+    if groups:
+        return Kind("grouped_gemm", (*operands, groups, gemm.flat, tile), architectures)
     return Kind("gemm", (*operands, gemm.flat, bias_key, added, tile), architectures)
 
 
@@ -140,6 +142,8 @@ KINDS: dict[str, Kind] = {
     "product, added": _product((2, 2, 128), ONE, out=FP32, accumulate=True, formats=(E4M3, E5M2)),
     "product, 1x128 by 128x128": _product((2, 2, 128), BLOCK, bias=BF16),
     "product, 1x128 by 1x128": _product((2, 2, 128), BLOCKS, out=FP32, accumulate=True),
+    "product of groups": _product((2, 1, 256), ONE, fast=True, n=8 * 4096, groups=8),
+    "product of groups, 1x128 by 128x128": _product((2, 2, 128), BLOCK, n=8 * 4096, groups=8),
     "product, mma.sync": _product((128, 128), ONE, fast=True, formats=(E4M3, E5M2)),
     "product of rows, mma.sync": _product((128, 128), ROWS, bias=BF16),
     "product, 1x128 by 128x128, mma.sync": _product((128, 128), BLOCK, bias=BF16),

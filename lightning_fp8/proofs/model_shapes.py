@@ -25,11 +25,11 @@ from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
-from lightning_fp8.ops.grouped import quantize_experts_op
+from lightning_fp8.ops.grouped import grouped_mm_op, quantize_experts_op
 from lightning_fp8.ops.op import Op
 from lightning_fp8.proofs.casts import parts_of_cast, parts_of_columns, parts_of_experts
 from lightning_fp8.proofs.comparing import WrongResult
-from lightning_fp8.proofs.products import parts_of_product
+from lightning_fp8.proofs.products import parts_of_group, parts_of_product
 
 STEPS = 2
 CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
@@ -37,6 +37,7 @@ CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
     quantize_columns_op: parts_of_columns,
     quantize_experts_op: parts_of_experts,
     scaled_mm_op: parts_of_product,
+    grouped_mm_op: parts_of_group,
     scaled_mm_accumulate_op: lambda out, a, sa, b, sb, gemm: parts_of_product(a, sa, b, sb, gemm, out=out),
 }
 """By op; called with the op's arguments before it runs, and what this returns with its results."""

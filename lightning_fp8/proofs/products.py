@@ -6,7 +6,8 @@ scales are not powers of two, the result is within float32's rounding of the sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
 from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import aligned_operand, gemm_on_cuda
+from lightning_fp8.ops.grouped import groups_of
+from lightning_fp8.ops.grouped_cuda import grouped_mm_on_cuda
 from lightning_fp8.proofs.comparing import (
     assert_rows_within,
     assert_within,
@@ -91,15 +94,58 @@ def check_product(
     with nan_in_new_memory():
         actual = multiply(*operands, gemm, moved(added, device), actual)
     require(actual.is_contiguous() or before is not None, "the result is not contiguous")
+    _assert_product(actual, right, size, k, gemm, exact)
+
+
+def _assert_product(actual: Tensor, right: Tensor, size: float, k: int, gemm: Gemm, exact: bool) -> None:
+    """Check a product whose sums of ``k`` terms are at most ``size``."""
+    out = gemm.out_dtype
     if exact:
         assert_within(actual, right.to(out), 0.0, 0.0, "the product")
     else:
         relative = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, BF16: 2.0**-8}[out]
         require(actual.dtype == out, f"{actual.dtype} for {out}")
         allowed = size * (k + 2) * 2.0**-24
-        if torch.device(device).type == "cuda":
-            allowed += TENSOR_CORE[fast] * float(right.square().mean().sqrt())
+        if actual.is_cuda:
+            allowed += TENSOR_CORE[gemm.fast_accum] * float(right.nan_to_num().square().mean().sqrt())
         assert_within(actual.cpu().double(), right, relative, allowed, "the product")
+
+
+NAN = 0x7F  # the code in both formats
+
+
+def check_grouped_product(
+    gemm: Gemm,
+    sizes: Sequence[int],
+    shape: tuple[int, int],
+    device: str,
+    *,
+    multiply: Callable[..., Tensor] = grouped_mm_on_cuda,
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3.dtype, E4M3.dtype),
+    exact: bool = True,
+    rest: int = 0,
+) -> None:
+    """Check the rows of a in groups of these ``sizes``, each times its own b ``[n, k]``, which are multiples of 16.
+
+    NaN are the last group's first row, the ``rest`` behind the groups, and each b whose group is empty.
+    """
+    (n, k), groups, ends = shape, len(sizes), list(itertools.accumulate(sizes))
+    a = operand(_drawn(ends[-1] + rest, k, 0, exact, gemm.layout_a), formats[0], gemm.layout_a, exact)
+    drawn, one = _drawn(groups * n, k, 1, exact, gemm.layout_b), gemm.layout_b.has_one_scale
+    cast = [operand(each, formats[1], gemm.layout_b, exact) for each in drawn.split(groups * n if one else n)]
+    b = torch.cat([each.data.view(torch.uint8) for each in cast]).view(groups, n, k)
+    scale_b = cast[0].scale_inv if one else torch.stack([each.scale_inv for each in cast])
+    codes = a.data.view(torch.uint8)
+    codes[ends[-1] :] = codes[max(end - size for end, size in zip(ends, sizes) if size)] = NAN
+    b[torch.tensor(sizes) == 0] = NAN
+    right = torch.zeros(len(codes), n, dtype=torch.float64)
+    for group, (end, size) in enumerate(zip(ends, sizes)):
+        of_b = ScaledTensor(b[group].view(formats[1]), scale_b if one else scale_b[group], gemm.layout_b)
+        right[end - size : end] = a.dequantize()[end - size : end].double() @ of_b.dequantize().double().t()
+    others = b.view(formats[1]), scale_b, torch.tensor(ends, dtype=torch.int32)
+    with nan_in_new_memory():
+        actual = multiply(*aligned(a, device), *(moved(each, device) for each in others), gemm)
+    _assert_product(actual, right, float(right.nan_to_num().abs().max()), k, gemm, exact)
 
 
 def parts_of_product(
@@ -124,6 +170,17 @@ def parts_of_product(
             assert_rows_within(made[rows, columns], exact, magnitude, slack, "the product")
 
     return check
+
+
+def parts_of_group(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm
+) -> Callable[[Tensor], None]:
+    """:func:`parts_of_product` for ``grouped_mm``: of the last group with rows, or of none."""
+    for group, start, end in [*groups_of(offs)][-1:]:
+        of_a, of_b = scale_a[start:end] if scale_a.dim() else scale_a, scale_b[group] if scale_b.dim() else scale_b
+        check = parts_of_product(a[start:end], of_a, b[group], of_b, gemm)
+        return lambda out: check(out[start:end])
+    return lambda out: None
 
 
 def _drawn(rows: int, k: int, seed: int, exact: bool, layout: Layout) -> Tensor:

@@ -16,6 +16,7 @@ from tests.cuda_kernels.cases.attention_backward_cases import CASES as ATTENTION
 from tests.cuda_kernels.cases.attention_kernel_cases import CASES as ATTENTION
 from tests.cuda_kernels.cases.attention_mma_cases import CASES as ATTENTION_MMA
 from tests.cuda_kernels.cases.gemm_cases import CASES
+from tests.cuda_kernels.cases.grouped_cases import CASES as GROUPED
 from tests.cuda_kernels.emulated import is_noticed, kernels_of, needs_compilers, ptx_of
 from tests.ptx_on_cpu.mutants import Span, with_mutants
 from tests.tiers import covering
@@ -43,6 +44,7 @@ MUTATED = (
     "product-blocks-300x264x700-2/2/128",
     "product-row-300x392x700-2/1/192",
     "product-blocks-300x264x700-128/128",
+    "grouped-block-70+133+0+1+260+64x272x208-2/2/128",
     "attention_forward-64-many keys",
     "attention_dq-64-many keys",
     "attention_dkv-64-many queries",
@@ -54,7 +56,11 @@ MUTATED = (
     "mma_attention_dkv-96-many queries",
     "mma_attention_dkv-256-many queries",
 )
-OF = [case for case in (*CASES, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA) if case.name.startswith(MUTATED)]
+OF = [
+    case
+    for case in (*CASES, *GROUPED, *ATTENTION, *ATTENTION_BACKWARD, *ATTENTION_MMA)
+    if case.name.startswith(MUTATED)
+]
 
 
 def mutants(ptx: str, alone: bool) -> Iterator[tuple[str, list[Span]]]:

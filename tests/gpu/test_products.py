@@ -20,6 +20,7 @@ from lightning_fp8.ops import plans
 from lightning_fp8.ops.gemm import Gemm, scaled_mm_op
 from lightning_fp8.proofs.cases import Case, tile_of
 from tests.cuda_kernels.cases.gemm_cases import CASES, PAIRS, GemmProblem, check_product, multiplying
+from tests.cuda_kernels.cases.grouped_cases import CASES as GROUPED
 from tests.cuda_kernels.cases.kernel_cases import BF16, E4M3, E5M2, FP16, FP32
 from tests.gpu.graphs import captured
 from tests.tiers import every_row
@@ -35,7 +36,7 @@ def fits(case: Case) -> bool:
     return arch == "90a" if case.name.split("-")[3].count("/") > 1 else arch in ("89", "120")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *GROUPED], ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     if not fits(case):
         pytest.skip("for other GPUs")

@@ -21,7 +21,7 @@ from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_accumulate_op, scaled_mm_op
-from lightning_fp8.ops.grouped import quantize_experts_op
+from lightning_fp8.ops.grouped import grouped_mm_op, quantize_experts_op
 from lightning_fp8.proofs import casts, model_shapes
 from lightning_fp8.proofs.comparing import WrongResult, reference_of
 from lightning_fp8.proofs.model_shapes import CHECKS, CheckedCalls, WrongNumbers
@@ -97,6 +97,17 @@ def test_the_last_expert(layout: Layout) -> None:
     assert not looked_at(quantize_experts_op, args, lambda made: flipped(made.data, 1, 149, 202))
     assert not looked_at(quantize_experts_op, args, lambda made: flipped(made.data_t, 1, 202, 149))
     assert not looked_at(quantize_experts_op, args, lambda made: made.scale_inv.view(-1).view(torch.uint8).fill_(1))
+
+
+def test_the_last_group() -> None:
+    a, b = torch.randn(50, 64), torch.randn(3 * 32, 64)
+    one, codes = torch.ones(()), E4M3.dtype
+    gemm = Gemm(Layout.TENSOR, Layout.TENSOR, torch.float32)
+    for ends, row in (([10, 40, 40], 39), ([0, 0, 50], 0)):
+        args = a.to(codes), one, b.to(codes).view(3, 32, 64), one, torch.tensor(ends, dtype=torch.int32), gemm
+        assert looked_at(grouped_mm_op, args)
+        assert not looked_at(grouped_mm_op, args, lambda out, row=row: out[row].neg_())  # type: ignore[misc]
+    assert looked_at(grouped_mm_op, (*args[:4], torch.zeros(3, dtype=torch.int32), gemm))
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -104,7 +104,7 @@ def _product(spec: GemmSpec, config: GemmConfig, tiles: int, k_iters: int) -> Pr
         Map(scale_inv_b, Box(1, config.tile_n, swizzle=False)) if spec.scaling.b_along_k_by_row else absent,
     )
     bias = torch.zeros(n, dtype=getattr(torch, spec.bias_dtype)) if spec.bias_dtype else 0
-    addresses = scale_inv_a, scale_inv_b, bias, out
+    addresses = scale_inv_a, scale_inv_b, bias, out, 0
     strides_and_sizes = n, scale_inv_b.stride(0), m if tiles else 0, n, k
     return recorded(gemm_kernel(spec, config), (*maps, *addresses, *strides_and_sizes))
 

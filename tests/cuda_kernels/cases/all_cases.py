@@ -18,6 +18,7 @@ from tests.cuda_kernels.cases import (
     attention_op_cases,
     fused_cases,
     gemm_cases,
+    grouped_cases,
     kernel_cases,
 )
 from tests.cuda_kernels.emulated import kernels_of
@@ -29,7 +30,7 @@ ATTENTION = [
     *attention_backward_cases.CASES,
     *attention_mma_cases.CASES,
 ]
-CASES: list[Case] = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *ATTENTION]
+CASES: list[Case] = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES, *grouped_cases.CASES, *ATTENTION]
 
 
 BLOCK = re.compile(r" (\d+x\d+)")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from cuda_kernels.host import gemm_selection, launch
 from cuda_kernels.host.gemm_configs import GemmChoice, GemmProblem, Library, legal_choices
 from lightning_fp8.numerics.scaled import Layout
-from lightning_fp8.ops import plans
+from lightning_fp8.ops import grouped_cuda, plans
 from lightning_fp8.ops.checks import DTYPE_NAMES
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
 from lightning_fp8.proofs import products
@@ -51,6 +51,7 @@ def multiplying(architecture: str, *numbers: int) -> Iterator[None]:
     plans.clear_plan_cache()
     with (
         patch.object(gemm_selection, "choose_gemm", chosen),
+        patch.object(grouped_cuda, "fastest_by_estimate", chosen),
         patch.object(launch, "architecture_of", lambda device: architecture),
     ):
         yield
