@@ -189,9 +189,7 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent", f"nn.{cls}'s products do not run in FP8"
     if "expert" in cls.lower() or (parameter.dim() > 2 and "moe" in cls.lower()):
-        ways = (
-            "FP8 runs those of transformers' @use_experts_implementation, and those with an nn.Linear for each matrix"
-        )
+        ways = "FP8 runs transformers' @use_experts_implementation, and experts with an nn.Linear for each matrix"
         return EXPERTS, f"a parameter of {cls}, experts with a forward of their own; {ways}"
     return "parameter", f"a parameter of {cls}, in no linear layer"
 

@@ -95,9 +95,9 @@ class Experts(LinearLayer):
         return self._observed(gemm, y) if calibrating else y
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        """Without a grouped GEMM, a loop over many experts is slower than BF16; rows are not compared."""
-        loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
-        return loop_over(self.num_experts, input.device) if loops and self.num_experts > MANY_EXPERTS else ""
+        """Rows are not compared."""
+        many = self.num_experts > MANY_EXPERTS
+        return loop_over(self.num_experts, input.device, context.recipe.name) if many else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view.
@@ -118,10 +118,6 @@ class Experts(LinearLayer):
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(size for shape in self.matrices.values() for size in shape)
-
-    @property
-    def matrices(self) -> dict[str, Any]:
-        return matrices_of_experts(self)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -154,14 +150,14 @@ def swap_experts(module: Any) -> None:
 @lru_cache
 def fp8_experts(cls: type, names: tuple[str, str]) -> type:
     """The FP8 subclass of ``cls``, whose weights are called ``names``."""
-    high_precision = cls.forward  # type: ignore[attr-defined]
     fields = {
         "__module__": __name__,
         "gemms": names,
         "weight_names": names,
+        "matrices": property(matrices_of_experts),
         "bias_names": tuple(f"{name}_bias" for name in names),
         **{f"{name}{scale}": None for name in names for scale in ("_scale_inv", "_scale")},  # see WeightCachingModule
-        "_in_high_precision": lambda self, *args, **kwargs: high_precision(self, *args, **kwargs),
+        "_in_high_precision": cls.forward,  # type: ignore[attr-defined]
         "__reduce__": lambda self: (_new, (cls, names), self.__getstate__()),
     }
     return type(cls.__name__, (Experts, cls), fields)
