@@ -39,7 +39,7 @@ def convert_module(
     attention: bool | Literal["always"] = False,
     cache_fp8_weights: bool = False,
 ) -> nn.Module:
-    """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
+    """Convert linear layers, GPT-2's ``Conv1D`` and experts of ``model`` to FP8 layers, in place. It is idempotent.
 
     With ``recipe``, layers run by it wherever they are called, in training and in evaluations, so that loops of others
     need no change. Inside ``fp8_autocast``, and in forwards under a plugin, its recipe is used instead;
@@ -73,8 +73,8 @@ def convert_module(
             Face's Llama and in all models whose norms and MLPs have a known forward. The table lists them, and the
             reasons of those that run as the model's own. False leaves all as they are, also after an earlier True.
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
-            for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
-            ``lightning_fp8.Linear`` run in FP8.
+            for the sizes of their first training forward, or, on any GPU, if it is a loop over many experts; see
+            docs/models.md. Layers that are constructed as a ``lightning_fp8.Linear`` run in FP8.
         attention: with ``recipe``, also run attention in FP8; True and ``"always"`` as in :class:`FP8Precision`.
         cache_fp8_weights: with ``recipe``, cast weights once per optimizer step and keep both FP8 copies, 2 bytes for
             each parameter. In-place changes of ``weight.data`` are not detected until an optimizer steps, or until

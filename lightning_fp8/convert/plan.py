@@ -100,7 +100,7 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
             fp8 = not reason
             if coded is not None and not stays:
                 reason = "; ".join(filter(None, (reason, note_of_codes(coded, fp8))))
-            if fp8 and is_experts(module) and module.num_experts > MANY_EXPERTS:  # type: ignore[operator]
+            if not reason and is_experts(module) and module.num_experts > MANY_EXPERTS:  # type: ignore[operator]
                 reason = f"wgrad in high precision: more than {MANY_EXPERTS} experts"
             kind = EXPERTS if is_experts(module) else LINEAR
             for gemm, shape in matrices_of(module).items():
@@ -189,9 +189,7 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent", f"nn.{cls}'s products do not run in FP8"
     if "expert" in cls.lower() or (parameter.dim() > 2 and "moe" in cls.lower()):
-        ways = (
-            "FP8 runs those of transformers' @use_experts_implementation, and those with an nn.Linear for each matrix"
-        )
+        ways = "FP8 runs transformers' @use_experts_implementation, and experts with an nn.Linear for each matrix"
         return EXPERTS, f"a parameter of {cls}, experts with a forward of their own; {ways}"
     return "parameter", f"a parameter of {cls}, in no linear layer"
 

@@ -13,6 +13,7 @@ GONE = "gone"
 ATTENTION = "dot product attention"
 NORM = "norm"
 MLP = "mlp"
+_COUNTED = {LINEAR: "linear layers", EXPERTS: "weights of experts", ATTENTION: "attentions"}
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,13 @@ class LayerDecision:
     Attributes:
         name: the module's name in the model. If the module has several GEMMs, the GEMM's name is appended
             (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
-        shape: ``(out_features, in_features)`` of a linear layer, behind the number of experts if it is of experts, or
-            the parameter's shape.
+        shape: ``(out_features, in_features)`` of a linear layer, ``(experts, out_features, in_features)`` of experts,
+            or the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
         reason: the reason why it does not run in FP8, or a note on a layer that does, for example that some forwards
             ran in high precision; empty if there is neither.
-        kind: ``"linear"``, ``"experts"`` (a weight of several matrices), ``"convolution"``, ``"attention"`` (a matrix
-            of an attention module), ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
+        kind: ``"linear"``, ``"experts"``, ``"convolution"``, ``"attention"`` (a matrix of an attention module),
+            ``"recurrent"``, ``"parameter"``; without a matrix ``"dot product attention"``, ``"norm"``, ``"mlp"``, and
             ``"gone"`` for a planned layer that is no longer in the model.
         parameters: the number of elements of its weight.
         ran: whether it multiplied in FP8 in the first training step; None if this is unknown, as in compiled code.
@@ -88,16 +89,8 @@ class ConversionSummary:
 
     @property
     def num_fp8(self) -> int:
-        """The number of layers that run in FP8. After the first training step, the number of those that did.
-
-        Experts count as their weights, two a layer.
-        """
+        """The number of layers, and of weights of experts, that run in FP8; after the first training step, that did."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind not in (ATTENTION, GONE))
-
-    @property
-    def num_fp8_attention(self) -> int:
-        """The number of attention modules that run in FP8, counted like :attr:`num_fp8`."""
-        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
     def share_of_parameters(self) -> float | None:
@@ -139,13 +132,11 @@ class ConversionSummary:
             verbose: print one line for each decision, of any length.
         """
         total = sum(layer.parameters for layer in self.layers)
+        shares = [row.parameters / total if row.kind == EXPERTS else 0 for row in self.rows]
         rows = [
-            Row(
-                row.name, " × ".join(map(str, row.shape)), row.precision, row.reason,
-                experts=row.parameters / total if row.kind == EXPERTS else 0,
-            )
-            for row in self.rows
-        ]  # fmt: skip
+            Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason, 1, share)
+            for row, share in zip(self.rows, shares)
+        ]
         heading = "ran in" if self._ran else "planned"
         if verbose:
             return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
@@ -168,11 +159,13 @@ class ConversionSummary:
 
     def _verdict(self, width: int | None = None) -> list[str]:
         """The counts in one line, or in two if one is too long."""
-        linears, experts = self._count(LINEAR, "linear layers"), self._count(EXPERTS, "weights of experts")
-        counts = " and ".join(filter(None, (linears, experts))) or "0 of 0 linear layers"
+        of_kinds = {kind: [row.precision for row in self.layers if row.kind == kind] for kind in _COUNTED}
+        counts = " and ".join(
+            f"{precisions.count('FP8')} of {len(precisions)} {_COUNTED[kind]}"
+            for kind, precisions in of_kinds.items()
+            if precisions or kind == LINEAR
+        )
         counts += f" {'ran' if self._ran else 'planned'} in FP8"
-        if attentions := self._count(ATTENTION, "attentions"):
-            counts += f" and {attentions}"
         shares = [
             f"{100 * value:.3g} % of {what}"
             for value, what in (
@@ -185,8 +178,3 @@ class ConversionSummary:
             return [counts]
         lines = [f"{counts}:", ", ".join(shares)]
         return lines if width is not None and sum(map(len, lines)) >= width else [" ".join(lines)]
-
-    def _count(self, kind: str, what: str) -> str:
-        """How many of the decisions of ``kind`` are FP8; empty if there are none."""
-        precisions = [layer.precision for layer in self.layers if layer.kind == kind]
-        return f"{precisions.count('FP8')} of {len(precisions)} {what}" if precisions else ""

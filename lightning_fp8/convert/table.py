@@ -45,8 +45,8 @@ def grouped(rows: Sequence[Row]) -> list[Row]:
     """Group rows without loss of information, in the order of the first row of each group.
 
     There are three rules, which are applied in this order. All rows below a module become ``module.*`` if they have the
-    same reason. Rows whose names differ in a number, such as the index of a block, are combined to a range of numbers.
-    Rows whose names differ in one other part are combined with the alternatives in braces.
+    same reason, but for experts in FP8. Rows whose names differ in a number, such as the index of a block, are combined
+    to a range of numbers. Rows whose names differ in one other part are combined with the alternatives in braces.
     """
     found = _subtrees(rows)
     deepest = max((row.name.count(".") + 1 for row in found), default=0)
@@ -107,8 +107,7 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
 
     def alike(first: Row, *others: Row) -> bool:
         same = all((row.reason, row.precision) == (first.reason, first.precision) for row in others)
-        of_fp8_experts = first.experts and first.precision == "FP8"  # each weight has a line
-        return bool(first.reason and others) and same and not of_fp8_experts
+        return bool(first.reason and others) and same and not (first.experts and first.precision == "FP8")
 
     whole = {prefix for prefix, of_prefix in below.items() if alike(*of_prefix)}
     found: dict[int | str, Row] = {}

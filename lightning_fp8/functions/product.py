@@ -127,19 +127,21 @@ class Product:
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """If a monitor asks, count the errors of a cast of ``x``, given the operands that it ``made``."""
-        if x.dim() == 3 and self.is_sampled(role):
-            for expert, each in enumerate(x):
-                self.sample(role, each, Quantized(*(operand and operand.of_expert(expert) for operand in made)))
-            return
+        """If a monitor asks, count the errors of a cast of ``x [R, K]``, or of eight experts of ``x [E, N, K]``."""
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:
             return
-        values = x.detach()
-        ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
-        if sample.losses is not None and sample.exponents is not None:
-            ops.sample_recipes(values, role, sample.losses, sample.exponents)
+        x, scales = x.detach(), operand.scale_inv
+        matrices = [(x, operand.data, scales)]
+        if x.dim() == 3:
+            scales = scales.expand(len(x)) if operand.layout.has_one_scale else scales
+            matrices = [*zip(x, operand.data, scales)][:: -(-len(x) // 8)]
+        for values, data, scale_inv in matrices:
+            part = ScaledTensor(data, scale_inv, operand.layout)
+            ops.sample_cast(values, part, sample.counts, transposed=made.rowwise is None)
+            if sample.losses is not None and sample.exponents is not None:
+                ops.sample_recipes(values, role, sample.losses, sample.exponents)
 
     # --- Passes -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.faster import loop_over
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction
-from lightning_fp8.functions.product import without_gradient
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 from lightning_fp8.ops.grouped import ends_of
@@ -51,7 +51,8 @@ class Experts(LinearLayer):
         is_kept = isinstance(weights[0], FP8Tensor) and not weights[0].is_gathered
         if not (in_fp8 or calibrating or is_kept):
             return self._in_high_precision(hidden_states, *routing, **named)
-        products, dtype = [], autocast_dtype(hidden_states.device.type) or hidden_states.dtype
+        products: list[Product] = []
+        dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
         if in_fp8:
             products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
@@ -94,9 +95,9 @@ class Experts(LinearLayer):
         return self._observed(gemm, y) if calibrating else y
 
     def _compared(self, input: Tensor, context: FP8Context) -> str:
-        """Without a grouped GEMM, a loop over many experts is slower than BF16; rows are not compared."""
-        loops = input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0)
-        return loop_over(self.num_experts, input.device) if loops and self.num_experts > MANY_EXPERTS else ""
+        """Rows are not compared."""
+        many = self.num_experts > MANY_EXPERTS
+        return loop_over(self.num_experts, input.device, context.recipe.name) if many else ""
 
     def _weight(self, name: str) -> Tensor:
         """``[E, N, K]``: the parameter, or its transposed view.
@@ -107,9 +108,9 @@ class Experts(LinearLayer):
         computed: Any = self._modules.get("parametrizations") or {}
         if name in computed and codes_in(computed[name].original) is not None:
             raise NotImplementedError(
-                f"an adapter is added to {name}, FP8 codes of a checkpoint, which would be dequantized in each pass: "
-                "leave it out of target_parameters and adapt linear layers (target_modules), or load the model with "
-                "quantization_config=FineGrainedFP8Config(dequantize=True)"
+                f"an adapter is added to {name} of experts, FP8 codes of a checkpoint, which would be dequantized in "
+                "each pass: adapt other layers, target_modules=['q_proj', 'v_proj'] for example ('all-linear' has "
+                "experts, too), or load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
             )
         weight: Tensor = getattr(self, name)
         return weight.mT if self.is_transposed else weight
@@ -117,10 +118,6 @@ class Experts(LinearLayer):
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(size for shape in self.matrices.values() for size in shape)
-
-    @property
-    def matrices(self) -> dict[str, Any]:
-        return matrices_of_experts(self)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -153,14 +150,14 @@ def swap_experts(module: Any) -> None:
 @lru_cache
 def fp8_experts(cls: type, names: tuple[str, str]) -> type:
     """The FP8 subclass of ``cls``, whose weights are called ``names``."""
-    high_precision = cls.forward  # type: ignore[attr-defined]
     fields = {
         "__module__": __name__,
         "gemms": names,
         "weight_names": names,
+        "matrices": property(matrices_of_experts),
         "bias_names": tuple(f"{name}_bias" for name in names),
         **{f"{name}{scale}": None for name in names for scale in ("_scale_inv", "_scale")},  # see WeightCachingModule
-        "_in_high_precision": lambda self, *args, **kwargs: high_precision(self, *args, **kwargs),
+        "_in_high_precision": cls.forward,  # type: ignore[attr-defined]
         "__reduce__": lambda self: (_new, (cls, names), self.__getstate__()),
     }
     return type(cls.__name__, (Experts, cls), fields)

@@ -38,7 +38,7 @@ def calls_own_forward(module: nn.Module) -> bool:
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """A setter for each place that stores the bound forward of the class: attributes and closures of callables."""
+    """A setter for each place that stores the bound forward of the class: attributes, closures, objects in closures."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:

@@ -19,8 +19,7 @@ def transpose(codes: Tensor) -> Tensor:
             bytes.
 
     Returns:
-        ``[C, R]``, in which each row is aligned to 16 bytes on a GPU, as in a GEMM operand; or ``[E, C, R]``,
-        contiguous, as operands of experts are.
+        ``[C, R]`` or ``[E, C, R]``. On a GPU each row is aligned to 16 bytes, as in a GEMM operand.
 
     Raises:
         TypeError: If ``codes`` is not a 2-D or 3-D tensor in an FP8 dtype.
@@ -38,9 +37,7 @@ def _check(codes: Tensor) -> None:
 
 def _empty(codes: Tensor) -> Tensor:
     *experts, rows, columns = codes.shape
-    if experts:
-        return codes.new_empty(*experts, columns, rows)
-    return code_allocation(codes.device, codes.dtype, columns, rows).empty(codes.device)
+    return code_allocation(codes.device, codes.dtype, columns, rows).stacked(*experts or [0]).empty(codes.device)
 
 
 @op("transpose", check=_check)
@@ -48,9 +45,9 @@ def transpose_op(codes: Tensor) -> Tensor:
     return _empty(codes)
 
 
-def reference_transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """The specification in plain torch. It writes to ``out``, if given."""
-    out = _empty(codes) if out is None else out
+def reference_transpose(codes: Tensor) -> Tensor:
+    """The specification in plain torch."""
+    out = _empty(codes)
     copy_bits(codes.mT, out)
     return out
 

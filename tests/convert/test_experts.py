@@ -18,13 +18,14 @@ from lightning_fp8.convert.first_step import conversion_summary
 from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import EXPERTS, LayerDecision
-from lightning_fp8.faster import is_slower, loop_over
+from lightning_fp8.faster import is_slower
 from lightning_fp8.functions.grouped import MANY_EXPERTS
 from lightning_fp8.modules.experts import Experts
+from lightning_fp8.numerics.recipes import make_recipe
 from lightning_fp8.te_checkpoints.export import export_te_state_dict
 from tests.convert.zoo import DECODER, hf, tokens
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
 MANY = MANY_EXPERTS + 8
@@ -161,7 +162,7 @@ def test_other_experts_are_named_with_the_reason_and_a_way_out(make: Callable[[]
     for row in found.values():
         assert (row.kind, row.fp8) == (EXPERTS, False)
         assert row.reason.startswith(f"a parameter of {name}, experts with a forward of their own; FP8 runs ")
-        assert row.reason.endswith("those with an nn.Linear for each matrix")
+        assert row.reason.endswith("experts with an nn.Linear for each matrix")
     with pytest.warns(UserWarning, match="experts with a forward of their own"):
         convert_module(nn.ModuleDict({"experts": experts}))
 
@@ -251,14 +252,16 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
     """Decided at the first optimizer step by the kind of the GPU, told once, and not with ``where_faster=False``."""
     experts: Any = convert_module(mixtral(MANY)).get_submodule("model.layers.1.mlp.experts")
     few: Any = convert_module(mixtral()).get_submodule("model.layers.1.mlp.experts")
-    context: Any = None
-    for capability, slower in (((9, 0), False), ((8, 9), True), ((12, 0), True)):
+    monkeypatch.setattr("lightning_fp8.faster.name_of", lambda device: "a GPU")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    for capability, recipe, slower in (
+        ((9, 0), "rowwise", False), ((9, 0), "mxfp8", True), ((8, 9), "delayed", True), ((12, 0), "blockwise", True),
+    ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr("lightning_fp8.faster.name_of", lambda device: "a GPU")
-        on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-        assert experts._compared(on_gpu, context) == slower * f"BF16 is faster than a loop over {MANY} experts (a GPU)"
+        context: Any = SimpleNamespace(recipe=make_recipe(recipe))
+        said = f"BF16 is faster than a loop over {MANY} experts ({recipe}, a GPU)"
+        assert experts._compared(on_gpu, context) == slower * said
         assert few._compared(on_gpu, context) == experts._compared(torch.ones(2, 32), context) == ""
-    said = loop_over(MANY, torch.device("cpu"))
     assert is_slower(said)
     monkeypatch.setattr(Experts, "_compared", lambda self, input, context: said)
     model, all_in_fp8 = convert_module(mixtral(MANY)), convert_module(mixtral(MANY), where_faster=False)

@@ -16,7 +16,7 @@ from lightning_fp8.numerics.recipes import RECIPES
 from tests.convert.zoo import DECODER, hf, tokens
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 BATCH = tokens("input_ids", "labels")()
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

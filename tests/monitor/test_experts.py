@@ -16,22 +16,22 @@ from lightning_fp8.numerics.scaled import Role
 from lightning_fp8.ops.sample import COUNTS, EXPONENTS
 from tests.monitor.test_sampled_casts import assert_counts, expanded, expected
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 20, 2, 3, 48, 40
 
 
-def experts(transposed: bool) -> Any:
+def experts(transposed: bool, number: int = EXPERTS) -> Any:
     """Experts of Mixtral, or of gpt-oss, whose weights are stored transposed and have biases."""
     torch.manual_seed(0)
     if transposed:
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
-        made: Any = GptOssExperts(GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS))
+        made: Any = GptOssExperts(GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=number))
     else:
         from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
-        made = MixtralExperts(MixtralConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS))
+        made = MixtralExperts(MixtralConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=number))
     for index, each in enumerate(made.parameters()):
         spread = torch.logspace(-5, 2, len(each)).view(-1, *[1] * (each.dim() - 1))  # experts of unlike magnitudes
         nn.init.normal_(each).data.mul_(spread if index < 2 else 1)
@@ -128,3 +128,19 @@ def test_nothing_is_sampled_a_second_time() -> None:
     sampler.end()
     number = {name: row[COUNTS.index("casts")] for name, row in zip(casts.names, sampler.read()[0])}
     assert number == {name: 2 * EXPERTS if name.endswith("weight") else 2 for name in casts.names}
+
+
+def test_of_many_experts_some_at_equal_distances_are_sampled() -> None:
+    model = experts(False, 20)
+    with fp8_autocast(fp8_recipe="rowwise"):
+        seen(model)
+    casts = Casts.of(model)
+    sampler = Sampler(casts.slots)
+    sampler.begin(what_if=False)
+    with fp8_autocast(fp8_recipe="rowwise"):
+        seen(model)
+    sampler.end()
+    signal = dict(zip(casts.names, sampler.read()[0][:, COUNTS.index("signal")]))
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(model[0], name).detach()
+        assert signal[f"0.{name}.weight"] == pytest.approx(weight[::3].double().square().sum().item(), rel=1e-6)

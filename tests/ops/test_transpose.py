@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -24,13 +26,13 @@ def bytes_of(codes: Tensor) -> Tensor:
 
 
 @FORMATS
-@pytest.mark.parametrize("shape", [(5, 48), (33, 7), (1, 1), (0, 3), (3, 0)])
-def test_every_code_is_moved(shape: tuple[int, int], float8: Float8) -> None:
-    codes = every_code(*shape, float8.dtype)
+@pytest.mark.parametrize("shape", [(5, 48), (33, 7), (1, 1), (0, 3), (3, 0), (3, 5, 48), (2, 33, 7)])
+def test_every_code_is_moved(shape: tuple[int, ...], float8: Float8) -> None:
+    codes = every_code(math.prod(shape[:-1]), shape[-1], float8.dtype).view(shape)
     result = ops.transpose(codes)
-    assert torch.equal(bytes_of(result), bytes_of(codes).t())
+    assert torch.equal(bytes_of(result), bytes_of(codes).mT)
     assert result.is_contiguous()
-    assert torch.equal(bytes_of(ops.transpose(codes.t())), bytes_of(codes))
+    assert torch.equal(bytes_of(ops.transpose(codes.mT)), bytes_of(codes))
 
 
 @FORMATS

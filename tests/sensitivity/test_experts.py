@@ -13,7 +13,7 @@ from lightning_fp8.modules.experts import Experts
 from lightning_fp8.sensitivity import measure_sensitivity
 from tests.convert.zoo import DECODER, HIDDEN, WIDTH, hf, tokens
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 BATCH = tokens("input_ids", "labels")()
 EXPERTS, TOP_K = 4, 2
