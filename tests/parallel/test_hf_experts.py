@@ -74,6 +74,7 @@ def test_divided_experts(
     kind: str, recipe: str, fsdp: int, tp: int, ep: int, folder: Path, alone: Callable[[str, str], Any]
 ) -> None:
     reports, expected = run(folder, kind, recipe, (fsdp, tp, ep)), alone(kind, recipe)
+    in_bf16 = alone(kind, "none")
     own_scales = recipe not in ("delayed", "tensorwise")  # tokens and experts of a rank have one there
     assert mean(reports) == pytest.approx(expected["losses"][0], rel=1e-3 if own_scales else 1e-2)
     for report in reports:
@@ -84,7 +85,12 @@ def test_divided_experts(
         assert report["names"] == expected["names"]
         assert report["scales"] == reports[0]["scales"]
         for name, gradient in report["gradients"].items():
-            assert distance(gradient, expected["gradients"][name]) < (0.05 if own_scales else 0.2), name
+            if own_scales and tp == 1:
+                assert distance(gradient, expected["gradients"][name]) < 0.05, name
+            error, of_one = (
+                distance(each, in_bf16["gradients"][name]) for each in (gradient, expected["gradients"][name])
+            )
+            assert error < 1.3 * of_one + 0.01, name
     if recipe == "delayed":
         for name in report["amaxes"]:
             if name.endswith("weight"):  # of which one process reads all, and each rank some
