@@ -38,9 +38,22 @@ from benchmarks.measuring.sheet import sheet
 from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "models", "sizes", "host", "training", "emulation", "monitor")
+SUITES = (
+    "casts",
+    "products",
+    "experts",
+    "attention",
+    "hardware",
+    "models",
+    "sizes",
+    "host",
+    "training",
+    "emulation",
+    "monitor",
+)
 
 OTHER_COMMANDS = {
+    "computed, not measured: time of experts": "benchmarks.experts",
     "errors of FP8 attention": "benchmarks.attention_numerics",
     "first run": "benchmarks.first_run",
     "losses of a small Llama": "benchmarks.parity",
