@@ -49,7 +49,7 @@ def test_many_experts() -> None:
     assert qwen.experts > MANY_EXPERTS
     assert fp8_time(qwen, "delayed", rates, grouped=True).host == 0
     loop = fp8_time(qwen, "delayed", rates, grouped=False)
-    assert loop.host == loop.seconds > 2 * loop.gpu
+    assert loop.host == loop.seconds > 1.5 * loop.gpu
     least = least_rows(qwen, "delayed", rates, grouped=True)
     assert least is not None
     for rows, faster in ((least, True), (least - 16, False)):
