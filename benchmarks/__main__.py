@@ -53,8 +53,9 @@ SUITES = (
 )
 
 OTHER_COMMANDS = {
-    "computed, not measured: time of experts": "benchmarks.experts",
+    "computed, not measured: time of experts": "benchmarks.experts_time",
     "errors of FP8 attention": "benchmarks.attention_numerics",
+    "errors of one scale for all experts": "benchmarks.scale_of_experts",
     "first run": "benchmarks.first_run",
     "losses of a small Llama": "benchmarks.parity",
     "modelled time of a training step": "benchmarks.budget",

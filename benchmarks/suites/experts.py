@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.experts import SHAPES, Shape
+from benchmarks.experts_time import SHAPES, Shape
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Candidate, Result, said
 from benchmarks.measuring.side_by_side import timed

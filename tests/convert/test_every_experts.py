@@ -113,6 +113,13 @@ def test_others_are_named(module: str) -> None:
     assert all(name in row.reason for row in rows)
 
 
+@pytest.mark.skipif(not transformers.__version__.startswith("5.24."), reason="the page is about version 5.24")
+def test_the_page_names_every_class() -> None:
+    page = (Path(__file__).parents[2] / "docs/experts.md").read_text()
+    quoted = " ".join(line.removeprefix("> ") for line in page.splitlines() if line.startswith("> "))
+    assert {f"{name}Experts" for name in quoted.split(", ")} == CLASSES.keys()
+
+
 # --- Whole models -----------------------------------------------------------------------------------------------------
 
 BOTH = {

@@ -8,8 +8,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from benchmarks import experts as estimate
-from benchmarks.experts import SHAPES, committed_rates, fp8_time, least_rows
+from benchmarks import experts_time as estimate
+from benchmarks import scale_of_experts
+from benchmarks.experts_time import SHAPES, committed_rates, fp8_time, least_rows
 from benchmarks.measuring.plan import Plan
 from benchmarks.measuring.record import OURS, Result
 from benchmarks.suites import experts as suite
@@ -71,6 +72,20 @@ def test_the_tables_of_the_docs() -> None:
         least = [" / ".join(f"{row['least rows'][way]:,}" for row in found) for way in ("grouped", "loop")]
         assert f"| {name.partition(',')[0]} | {' | '.join(least)} |" in page
     assert f"{DOCUMENT['rates']['host'] * 1e6:.0f} µs" in page
+
+
+def test_what_the_docs_say_of_one_scale() -> None:
+    results = json.loads((ROOT / "benchmarks/results/2026-11-28-cpu-scale-of-experts.json").read_text())["rows"]
+    page = (ROOT / "docs/experts.md").read_text()
+    of_tokens = {
+        (row["log2"], row["product"]): f"{row['one scale']:.4f}, {row['one each']:.4f}"
+        for row in results
+        if row["spread of"] == "tokens and gradients"
+    }
+    for log2, shown in ((0, "1"), (8, "2⁸"), (10, "2¹⁰"), (12, "2¹²")):
+        assert f"| {shown} | {of_tokens[log2, 'fprop']} | {of_tokens[log2, 'wgrad']} |" in page
+    for row, right in zip(scale_of_experts.rows(), results, strict=True):
+        assert row == pytest.approx(right, rel=0.03)
 
 
 @pytest.mark.parametrize(

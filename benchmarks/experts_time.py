@@ -1,6 +1,6 @@
 """Estimate from how many rows per expert FP8 pays on an H200: computed, not measured.
 
-    python -m benchmarks.experts --json benchmarks/results/DATE-experts-computed.json
+    python -m benchmarks.experts_time --json benchmarks/results/DATE-experts-computed.json
 
 The grouped kernels have not run on a GPU. Rates of GEMMs, casts and copies, and the host time of an op, are those of
 dense layers in committed results; what no result has is an assumption, and a named constant here. Time is that of
@@ -198,7 +198,9 @@ def rows(rates: Rates) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.experts_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args(arguments)
