@@ -23,6 +23,7 @@ from lightning_fp8 import FP8Callback, FP8Precision
 from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.names import gemm_name
 from lightning_fp8.numerics.recipes import RECIPES
 from tests.convert.zoo import ZOO, Animal, expand
 from tests.small import equal_weights, quiet_trainer
@@ -146,7 +147,7 @@ def test_trains(name: str, recipe: str, tmp_path: Path) -> None:
     assert {layer.name for layer in summary.layers if layer.kind != "linear"} == in_model(expected.other)
     assert {layer.name for layer in summary.idle} == in_model(expected.idle)
     layers = {n: m for n, m in module.named_modules() if isinstance(m, LinearLayer)}
-    ran = {n: m.record.fp8 for n, m in layers.items() if m.record.fp8}
+    ran = {gemm_name(n, gemm): m.record.fp8 for n, m in layers.items() for gemm in m.gemms if m.record.fp8}
     assert ran.keys() == listed - in_model(expected.idle)
     assert set(ran.values()) == {STEPS}
     assert not any(m.record.high_precision for m in layers.values())
