@@ -133,16 +133,14 @@ def _along_rows(name: str, a: Tensor, b: Tensor, offs: Tensor, plan: Plan, role:
             continue
         fast = role is Role.INPUT
         if recipe_name == "rowwise":
-            yield _checked(replace(result, by=TORCH), partial(_torch, a8, b8, offs, fast), right, few)
+            yield _checked(replace(result, by=TORCH), _torch(a8, b8, offs, fast), right, few)
         call = partial(ops.grouped_mm, a8, b8, offs, out_dtype=torch.bfloat16, fast_accum=fast)
         yield _checked(replace(result, by=_ours(recipe_name)), call, right, few)
 
 
-def _torch(a: ScaledTensor, b: ScaledTensor, offs: Tensor, fast: bool) -> Tensor:
-    scale_a, scale_b = a.scale_inv.flatten(), b.scale_inv.flatten(1)
-    return torch._scaled_grouped_mm(
-        a.data, b.data.mT, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+def _torch(a: ScaledTensor, b: ScaledTensor, offs: Tensor, fast: bool) -> Callable[[], Tensor]:
+    operands = a.data, b.data.mT, a.scale_inv.flatten(), b.scale_inv.flatten(1)
+    return partial(torch._scaled_grouped_mm, *operands, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def tensors(shape: Shape, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
