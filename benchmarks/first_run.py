@@ -91,6 +91,8 @@ KERNELS = (
     "quantize 1x128",
     "quantize 128x128",
     "quantize 1x32",
+    "quantize experts",
+    "quantize experts' rows",
     "quantize by columns' scales",
     "transpose",
     "update_scales",
@@ -131,6 +133,8 @@ KERNELS = (
 """The kinds of ``lightning_fp8/proofs/kinds.py``, also run by ``lightning-fp8 doctor --prove``; simple ones come first,
 so that the first to hang is the most informative."""
 CHANGED = (
+    "quantize experts",
+    "quantize experts' rows",
     "product, 2 warpgroups",
     "product, 128 × 192",
     "RMSNorm",

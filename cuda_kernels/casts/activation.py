@@ -19,7 +19,7 @@ from cuda_kernels.device.codec import decoded_maxima, quad_decoder, quad_loader,
 from cuda_kernels.device.language import cuda, device, f32, i64, u32
 from cuda_kernels.device.ptx import bits, exp2_approx, load_2_if, load_4_if, reciprocal_approx
 from cuda_kernels.device.sizes import ITEM_BYTES, DtypeName
-from cuda_kernels.device.tile import WARP_ROWS, TileLoader
+from cuda_kernels.device.tile import OF_TWO, WARP_ROWS, TileLoader
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
@@ -396,4 +396,4 @@ def gated_backward_loader(name: str, dtype: DtypeName, aligned: bool) -> TileLoa
         else:
             load_of_x(args, rows, columns, first_row, column, full_tile, registers)
 
-    return replace(of_x, load=load, tensors=2)
+    return replace(of_x, load=load, tensors=2, addresses=2, own=OF_TWO)

@@ -69,6 +69,7 @@ def quantize_tensor_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwi
     cast, fp8_max = scaled_cast(fp8), FP8_MAX[fp8]
     n_maxima, clear, fold, amax_of = maxima.num_registers, maxima.clear, maxima.fold, maxima.largest
     (own, own_words), tensors = loader.own, loader.tensors
+    of_experts = loader.addresses > tensors
 
     def quantize_tensor(
         loader_args, scale_ptr, block_amax, amax_out, out, out_scale_inv, out_t,
@@ -89,7 +90,7 @@ def quantize_tensor_kernel(loader: TileLoader, fp8: str, rowwise: bool, columnwi
         if scale == _ZERO:
             amax = from_bits(reduce_block_amax(block_amax, num_block_amax, smem + TRANSPOSED_BYTES, thread))
             scale = amax_to_scale(amax, fp8_max, power_2, epsilon)
-        if (cuda.blockIdx.x >> (tensors - 1)) == 0 and thread == 0:
+        if (cuda.blockIdx.x >> (tensors - 1)) == 0 and thread == 0 and (not of_experts or cuda.blockIdx.z == 0):
             store_f32(out_scale_inv, divide(_ONE, scale))
 
         packed, running_max = cuda.local.array(WARP_ROWS, u32), cuda.local.array(n_maxima, u32)

@@ -7,7 +7,7 @@ bytes of a 16-bit tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -82,6 +82,20 @@ def _words_of_two(address, n):
     return address + i64(n) * 4 if address != 0 and cuda.blockIdx.x & 1 else address
 
 
+@device
+def _of_expert(address_and_step):
+    return address_and_step[0] + i64(cuda.blockIdx.z) * address_and_step[1]
+
+
+@device
+def _words_of_expert(address, n):
+    return address + i64(cuda.blockIdx.z) * (i64(n) * 4)
+
+
+OF_TWO = _one_of_two, _words_of_two
+""":attr:`TileLoader.own` of two tensors."""
+
+
 @dataclass(frozen=True, eq=False)
 class TileLoader:
     """How a cast loads a tile: from a tensor, or computed from tensors (prologue fusion).
@@ -99,6 +113,10 @@ class TileLoader:
         vector: consecutive columns of a lane: 4 of each of a warp's rows, or 8 of every other row.
         tensors: 1, or 2 if a launch casts two tensors of one shape: even blocks process the first one, odd blocks the
             same tile of the second one, so that what both are computed from is in the cache.
+        addresses: int64 kernel parameters for an address: 1, one for each of two tensors, or 2 for experts.
+        own: device functions that select what belongs to the block's tensor. The first one maps a parameter of
+            :attr:`address_type` to an address, the second one the address of words ``[tensors, n]``, and n, to the
+            address of its n words; of two tensors, 0 stays 0.
     """
 
     name: str
@@ -110,6 +128,8 @@ class TileLoader:
     min_blocks_per_sm: int
     vector: int = 4
     tensors: int = 1
+    addresses: int = 1
+    own: tuple[Any, Any] = (_only, _only_words)
 
     @property
     def args_type(self) -> Any:
@@ -118,17 +138,8 @@ class TileLoader:
 
     @property
     def address_type(self) -> Any:
-        """The type of a kernel's parameter for an address, or for the two addresses that two tensors have."""
-        return i64 if self.tensors == 1 else UniTuple(i64, 2)
-
-    @property
-    def own(self) -> tuple[Any, Any]:
-        """Device functions that select what belongs to the block's tensor.
-
-        The first one maps a parameter of :attr:`address_type` to an address, the second one the address of words
-        ``[tensors, n]``, and n, to the address of its n words; 0 stays 0.
-        """
-        return (_only, _only_words) if self.tensors == 1 else (_one_of_two, _words_of_two)
+        """The type of a kernel's parameter for :attr:`addresses`."""
+        return i64 if self.addresses == 1 else UniTuple(i64, 2)
 
     def load_tile(self) -> Any:
         """A device function ``(args, tile_idx, rows, columns, registers)`` that loads a thread's part of a tile.
@@ -221,6 +232,24 @@ def tensor_loader(dtype: DtypeName, vector: int) -> TileLoader:
     return TileLoader(
         f"{dtype}, {vector=}", 2, WARP_ROWS * registers_of_quad, load, decode, maxima, blocks, lanes_columns
     )
+
+
+@cache
+def experts_loader(loader: TileLoader, one_scale: bool) -> TileLoader:
+    """``loader`` of experts ``[rows, columns]``, one after the other; a block's expert is its z.
+
+    A kernel's parameter for an address is the first expert's, and the bytes from one expert to the next. With
+    ``one_scale``, words are those of all experts.
+    """
+    load_rows = loader.load
+
+    @device
+    def load(args, rows, columns, first_row, column, full_tile, registers):
+        before = i32(i32(cuda.blockIdx.z) * rows)
+        load_rows(args, i32(before + rows), columns, i32(before + first_row), column, full_tile, registers)
+
+    own = _of_expert, _only_words if one_scale else _words_of_expert
+    return replace(loader, name=f"experts{' of one scale' * one_scale}, {loader.name}", load=load, addresses=2, own=own)
 
 
 @device

@@ -160,12 +160,12 @@ def named_launch(kernel: Kernel, grid: int | Grid, device: torch.device, **scala
 
 
 def bind(
-    kernel: Kernel, blocks: int, device: torch.device, addresses: Sequence[str], **scalars: int | float
+    kernel: Kernel, grid: int | Grid, device: torch.device, addresses: Sequence[str], **scalars: int | float
 ) -> Callable[..., None]:
     """:meth:`Launch.run` of a :func:`named_launch`; ``addresses`` names the parameters of each launch in order."""
     if (*addresses, *scalars) != kernel.parameter_names:
         raise _misnamed(kernel, (*addresses, *scalars))
-    return named_launch(kernel, blocks, device, **scalars).run
+    return named_launch(kernel, grid, device, **scalars).run
 
 
 def _misnamed(kernel: Kernel, names: Iterable[str]) -> TypeError:

@@ -5,7 +5,7 @@ function, its typed signature and its specification in plain torch. ``<operation
 """
 
 # Imported for their side effect: they implement the ops.
-from lightning_fp8.ops import activation_cuda, cast_cuda, gemm_cuda, norm_cuda, transpose_cuda  # noqa: F401
+from lightning_fp8.ops import activation_cuda, cast_cuda, gemm_cuda, grouped_cuda, norm_cuda, transpose_cuda  # noqa: F401
 from lightning_fp8.ops.activation import (
     ACTIVATIONS,
     activation_backward_quantize,

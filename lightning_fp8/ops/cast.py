@@ -148,7 +148,7 @@ def transposed_operand(results: Sequence[Tensor], made: Cast) -> tuple[Tensor, T
     has_one_scale = made.layout.has_one_scale
     if made.columnwise:
         return results[2], results[1] if has_one_scale else results[3]
-    return results[0].t(), results[1] if has_one_scale else results[1].t()
+    return results[0].mT, results[1] if has_one_scale else results[1].mT
 
 
 def joined(first: Outputs, second: Outputs) -> tuple[Tensor, ...]:
@@ -187,10 +187,10 @@ def check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None)
         require("amax", amax, torch.float32, (), x.device)
 
 
-def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int) -> Outputs:
+def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int, experts: int = 0) -> Outputs:
     """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
     allocations = kernel_allocations if x.device.type == "cuda" else reference_allocations
-    return Outputs(*(allocation.empty(x.device) for allocation in allocations(cast, rows, columns)))
+    return Outputs(*(allocation.empty(x.device) for allocation in allocations(cast, rows, columns, experts)))
 
 
 @op("quantize", check=check_cast)
@@ -222,15 +222,14 @@ def observe_op(x: Tensor, amax: Tensor) -> None:
     return None
 
 
-def kernel_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
-    """The memory layout of a cast's results that kernels write."""
+def kernel_allocations(cast: Cast, rows: int, columns: int, experts: int = 0) -> tuple[Allocation, ...]:
+    """The memory layout of a cast's results that kernels write; of experts, one behind the other, if there are any."""
     layout, dtype = cast.layout, cast.float8.dtype
-    return _allocations(
-        cast, operand_allocations(layout, dtype, rows, columns), operand_allocations(layout, dtype, columns, rows)
-    )
+    of_x, of_transposed = (operand_allocations(layout, dtype, *shape) for shape in ((rows, columns), (columns, rows)))
+    return _allocations(cast, of_x, of_transposed, experts)
 
 
-def reference_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocation, ...]:
+def reference_allocations(cast: Cast, rows: int, columns: int, experts: int = 0) -> tuple[Allocation, ...]:
     """The memory layout of a cast's results in the specification. Codes of xᵀ are a view of those of x."""
     layout, dtype = cast.layout, cast.float8.dtype
 
@@ -238,15 +237,15 @@ def reference_allocations(cast: Cast, rows: int, columns: int) -> tuple[Allocati
         return Allocation.contiguous(layout.scale_shape(r, k), layout.scale_dtype)
 
     codes = Allocation.contiguous((rows, columns), dtype)
-    return _allocations(cast, (codes, scales(rows, columns)), (codes.t(), scales(columns, rows)))
+    return _allocations(cast, (codes, scales(rows, columns)), (codes.t(), scales(columns, rows)), experts)
 
 
 def _allocations(
-    cast: Cast, of_x: tuple[Allocation, Allocation], of_transposed: tuple[Allocation, Allocation]
+    cast: Cast, of_x: tuple[Allocation, ...], of_transposed: tuple[Allocation, ...], experts: int
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(cast.float8.dtype), Allocation.absent(cast.layout.scale_dtype)
-    rowwise = of_x if cast.rowwise else absent
-    columnwise = of_transposed if cast.columnwise else absent
+    rowwise = [each.stacked(experts) for each in of_x] if cast.rowwise else absent
+    columnwise = [each.stacked(experts) for each in of_transposed] if cast.columnwise else absent
     if cast.layout.has_one_scale:  # both operands need it, and it is computed even if neither is requested
         return rowwise[0], Allocation((), (), cast.layout.scale_dtype), columnwise[0], absent[1]
     return *rowwise, *columnwise

@@ -7,6 +7,7 @@ launches, which norms and activations also use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from cuda_kernels.casts.amax import amax_kernel, row_amax_kernel
 from cuda_kernels.casts.quantize import quantize_columns_kernel, quantize_rows_kernel, quantize_tensor_kernel
 from cuda_kernels.casts.quantize_blocks import quantize_blocks_kernel, takes_octets
-from cuda_kernels.device.tile import TileLoader, num_tiles, tensor_loader
+from cuda_kernels.device.tile import TileLoader, experts_loader, num_tiles, tensor_loader
 from cuda_kernels.host import launch
 from cuda_kernels.host.launch import Argument
 from cuda_kernels.kernel import Kernel
@@ -99,14 +100,16 @@ class CastOutputs:
 
     Attributes:
         strides: the strides of the four results by :data:`STRIDES`; 0 for results without strides.
+        steps: the bytes from one expert's part of each result to the next one's; 0 for those that experts share.
     """
 
-    def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int) -> None:
-        allocations = kernel_allocations(cast, rows, columns)
+    def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int, experts: int = 0) -> None:
+        allocations = kernel_allocations(cast, rows, columns, experts)
         self._makers = tuple(maker(device, allocation) for allocation in allocations)
+        self.steps = [each.strides[0] * each.dtype.itemsize if len(each.shape) == 3 else 0 for each in allocations]
         along = 1 if cast.layout.scale_major == "mn" else 0
         strides = (
-            allocation.strides[dim] if len(allocation.shape) == 2 else 0
+            allocation.strides[-2:][dim] if len(allocation.shape) > 1 else 0
             for allocation, dim in zip(allocations, (0, along, 0, along))
         )
         self.strides = dict(zip(STRIDES, strides))
@@ -124,8 +127,8 @@ def with_kernel_strides(reference: Run) -> Run:
         cast = next(each for each in args if isinstance(each, Cast))
         results = reference(*args)
         data, _, data_t, _ = results[:4]
-        rows, columns = data.shape if cast.rowwise else data_t.t().shape if cast.columnwise else (0, 0)
-        allocations = kernel_allocations(cast, rows, columns)
+        *experts, rows, columns = data.shape if cast.rowwise else data_t.mT.shape if cast.columnwise else (0, 0)
+        allocations = kernel_allocations(cast, rows, columns, *experts)
         made = len(results) // 4 * 4
         return *map(_as_allocated, results[:made], allocations * (made // 4)), *results[made:]
 
@@ -150,7 +153,7 @@ def num_blocks(device: torch.device, rows: int, columns: int, tensors: int = 1) 
 
 Addresses = tuple[LoaderArgs, LoaderArgs, Sequence[Argument], Sequence[Argument], Sequence[Argument]]
 """The arguments of both loaders, and the addresses of scales, of amaxes and of results: 0 for what is not given. Those
-of two tensors alternate."""
+of two tensors alternate. After each address of experts are the bytes to the next expert's."""
 
 
 class CastLaunches:
@@ -159,6 +162,7 @@ class CastLaunches:
     Args:
         loader: the loader of the values.
         store_loader: the loader for the kernel that stores codes, which may have side effects; None is ``loader``.
+        experts: the number of matrices of an :func:`~cuda_kernels.device.tile.experts_loader`; 0 for other loaders.
 
     Attributes:
         pointer: returns a launch's argument for a tensor.
@@ -172,31 +176,35 @@ class CastLaunches:
         columns: int,
         variant: CastVariant,
         store_loader: TileLoader | None = None,
+        experts: int = 0,
     ) -> None:
         self.pointer: Callable[[Tensor], Argument] = launch.address_on(device)
         self.device = device
         self.rows = rows
         self.columns = columns
-        self.outputs = CastOutputs(device, variant.cast, rows, columns)
+        self.outputs = CastOutputs(device, variant.cast, rows, columns, experts)
         self._allocate = allocator(device)
-        self._tensors = loader.tensors
+        self._tensors, self._experts = loader.tensors, max(experts, 1)
         self._bind_kernels(loader, store_loader or loader, variant)
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         """Bind the kernel that stores codes and the kernels before it."""
         raise NotImplementedError
 
-    def _bind(self, kernel: Kernel, blocks: int, addresses: Sequence[str], **scalars: int | float) -> RunKernel:
+    def _bind(
+        self, kernel: Kernel, blocks: int, addresses: Sequence[str], joined: bool = False, /, **scalars: int | float
+    ) -> RunKernel:
         """:func:`~cuda_kernels.host.launch.bind` a kernel that begins with the parameters of a loader and the shape.
 
         Args:
             blocks: blocks for each tensor.
             addresses: the parameters that vary between launches, after the loader's arguments.
+            joined: whether the kernel takes all experts as one matrix.
             scalars: the parameters that are bound after the shape.
         """
-        shape = {"rows": self.rows, "columns": self.columns}
-        blocks *= self._tensors
-        return launch.bind(kernel, blocks, self.device, ("loader_args", *addresses), **shape, **scalars)
+        rows, experts = (self.rows * self._experts, 1) if joined else (self.rows, self._experts)
+        shape, grid = {"rows": rows, "columns": self.columns}, (blocks * self._tensors, 1, experts)
+        return launch.bind(kernel, grid, self.device, ("loader_args", *addresses), **shape, **scalars)
 
     def cast(
         self,
@@ -225,6 +233,15 @@ class CastLaunches:
         self._launch((loader_args, loader_args, given[:2], given[2:], results))
         return joined(*made)
 
+    def cast_experts(self, loader_args: LoaderArgs, *observed: Tensor | None) -> Outputs:
+        """:meth:`cast` for a loader of experts, which share the scale and the amax."""
+        pointer = self.pointer
+        outputs = self.outputs.allocate()
+        scale, amax = ((0 if x is None else pointer(x), 0) for x in observed)
+        results = [each for x, step in zip(outputs, self.outputs.steps) for each in (pointer(x), step)]
+        self._launch((loader_args, loader_args, scale, amax, results))
+        return outputs
+
     def _launch(self, given: Addresses) -> None:
         """Launch the kernels."""
         raise NotImplementedError
@@ -235,11 +252,11 @@ class TensorCast(CastLaunches):
 
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
-        blocks = num_blocks(self.device, self.rows, self.columns, self._tensors)
+        blocks = num_blocks(self.device, self.rows * self._experts, self.columns, self._tensors)
         self._block_amaxes = (self._tensors * blocks,), (1,), torch.float32
         self._find_amax = None
         if not variant.scale_is_known:
-            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"))
+            self._find_amax = self._bind(amax_kernel(loader, False), blocks, ("scale_ptr", "amax_ptr"), True)
         kernel = quantize_tensor_kernel(
             store_loader, cast.float8.name.lower(), cast.rowwise, cast.columnwise, variant.has_amax
         )
@@ -259,7 +276,7 @@ class TensorCast(CastLaunches):
             block_amaxes = self._allocate(*self._block_amaxes)
             block_amax_ptr = self.pointer(block_amaxes)
             self._find_amax(*loader_args, *scales, block_amax_ptr)  # at once if the scale is not 0
-        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: 3 * self._tensors])
+        self._store(*store_args, *scales, block_amax_ptr, *amaxes, *results[: len(results) * 3 // 4])
 
 
 class RowCast(CastLaunches):
@@ -268,7 +285,7 @@ class RowCast(CastLaunches):
     def _bind_kernels(self, loader: TileLoader, store_loader: TileLoader, variant: CastVariant) -> None:
         cast = variant.cast
         usage = cast.rowwise, cast.columnwise
-        num_amaxes = self._tensors * (self.rows + self.columns)
+        num_amaxes = self._tensors * self._experts * (self.rows + self.columns)
         tiles = num_tiles(self.rows, self.columns)
         self._find_amaxes = self._bind(row_amax_kernel(loader, *usage), tiles, ("amaxes",))
         self._new_amaxes = maker(self.device, Allocation.contiguous((num_amaxes,), torch.float32))
@@ -321,8 +338,9 @@ def cast_launches(layout: Layout) -> type[CastLaunches]:
 
 
 def planned_cast(
-    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 2
-) -> tuple[Run, Callable[..., Run]]:
+    name: str, reference: Run, loaders: Callable[..., Loaders], num_tensors: int = 1, num_observed: int = 2,
+    of_experts: bool = False,
+) -> tuple[Run, Callable[..., Run]]:  # fmt: skip
     """A cast of values that tile loaders compute: ``(*tensors, *options, cast, *observed)``.
 
     It is returned with its plan cache, ``(device, current, *tensor_keys, variant_key(...), *options)``. If the rows of
@@ -333,6 +351,7 @@ def planned_cast(
         reference: computes the same without kernels.
         loaders: returns the tile loaders of the values, given ``(*tensor_keys, *options)``.
         num_observed: 2 for ``scale, amax``; 4 for ``scale, scale, amax, amax`` of two casts.
+        of_experts: whether the option is the number of matrices that follow one another in the tensor.
     """
 
     @planned(fallback=with_kernel_strides(reference), name=name)
@@ -348,9 +367,12 @@ def planned_cast(
         narrow = variant.cast.columnwise or not takes_octets(variant.cast.layout.block)
         amax_loader = wide or loader if variant.cast.layout.has_one_scale else loader
         store_loader = loader if narrow else wide or loader
-        make = cast_launches(variant.cast.layout)
-        launches = make(device, amax_loader, keys[0].rows, columns, variant, store_loader)
-        cast: Run = launches.cast if num_observed == 2 else launches.cast_two
+        make, experts = cast_launches(variant.cast.layout), options[0] if of_experts else 0
+        if experts:
+            of_one = partial(experts_loader, one_scale=variant.cast.layout.has_one_scale)
+            amax_loader, store_loader = of_one(amax_loader), of_one(store_loader)
+        launches = make(device, amax_loader, keys[0].rows // max(experts, 1), columns, variant, store_loader, experts)
+        cast: Run = launches.cast_experts if experts else launches.cast if num_observed == 2 else launches.cast_two
         pointer, stride, strides = launch.address_on(device), keys[0].stride, [each.stride for each in keys]
         if num_tensors > 1:
             return lambda *args: cast(

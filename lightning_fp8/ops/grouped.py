@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8.numerics.scaled import Cast, ScaledTensor
-from lightning_fp8.ops.cast import Outputs, Quantized, check_cast, gives_a_view, quantize_op, transposed_operand
+from lightning_fp8.ops.cast import (
+    Outputs,
+    Quantized,
+    asked,
+    check_cast,
+    fake_outputs,
+    operands_of,
+    quantize_op,
+    transposed_operand,
+)
 from lightning_fp8.ops.checks import require
 from lightning_fp8.ops.gemm import Gemm, Shape, scaled_mm_op
 from lightning_fp8.ops.op import op, spec
@@ -41,17 +50,8 @@ def quantize_experts(
     Returns:
         The operands of w ``[E, N, K]`` and of its transpose ``[E, K, N]``, whose scales are ``[E, ...]``.
     """
-    view = columnwise and gives_a_view(w, cast)
-    made = cast.usage(rowwise or view, columnwise and not view, scale_is_nonzero)
-    results = Outputs(*quantize_experts_op.call(w, made, scale, amax))
-    operand = ScaledTensor(results.data, results.scale_inv, cast.layout)
-    transposed = None
-    if view:
-        scale_inv = results.scale_inv if cast.layout.has_one_scale else results.scale_inv.mT
-        transposed = ScaledTensor(results.data.mT, scale_inv, cast.layout)
-    elif columnwise:
-        transposed = ScaledTensor(*transposed_operand(results, made), cast.layout)
-    return Quantized(operand if rowwise else None, transposed)
+    usage = asked(w, cast, rowwise, columnwise, scale_is_nonzero)
+    return operands_of(quantize_experts_op.call(w, usage, scale, amax), usage, rowwise, columnwise)
 
 
 def grouped_mm(
@@ -138,14 +138,7 @@ def _check_experts(w: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | N
 @op("quantize_experts", check=_check_experts)
 def quantize_experts_op(w: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
     experts, n, k = w.shape
-    codes, scales, one = cast.float8.dtype, cast.layout.scale_dtype, cast.layout.has_one_scale
-    of_w, of_transposed = (() if one else (experts, *cast.layout.scale_shape(*shape)) for shape in ((n, k), (k, n)))
-    return Outputs(
-        w.new_empty((experts, n, k) if cast.rowwise else (0,), dtype=codes),
-        w.new_empty(of_w if cast.rowwise or one else (0,), dtype=scales),
-        w.new_empty((experts, k, n) if cast.columnwise else (0,), dtype=codes),
-        w.new_empty(of_transposed if cast.columnwise and not one else (0,), dtype=scales),
-    )
+    return fake_outputs(w, cast, n, k, experts)
 
 
 def _check_offs(offs: Tensor, experts: int, device: torch.device) -> None:
@@ -239,9 +232,11 @@ def reference_grouped_wgrad(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Cast the rows of each group along them, and multiply."""
-    out = dy.new_zeros(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
+    groups = [*groups_of(offs)]
+    new = dy.new_empty if len(groups) == len(offs) else dy.new_zeros
+    out = new(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
     gemm = Gemm(casts.dy.layout, casts.x.layout, out_dtype)
-    for group, start, end in groups_of(offs):
+    for group, start, end in groups:
         of_dy = _transposed(dy[start:end], scale_dy, casts.dy)
         of_x = _transposed(x[start:end], scale_x, casts.x)
         out[group] = scaled_mm_op.call(*of_dy, *of_x, gemm, None)
@@ -266,8 +261,8 @@ def reference_grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tenso
     return out
 
 
+quantize_experts_op.implement("cpu", reference_experts)
 for _device in ("cpu", "cuda"):
-    quantize_experts_op.implement(_device, reference_experts)
     grouped_mm_op.implement(_device, reference_grouped_mm)
     grouped_wgrad_op.implement(_device, reference_grouped_wgrad)
     grouped_wgrad_in_high_precision_op.implement(_device, reference_grouped_wgrad_in_high_precision)

@@ -122,10 +122,17 @@ class Allocation(NamedTuple):
         """The memory of the transposed view."""
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
+    def stacked(self, number: int) -> Allocation:
+        """The memory of ``number`` such matrices, one after the other; itself if it is no matrix, or for 0."""
+        if len(self.shape) < 2 or not number:
+            return self
+        step = max(size * stride for size, stride in zip(self.shape, self.strides))
+        return self._replace(shape=(number, *self.shape), strides=(step, *self.strides))
+
     def empty(self, device: torch.device) -> Tensor:
         """Allocate an uninitialized tensor on the device, through the dispatcher."""
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-        return tensor if self.columns is None else tensor[:, : self.columns]
+        return tensor if self.columns is None else tensor[..., : self.columns]
 
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -153,7 +160,7 @@ def maker(device: torch.device, allocation: Allocation) -> Callable[[], Tensor]:
     new = partial(allocator(device), shape, strides, dtype)
     if columns is None:
         return new
-    unpadded = (shape[0], columns)
+    unpadded = (*shape[:-1], columns)
     return lambda: _reinterpret_tensor(new(), unpadded, strides, 0)
 
 

@@ -36,6 +36,7 @@ from lightning_fp8.ops.cast import quantize_op
 from lightning_fp8.ops.cast_cuda import CastVariant, variant_of
 from lightning_fp8.ops.gemm import Gemm
 from lightning_fp8.ops.gemm_cuda import BoundGemm, GemmOperand, bind_gemm, build_gemm
+from lightning_fp8.ops.grouped import quantize_experts_op
 from lightning_fp8.ops.memory import OperandKey, PlainKey, TensorKey, operand_key, tensor_key
 from lightning_fp8.ops.norm import Norm, norm_quantize_op
 from lightning_fp8.ops.op import Op
@@ -121,11 +122,13 @@ def _check_variant(op: Op, inputs: tuple[Any, ...], variant: CastVariant, exact:
         check_cast(op, inputs, way, device, scale=scale, amax=amax, exact=exact)
 
 
-def _quantize(x_key: PlainKey, variant_key: Any) -> Iterator[Case]:
+def _quantize(x_key: PlainKey, variant_key: Any, experts: int = 0) -> Iterator[Case]:
+    op, shape = (quantize_experts_op, (2, -1)) if experts else (quantize_op, (-1,))
+
     def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
-        x = sample(rows, columns, x_key[0])
-        x = like(x_key, _with_special(x) if special else x, gap)
-        _check_variant(quantize_op, (x,), variant_of(variant_key), True, device)
+        x = sample(rows * len(shape), columns, x_key[0])
+        x = like(x_key, _with_special(x) if special else x, gap).unflatten(0, shape)
+        _check_variant(op, (x,), variant_of(variant_key), True, device)
 
     return _sized(check, x_key[1][-1])
 
@@ -448,6 +451,7 @@ def _attention_cast(key: PlainKey) -> Iterator[Case]:
 
 CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "quantize": _quantize,
+    "quantize_experts": _quantize,
     "quantize_columns": _quantize_columns,
     "observe": _observe,
     "transpose": _transpose,

@@ -115,6 +115,25 @@ def parts_of_cast(
     return check
 
 
+def parts_of_experts(
+    w: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None
+) -> Callable[[Sequence[Tensor]], None]:
+    """:func:`parts_of_cast` for ``quantize_experts``: of the last expert, or of all as one matrix with one scale."""
+    one = cast.layout.has_one_scale
+    usage = cast.usage(True, False, cast.scale_is_nonzero) if one else cast
+    check_one = parts_of_cast(w.flatten(0, 1) if one else w[-1], usage, scale, amax)
+
+    def check(results: Sequence[Tensor]) -> None:
+        data, scale_inv, data_t, _ = results
+        if not one:
+            check_one([each[-1] if each.numel() else each for each in results])
+            return
+        for codes in (*[data] * cast.rowwise, *[data_t.mT] * cast.columnwise):
+            check_one((codes.flatten(0, 1), scale_inv))
+
+    return check
+
+
 def parts_of_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """A check of the codes that ``quantize_columns`` will give: of the first and last rows, bit by bit."""
 

@@ -96,6 +96,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def assert_padded_with_zeros(codes: Tensor) -> None:
     """Check that the padding of rows of codes is 0, as GEMMs require; rows with NaN are excepted."""
+    codes = codes.flatten(0, 1) if codes.dim() == 3 else codes
     if codes.numel() and codes.dim() == 2 and codes.stride(0) > codes.shape[1]:
         whole = codes.view(torch.uint8).as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1))
         gap = whole[~codes.float().isnan().any(1), codes.shape[1] :]

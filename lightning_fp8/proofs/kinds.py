@@ -115,6 +115,8 @@ KINDS: dict[str, Kind] = {
     "quantize 1x128": Kind("quantize", (X, _variant(Layout.BLOCK_1X128))),
     "quantize 128x128": Kind("quantize", (X, _variant(Layout.BLOCK_128X128, columnwise=False, power_2=True))),
     "quantize 1x32": Kind("quantize", (X, _variant(Layout.MX_1X32))),
+    "quantize experts": Kind("quantize_experts", (X, _variant(scale=True, amax=True), 8)),
+    "quantize experts' rows": Kind("quantize_experts", (X, _variant(Layout.ROW), 8)),
     "quantize by columns' scales": Kind("quantize_columns", (X, E4M3.dtype)),
     "transpose": Kind("transpose", (_tensor(4096, 4096, E4M3.dtype),)),
     "update_scales": Kind("update_scales", ((1024, 70), 0.0, "max")),

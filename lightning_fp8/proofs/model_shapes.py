@@ -25,8 +25,9 @@ from lightning_fp8.numerics.formats import E4M3, E5M2
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
 from lightning_fp8.ops.gemm import scaled_mm_accumulate_op, scaled_mm_op
+from lightning_fp8.ops.grouped import quantize_experts_op
 from lightning_fp8.ops.op import Op
-from lightning_fp8.proofs.casts import parts_of_cast, parts_of_columns
+from lightning_fp8.proofs.casts import parts_of_cast, parts_of_columns, parts_of_experts
 from lightning_fp8.proofs.comparing import WrongResult
 from lightning_fp8.proofs.products import parts_of_product
 
@@ -34,6 +35,7 @@ STEPS = 2
 CHECKS: dict[Op, Callable[..., Callable[[Any], None]]] = {
     quantize_op: parts_of_cast,
     quantize_columns_op: parts_of_columns,
+    quantize_experts_op: parts_of_experts,
     scaled_mm_op: parts_of_product,
     scaled_mm_accumulate_op: lambda out, a, sa, b, sb, gemm: parts_of_product(a, sa, b, sb, gemm, out=out),
 }

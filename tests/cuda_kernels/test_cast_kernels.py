@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product as product_of
+from typing import Any
 
 import pytest
 import torch
 
+from cuda_kernels.device import tile
 from cuda_kernels.host.launch import Launch
 from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
 from lightning_fp8.numerics.scaled import Cast, Layout
+from lightning_fp8.ops import cast_cuda
 from lightning_fp8.ops.cast import quantize_columns_op, quantize_op
+from lightning_fp8.ops.cast_cuda import CastOutputs
 from lightning_fp8.ops.norm import Norm, rms_norm_op
+from lightning_fp8.ops.plans import clear_plan_cache
 from lightning_fp8.proofs.cases import Case
-from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
+from lightning_fp8.proofs.comparing import WrongResult, assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
 from tests.cuda_kernels.cases.all_cases import tiered
-from tests.cuda_kernels.cases.kernel_cases import BF16, CASES, FP16, FP32, check_quantize, check_quantize_with_scale
+from tests.cuda_kernels.cases.kernel_cases import (
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    check_experts,
+    check_quantize,
+    check_quantize_with_scale,
+    experts,
+)
 from tests.cuda_kernels.emulated import Emulator, needs_compilers
+from tests.ptx_on_cpu import EmulatorError
 from tests.tiers import covering, late_rows, thorough
 
 pytestmark = [needs_compilers, pytest.mark.usefixtures("emulator")]
@@ -35,6 +53,45 @@ def test_case(case: Case, emulator: Emulator) -> None:
 def test_the_order_of_threads_changes_nothing(layout: Layout, schedule: str, emulator: Emulator) -> None:
     emulator.schedule = schedule  # type: ignore[assignment]
     check_quantize(sample(140, 264, BF16), E4M3.dtype, layout, "cpu")
+
+
+@pytest.mark.parametrize(
+    "layout", covering(Layout, lambda layout: {Layout.ROW} & {layout}), ids=lambda layout: layout.value
+)
+def test_an_expert_in_the_place_of_another_is_noticed(
+    layout: Layout, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its offset in one address: of each result, of the amaxes, of the values."""
+    emulator.races = False
+    cast = Cast(E4M3, layout, columnwise=True)
+
+    def check() -> None:
+        clear_plan_cache()
+        check_experts(experts((2, 20, 40), BF16), cast, "cpu")
+
+    check()
+    mutants: list[tuple[str, Callable[..., Any]]] = [
+        (
+            "experts_loader",
+            lambda loader, one_scale: replace(tile.experts_loader(loader, one_scale), load=loader.load, name="wrong"),
+        ),
+        *(("CastOutputs", partial(_without_step, index)) for index in ((0, 2) if layout.has_one_scale else range(4))),
+    ]
+    if layout is Layout.ROW:
+        mutants.append(("experts_loader", lambda loader, one_scale: tile.experts_loader(loader, True)))
+    for name, wrong in mutants:
+        with monkeypatch.context() as patched:
+            patched.setattr(cast_cuda, name, wrong)
+            with pytest.raises((EmulatorError, WrongResult)):
+                check()
+    clear_plan_cache()
+
+
+def _without_step(index: int, *args: Any) -> CastOutputs:
+    outputs = CastOutputs(*args)
+    assert outputs.steps[index]
+    outputs.steps[index] = 0
+    return outputs
 
 
 def every_bf16() -> torch.Tensor:

@@ -23,7 +23,9 @@ from lightning_fp8.attention.ops import missing_kernel
 from lightning_fp8.numerics.formats import E4M3
 from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
-from lightning_fp8.ops.cast import observe_op, quantize_op
+from lightning_fp8.ops.cast import observe_op, quantize_op, transposed_operand
+from lightning_fp8.ops.gemm_cuda import aligned_operand
+from lightning_fp8.ops.grouped import quantize_experts_op
 from lightning_fp8.ops.memory import operand_allocations
 from lightning_fp8.proofs.comparing import assert_same, kernels_of, reference_of
 from lightning_fp8.proofs.drawing import sample
@@ -104,6 +106,23 @@ def test_a_kernel_that_spills_is_used(cold: Path, monkeypatch: pytest.MonkeyPatc
     report = "ptxas . 144 bytes stack frame, 360 bytes spill stores, 400 bytes spill loads"
     monkeypatch.setattr(compiler, "link", lambda *args: (b"code", report))
     assert compile_cache.cubin(kernel, "90a") == b"code"
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_without_kernels_experts_are_in_the_memory_that_kernels_write(layout: Layout, columnwise: bool) -> None:
+    """Each is an operand that a GEMM reads in place."""
+    w, cast = sample(262, 203, BF16).unflatten(0, (2, 131)), Cast(E4M3, layout).usage(not columnwise, columnwise)
+    plans.clear_plan_cache()
+    with pytest.warns(RuntimeWarning, match="kernels are not supported on cpu"):
+        actual = kernels_of(quantize_experts_op)(w, cast)
+    plans.clear_plan_cache()
+    for a, b in zip(actual, reference_of(quantize_experts_op)(w, cast)):
+        assert_same(a, b, layout.value)
+    data, scale_inv = transposed_operand(actual, cast) if columnwise else actual[:2]
+    for expert in range(2):
+        operand = data[expert], scale_inv if layout.has_one_scale else scale_inv[expert]
+        assert aligned_operand(*operand, layout)[0] is operand[0]
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)

@@ -21,6 +21,7 @@ from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops import plans
 from lightning_fp8.ops.cast import Outputs, quantize_columns_op, quantize_op, reference_quantize
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_accumulate_op, scaled_mm_op
+from lightning_fp8.ops.grouped import quantize_experts_op
 from lightning_fp8.proofs import casts, model_shapes
 from lightning_fp8.proofs.comparing import WrongResult, reference_of
 from lightning_fp8.proofs.model_shapes import CHECKS, CheckedCalls, WrongNumbers
@@ -85,6 +86,17 @@ def test_the_specification_passes_and_one_wrong_code_or_scale_does_not(
     assert not looked_at(quantize_op, args, lambda made: doubled(made.scale_inv))
     if not layout.has_one_scale:
         assert not looked_at(quantize_op, args, lambda made: doubled(made.scale_inv_t))
+
+
+@LAYOUTS
+def test_the_last_expert(layout: Layout) -> None:
+    cast = Cast(E4M3, layout, columnwise=True)
+    args = hostile(300, 203, BF16).unflatten(0, (2, 150)), cast, None, None
+    assert looked_at(quantize_experts_op, args)
+    assert looked_at(quantize_experts_op, (args[0], cast.usage(False, True), None, None))
+    assert not looked_at(quantize_experts_op, args, lambda made: flipped(made.data, 1, 149, 202))
+    assert not looked_at(quantize_experts_op, args, lambda made: flipped(made.data_t, 1, 202, 149))
+    assert not looked_at(quantize_experts_op, args, lambda made: made.scale_inv.view(-1).view(torch.uint8).fill_(1))
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -34,7 +34,7 @@ CASES: list[Case] = [*kernel_cases.CASES, *fused_cases.CASES, *gemm_cases.CASES,
 
 BLOCK = re.compile(r" (\d+x\d+)")
 HEAD = re.compile(r"\bd=(\d+)")
-SOURCE = re.compile(r"\((gradient of gated|gradient of|gated|norm)?")
+SOURCE = re.compile(r"\((gradient of gated|gradient of|gated|norm|experts)?")
 
 
 @cache

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fp8.numerics.formats import float8_of
 from lightning_fp8.numerics.scaled import Cast, Layout
 from lightning_fp8.ops.cast import quantize_op
+from lightning_fp8.ops.grouped import quantize_experts_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.casts import (
     check_cast,
@@ -60,6 +61,22 @@ def check_quantize_with_scale(
     check_cast(quantize_op, (x,), cast, device, scale=scale, amax=amax, exact=True)
 
 
+def check_experts(w: Tensor, cast: Cast, device: str, *, scale: float | None = None, amax: float | None = None) -> None:
+    """Each expert of ``w [E, N, K]`` is what the reference of a cast without experts gives, all in one launch.
+
+    Those of layout ``tensor`` are one matrix for the reference.
+    """
+    check_cast(quantize_experts_op, (w,), cast, device, scale=scale, amax=amax, exact=True)
+
+
+def experts(shape: tuple[int, int, int], dtype: torch.dtype, special: bool = False) -> Tensor:
+    """``[E, N, K]`` of several magnitudes; ``special``: the second one is zero, and the last has one NaN."""
+    w = torch.stack([sample(*shape[1:], dtype, seed=expert) * 2.0**-expert for expert in range(shape[0])])
+    if special:
+        w[1], w[-1, 5, 7] = 0.0, torch.nan
+    return w
+
+
 def _name(*parts: Any) -> str:
     return "-".join(
         str(part).removeprefix("torch.").removeprefix("float8_") for part in parts if part not in ("", None)
@@ -77,6 +94,18 @@ def _given(dtype: torch.dtype, fp8: torch.dtype, scale: float, shape: tuple[int,
     flags = "+".join(f"{key}={value}" for key, value in config.items())
     name = _name("given", dtype, fp8, f"{shape[0]}x{shape[1]}", f"scale={scale}", flags)
     return Case(name, lambda device: check_quantize_with_scale(sample(*shape, dtype), fp8, scale, device, **config))
+
+
+def _experts(
+    layout: Layout, dtype: torch.dtype, shape: tuple[int, int, int], *,
+    special: bool = False, scale: float | None = None, amax: float | None = None, **usage: bool,
+) -> Case:  # fmt: skip
+    flags = "+".join(f"{key}={value}" for key, value in usage.items())
+    name = _name("experts", layout.value, dtype, "x".join(map(str, shape)), "special" * special, scale, flags)
+    cast = Cast(float8_of(E4M3), layout).usage(usage.get("rowwise", True), usage.get("columnwise", True))
+    return Case(
+        name, lambda device: check_experts(experts(shape, dtype, special), cast, device, scale=scale, amax=amax)
+    )
 
 
 ALIGNED, RAGGED = (140, 264), (131, 203)
@@ -106,6 +135,14 @@ CASES: list[Case] = [
     _given(BF16, E4M3, 64.0, ALIGNED, rowwise=False),
     _given(FP32, E4M3, 1e4, RAGGED, amax=0.0),
     _given(FP16, E4M3, 1e4, ALIGNED, columnwise=False),
+    *(_experts(layout, BF16, (3, *ALIGNED)) for layout in Layout),
+    *(_experts(layout, FP32, (3, *RAGGED), special=layout is not Layout.TENSOR) for layout in Layout),
+    *(_experts(layout, FP16, (1, 33, 20)) for layout in Layout),
+    *(_experts(layout, BF16, (2, *ALIGNED), columnwise=False) for layout in Layout),
+    *(_experts(layout, BF16, (2, *ALIGNED), rowwise=False) for layout in Layout),
+    _experts(Layout.TENSOR, BF16, (3, 20, 40), special=True),
+    _experts(Layout.TENSOR, BF16, (3, *ALIGNED), scale=3.7, amax=0.0),
+    _experts(Layout.TENSOR, BF16, (2, *ALIGNED), scale=0.0, amax=1e9),
     *(
         Case(
             _name("quantize_columns", dtype, fp8, f"{shape[0]}x{shape[1]}"),
