@@ -164,7 +164,7 @@ def test_models_train(family: str, recipe: str) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
         return found
 
     assert losses(model) == pytest.approx(losses(plain), rel=0.01)
