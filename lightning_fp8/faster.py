@@ -47,6 +47,12 @@ def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float
     return least, f"{_LINEAR}{_limit(least)} rows of {k:,} × {n:,} ({recipe}, {name_of(device)})"
 
 
+def loop_over(experts: int, device: torch.device, recipe: str) -> str:
+    """The comparison of many experts, whose FP8 GEMMs are a loop where no kernel multiplies groups; else empty."""
+    loops = device.type == "cuda" and (torch.cuda.get_device_capability(device) != (9, 0) or recipe == "mxfp8")
+    return f"{_LINEAR}than a loop over {experts} experts ({recipe}, {name_of(device)})" if loops else ""
+
+
 def least_keys(
     device: torch.device, dtype: torch.dtype, channels: int, causal: bool, shared: bool
 ) -> tuple[float, str]:

@@ -41,8 +41,8 @@ def _quad_loader(vector: int) -> Any:
 
 
 @cache
-def transpose_kernel(vector: int) -> Kernel:
-    """``codes [rows, columns]``, a byte each, to ``out [columns, rows]``; one tile per block.
+def transpose_kernel(vector: int, of_experts: bool = False) -> Kernel:
+    """``codes [rows, columns]``, a byte each, to ``out [columns, rows]``; one tile per block, of the expert of its z.
 
     A warp reads 128 bytes of a row at once, and writes 128 bytes of each of four columns. ``out_stride`` is a multiple
     of 16; the padding is filled with zeros. ``vector``: address, ``stride`` and columns are multiples of 4 or 1 bytes.
@@ -52,6 +52,9 @@ def transpose_kernel(vector: int) -> Kernel:
 
     def transpose(codes, stride, out, rows, columns, out_stride):
         thread = cuda.threadIdx.x
+        if of_experts:
+            codes += i64(cuda.blockIdx.z) * (i64(rows) * stride)
+            out += i64(cuda.blockIdx.z) * (i64(columns) * out_stride)
         tile_row, tile_col, full_tile = position(cuda.blockIdx.x, rows, columns)
         row_in_tile, col_in_tile = origin_of(thread)
         first_row, column = i32(tile_row + row_in_tile), i32(tile_col + col_in_tile)
@@ -70,7 +73,7 @@ def transpose_kernel(vector: int) -> Kernel:
 
     parameters = {**typed(i64, "codes stride out"), **typed(i32, "rows columns"), "out_stride": i64}
     return Kernel(
-        f"transpose({vector=})",
+        f"transpose({vector=}{', experts' * of_experts})",
         transpose,
         parameters,
         THREADS,

@@ -71,7 +71,7 @@ def apply_conversion(model: nn.Module, plan: Plan, tell: Callable[[str], None] |
                     swap_experts(module)
                 else:
                     swap_conv1d(module) if is_conv1d(module) else swap_class(module, Linear)
-                    module.comparison = AWAITED
+                module.comparison = AWAITED
             if isinstance(module, LinearLayer):
                 layers.append((name, module))
                 module.fp8 = decision.fp8
@@ -83,8 +83,7 @@ def apply_conversion(model: nn.Module, plan: Plan, tell: Callable[[str], None] |
     listen()
     if tell is not None:
         watch_host(tell)
-    matrices = [(name, each) for name, each in layers if not is_experts(each)]
-    keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in matrices])
+    keep_model_in_fp8(model, [(name, each, each.weight_names, each.fp8) for name, each in layers])
     if not any(getattr(hook, "hook", None) is require_values for hook in model._load_state_dict_pre_hooks.values()):
         model.register_load_state_dict_pre_hook(require_values)
     history.add_module(model)  # so that an optimizer of only adapters or embeddings updates frozen layers, too

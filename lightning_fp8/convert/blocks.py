@@ -38,9 +38,9 @@ def matrices_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
     The number of experts precedes those of experts.
     """
-    if is_experts(module):
-        return matrices_of_experts(module)
-    return dict(module.matrices) if isinstance(module, LinearLayer) else {"": features_of(module)}
+    if isinstance(module, LinearLayer):
+        return dict(module.matrices)
+    return matrices_of_experts(module) if is_experts(module) else {"": features_of(module)}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightning_fp8.convert.first_step import ONLY_DISABLED, OUTSIDE, FirstStep, 
 from lightning_fp8.convert.pinned import Pinned, pin
 from lightning_fp8.convert.plan import Plan, plan_conversion
 from lightning_fp8.convert.policy import Policy, Skip
-from lightning_fp8.convert.summary import ATTENTION, LINEAR, ConversionSummary
+from lightning_fp8.convert.summary import ATTENTION, EXPERTS, LINEAR, ConversionSummary
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.record import RegionWatch
@@ -39,7 +39,7 @@ def convert_module(
     attention: bool | Literal["always"] = False,
     cache_fp8_weights: bool = False,
 ) -> nn.Module:
-    """Convert the linear layers of ``model`` (and GPT-2's ``Conv1D``) to FP8 layers, in place. It is idempotent.
+    """Convert linear layers, GPT-2's ``Conv1D`` and experts of ``model`` to FP8 layers, in place. It is idempotent.
 
     With ``recipe``, layers run by it wherever they are called, in training and in evaluations, so that loops of others
     need no change. Inside ``fp8_autocast``, and in forwards under a plugin, its recipe is used instead;
@@ -73,8 +73,8 @@ def convert_module(
             Face's Llama and in all models whose norms and MLPs have a known forward. The table lists them, and the
             reasons of those that run as the model's own. False leaves all as they are, also after an earlier True.
         where_faster: on a GPU that was timed, let layers stay in BF16 from the first optimizer step on if FP8 is slower
-            for the sizes of their first training forward; see docs/models.md. Layers that are constructed as a
-            ``lightning_fp8.Linear`` run in FP8.
+            for the sizes of their first training forward, or, on any GPU, if it is a loop over many experts; see
+            docs/models.md. Layers that are constructed as a ``lightning_fp8.Linear`` run in FP8.
         attention: with ``recipe``, also run attention in FP8; True and ``"always"`` as in :class:`FP8Precision`.
         cache_fp8_weights: with ``recipe``, cast weights once per optimizer step and keep both FP8 copies, 2 bytes for
             each parameter. In-place changes of ``weight.data`` are not detected until an optimizer steps, or until
@@ -153,7 +153,7 @@ def _warn_of_idle(told: set[str], summary: ConversionSummary) -> None:
 
 def nothing_runs_in_fp8(summary: ConversionSummary) -> str:
     """The message that no layer runs in FP8, with ways out that match the reasons in ``summary``."""
-    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind == LINEAR))
+    reasons = list(dict.fromkeys(layer.reason for layer in summary.layers if layer.kind in (LINEAR, EXPERTS)))
     ways = {
         ", one of the ": "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or pass "
         "first_last_layers_bf16=False",

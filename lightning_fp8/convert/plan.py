@@ -20,7 +20,8 @@ from lightning_fp8.convert.codes import SCALES, codes_of, layout_of_codes, note_
 from lightning_fp8.convert.fused.liger import READS_THE_HEAD, computed_by_liger, heads_read_by_liger
 from lightning_fp8.convert.fused.plan import plan_mlps, plan_norms
 from lightning_fp8.convert.policy import Policy, globs_of_nothing, reason_for_bf16, reason_small, skipped_by
-from lightning_fp8.convert.summary import ConversionSummary, LayerDecision
+from lightning_fp8.convert.summary import EXPERTS, LINEAR, ConversionSummary, LayerDecision
+from lightning_fp8.functions.grouped import MANY_EXPERTS
 from lightning_fp8.modules.experts import is_experts, weights_of_experts
 from lightning_fp8.modules.linear_layer import LinearLayer, foreign_weight
 from lightning_fp8.modules.swap import calls_own_forward, is_conv1d, unsharded_class
@@ -99,9 +100,11 @@ def plan_conversion(model: nn.Module, policy: Policy, attention: bool = False, c
             fp8 = not reason
             if coded is not None and not stays:
                 reason = "; ".join(filter(None, (reason, note_of_codes(coded, fp8))))
+            if not reason and is_experts(module) and module.num_experts > MANY_EXPERTS:  # type: ignore[operator]
+                reason = f"wgrad in high precision: more than {MANY_EXPERTS} experts"
+            kind = EXPERTS if is_experts(module) else LINEAR
             for gemm, shape in matrices_of(module).items():
-                size = math.prod(shape)
-                decisions.append(LayerDecision(gemm_name(name, gemm), shape, fp8, reason, parameters=size))
+                decisions.append(LayerDecision(gemm_name(name, gemm), shape, fp8, reason, kind, math.prod(shape)))
         decisions += _other_matrices(module, name)
     by_name = {decision.name: decision for decision in decisions}
     norms = plan_norms(modules, by_name) if policy.fuse else ()
@@ -147,8 +150,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
         return
     own: set[str] = {"weight", *getattr(module, "weight_names", ())} if is_linear(module) else set()
     if is_experts(module):
-        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias")}
-    own |= {*SCALES} if codes_of(module) else set()
+        own = {f"{weight}{kind}" for weight in weights_of_experts(module) for kind in ("", "_bias", *SCALES)}
     found: list[tuple[str, Tensor, tuple[str, str]]] = []
     if isinstance(module, nn.modules.conv._ConvNd):
         own = {"weight"}
@@ -159,7 +161,7 @@ def _other_matrices(module: nn.Module, name: str) -> Iterator[LayerDecision]:
             reason = f"a convolution of {size} does not run in FP8{instead}"
             found.append((name, module.weight, ("convolution", reason)))
     own |= _computed_from(module, own)
-    own |= {f"{codes}{scales}" for codes in codes_of(module) for scales in ("_scale_inv", "_scale")}
+    own |= {f"{codes}{scales}" for codes in codes_of(module) for scales in SCALES}
     for own_name, parameter in module.named_parameters(recurse=False):
         if own_name in own or is_lazy(parameter) or not parameter.is_floating_point():
             continue
@@ -186,8 +188,9 @@ def _kind_and_reason(module: nn.Module, parameter: Tensor) -> tuple[str, str]:
         return "attention", "nn.MultiheadAttention multiplies by a parameter that is not in a Linear"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent", f"nn.{cls}'s products do not run in FP8"
-    if parameter.dim() > 2 and ("expert" in cls.lower() or "moe" in cls.lower()):
-        return "experts", f"{parameter.dim()}-D parameter of {cls}: products of experts do not run in FP8"
+    if "expert" in cls.lower() or (parameter.dim() > 2 and "moe" in cls.lower()):
+        ways = "FP8 runs transformers' @use_experts_implementation, and experts with an nn.Linear for each matrix"
+        return EXPERTS, f"a parameter of {cls}, experts with a forward of their own; {ways}"
     return "parameter", f"a parameter of {cls}, in no linear layer"
 
 

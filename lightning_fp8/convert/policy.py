@@ -19,7 +19,7 @@ from lightning_fp8.convert.blocks import BlockPosition
 from lightning_fp8.names import prefixes
 
 ModuleFilter: TypeAlias = Callable[[nn.Module, str], bool]
-"""Called with a module and its name."""
+"""Called with a linear layer, or experts, which have no ``weight``, or attention, and its name."""
 Skip: TypeAlias = Sequence[str | ModuleFilter] | ModuleFilter
 """The modules that stay in BF16: globs of module names, functions that return True for them, or one function."""
 
@@ -31,7 +31,7 @@ Examples are LoRA's matrices, routers of experts and networks over coordinates. 
 saves n * 1.0e-15 s for each value of the input of a product with n features, and casts it in 1.2e-12 s, to two copies.
 Both are equal at 1,200 features; torchao's ``_auto_filter_for_recipe`` skips up to 1024. The limit here is lower, so
 that it holds on every card, and relative, so that small models keep their layers in FP8. For another limit, pass
-``skip=lambda module, name: min(module.weight.shape) <= 1024``.
+``skip=lambda module, name: hasattr(module, "weight") and min(module.weight.shape) <= 1024``.
 """
 
 

@@ -8,10 +8,12 @@ from textwrap import wrap
 from lightning_fp8.convert.table import WIDTH, Row, grouped, rendered
 
 LINEAR = "linear"
+EXPERTS = "experts"
 GONE = "gone"
 ATTENTION = "dot product attention"
 NORM = "norm"
 MLP = "mlp"
+_COUNTED = {LINEAR: "linear layers", EXPERTS: "weights of experts", ATTENTION: "attentions"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class LayerDecision:
     Attributes:
         name: the module's name in the model. If the module has several GEMMs, the GEMM's name is appended
             (``mlp.fc1``). For a matrix outside linear layers, the parameter's name.
-        shape: ``(out_features, in_features)`` of a linear layer, or the parameter's shape.
+        shape: ``(out_features, in_features)`` of a linear layer, ``(experts, out_features, in_features)`` of experts,
+            or the parameter's shape.
         fp8: whether FP8 is planned; False is high precision.
         reason: the reason why it does not run in FP8, or a note on a layer that does, for example that some forwards
             ran in high precision; empty if there is neither.
@@ -86,13 +89,8 @@ class ConversionSummary:
 
     @property
     def num_fp8(self) -> int:
-        """The number of layers that run in FP8. After the first training step, the number of those that did."""
+        """The number of layers, and of weights of experts, that run in FP8; after the first training step, that did."""
         return sum(layer.precision == "FP8" for layer in self.layers if layer.kind not in (ATTENTION, GONE))
-
-    @property
-    def num_fp8_attention(self) -> int:
-        """The number of attention modules that run in FP8, counted like :attr:`num_fp8`."""
-        return sum(layer.precision == "FP8" for layer in self.layers if layer.kind == ATTENTION)
 
     @property
     def share_of_parameters(self) -> float | None:
@@ -133,7 +131,12 @@ class ConversionSummary:
         Args:
             verbose: print one line for each decision, of any length.
         """
-        rows = [Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason) for row in self.rows]
+        total = sum(layer.parameters for layer in self.layers)
+        shares = [row.parameters / total if row.kind == EXPERTS else 0 for row in self.rows]
+        rows = [
+            Row(row.name, " × ".join(map(str, row.shape)), row.precision, row.reason, 1, share)
+            for row, share in zip(self.rows, shares)
+        ]
         heading = "ran in" if self._ran else "planned"
         if verbose:
             return "\n".join([*rendered(rows, heading, None), self.verdict(), *self.elsewhere, *self.fallbacks])
@@ -156,10 +159,13 @@ class ConversionSummary:
 
     def _verdict(self, width: int | None = None) -> list[str]:
         """The counts in one line, or in two if one is too long."""
-        linears = sum(layer.kind == LINEAR for layer in self.layers)
-        counts = f"{self.num_fp8} of {linears} linear layers {'ran' if self._ran else 'planned'} in FP8"
-        if attentions := sum(layer.kind == ATTENTION for layer in self.layers):
-            counts += f" and {self.num_fp8_attention} of {attentions} attentions"
+        of_kinds = {kind: [row.precision for row in self.layers if row.kind == kind] for kind in _COUNTED}
+        counts = " and ".join(
+            f"{precisions.count('FP8')} of {len(precisions)} {_COUNTED[kind]}"
+            for kind, precisions in of_kinds.items()
+            if precisions or kind == LINEAR
+        )
+        counts += f" {'ran' if self._ran else 'planned'} in FP8"
         shares = [
             f"{100 * value:.3g} % of {what}"
             for value, what in (

@@ -24,6 +24,7 @@ class Row:
         precision: ``"FP8"`` or the name of the high precision.
         reason: the reason for high precision; empty in FP8.
         count: the number of modules in the line.
+        experts: the share of the model's parameters that are experts in the line.
     """
 
     name: str
@@ -31,14 +32,21 @@ class Row:
     precision: str
     reason: str
     count: int = 1
+    experts: float = 0
+
+    @property
+    def because(self) -> str:
+        """The reason, and the share of experts."""
+        share = f"experts: {100 * self.experts:.3g} % of the parameters" if self.experts else ""
+        return "; ".join(filter(None, (self.reason, share)))
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
     """Group rows without loss of information, in the order of the first row of each group.
 
     There are three rules, which are applied in this order. All rows below a module become ``module.*`` if they have the
-    same reason. Rows whose names differ in a number, such as the index of a block, are combined to a range of numbers.
-    Rows whose names differ in one other part are combined with the alternatives in braces.
+    same reason, but for experts in FP8. Rows whose names differ in a number, such as the index of a block, are combined
+    to a range of numbers. Rows whose names differ in one other part are combined with the alternatives in braces.
     """
     found = _subtrees(rows)
     deepest = max((row.name.count(".") + 1 for row in found), default=0)
@@ -56,7 +64,7 @@ def rendered(rows: Iterable[Row], heading: str, width: int | None = WIDTH) -> li
         heading: the heading of the column of precisions, ``"planned"`` or ``"ran in"``.
         width: None does not limit the lines.
     """
-    cells = [(row.name, row.shape, row.precision, f"×{row.count}" * (row.count > 1), row.reason) for row in rows]
+    cells = [(row.name, row.shape, row.precision, f"×{row.count}" * (row.count > 1), row.because) for row in rows]
     head = ("layer", "out × in", heading, "")
     widths = [max(len(line[column]) for line in (head, *cells)) for column in range(4)]
     if width is not None:
@@ -99,7 +107,7 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
 
     def alike(first: Row, *others: Row) -> bool:
         same = all((row.reason, row.precision) == (first.reason, first.precision) for row in others)
-        return bool(first.reason and others) and same
+        return bool(first.reason and others) and same and not (first.experts and first.precision == "FP8")
 
     whole = {prefix for prefix, of_prefix in below.items() if alike(*of_prefix)}
     found: dict[int | str, Row] = {}
@@ -110,7 +118,8 @@ def _subtrees(rows: Sequence[Row]) -> list[Row]:
         elif outermost not in found:
             shapes = {each.shape for each in below[outermost]}
             shape = shapes.pop() if len(shapes) == 1 else ""
-            found[outermost] = Row(f"{outermost}.*", shape, row.precision, row.reason, len(below[outermost]))
+            count, experts = len(below[outermost]), sum(each.experts for each in below[outermost])
+            found[outermost] = Row(f"{outermost}.*", shape, row.precision, row.reason, count, experts)
     return list(found.values())
 
 
@@ -130,7 +139,8 @@ def _merged(
         if len(alike) > 1:
             parts = first.name.split(".")
             parts[place] = together([row.name.split(".")[place] for row in alike])
-            first = replace(first, name=".".join(parts), count=sum(row.count for row in alike))
+            count, experts = sum(row.count for row in alike), sum(row.experts for row in alike)
+            first = replace(first, name=".".join(parts), count=count, experts=experts)
         found.append(first)
     return found
 

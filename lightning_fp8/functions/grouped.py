@@ -1,4 +1,4 @@
-"""The casts and the three grouped GEMMs of experts (:class:`GroupedProduct`), and their autograd function."""
+"""The autograd function of the three grouped GEMMs of experts."""
 
 from __future__ import annotations
 
@@ -10,44 +10,20 @@ from torch import Tensor
 from lightning_fp8 import ops
 from lightning_fp8.functions.product import Product, refuse_second_derivatives
 from lightning_fp8.numerics.scaled import Cast, Role, ScaledTensor
-from lightning_fp8.ops import Quantized
 
 MANY_EXPERTS = 32
 """With more experts in a layer, wgrad is in high precision: a loop of as many GEMMs takes longer than FP8 saves."""
-
-
-class GroupedProduct(Product):
-    """The casts and the GEMMs of ``y [T, N] = x [T, K] w[g]ᵀ`` for the rows of each group g.
-
-    Rows of no group are zeros in x and in the gradient of y: their casts observe no amax.
-    """
-
-    __slots__ = ()
-
-    def quantize(
-        self, x: Tensor, role: Role, *, rowwise: bool = True, columnwise: bool = False, again: bool = False
-    ) -> Quantized:
-        """Cast tokens ``[T, K]``, or the weight ``[E, N, K]``, which may be a transposed view ``[E, K, N]``."""
-        if role is not Role.WEIGHT:
-            return super().quantize(x, role, rowwise=rowwise, columnwise=columnwise, again=again)
-        if not x.is_contiguous() and x.mT.is_contiguous():
-            stored = self.quantize(x.mT, role, rowwise=columnwise, columnwise=rowwise, again=again)
-            return Quantized(stored.columnwise, stored.rowwise)
-        args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        return ops.quantize_experts(x, self.cast(role), **args)
 
 
 class GroupedFunction(torch.autograd.Function):
     """``y [T, N] = x [T, K] w[g]ᵀ`` with its grouped GEMMs in FP8; wgrad of :data:`MANY_EXPERTS` in high precision.
 
     For wgrad it saves the codes of x if they have one scale. Otherwise it saves x, which wgrad casts along the rows of
-    each group.
+    each group. Rows of no group are zeros in x and in the gradient of y: their casts observe no amax.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, product: GroupedProduct, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, product: Product, dtype: torch.dtype) -> Tensor:
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x8 = product.quantize(x, Role.INPUT).rowwise
         w8 = (product.cached_weight or product.quantize(weight, Role.WEIGHT)).rowwise
@@ -65,7 +41,7 @@ class GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivatives("experts")
         x, x_scale_inv, weight, offs = ctx.saved_tensors
-        product: GroupedProduct = ctx.product
+        product: Product = ctx.product
         x_dtype, weight_dtype = ctx.dtypes
         dx = dw = None
         in_codes = x_scale_inv is not None

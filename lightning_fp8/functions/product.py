@@ -61,7 +61,7 @@ class Product:
         self, cached_weight: Quantized | None, main_grad: MainGrad | None, delayed: Delayed | None
     ) -> Product:
         """The same product with other ``cached_weight``, ``main_grad`` and ``delayed``. Both share their passes."""
-        made = type(self)(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
+        made = Product(self.recipe, self.slots, self.observe, cached_weight, main_grad, delayed)
         made._passes = self._passes
         return made
 
@@ -96,8 +96,9 @@ class Product:
     ) -> Quantized:
         """Cast ``x [R, K]`` by the recipe for ``role``. Delayed scaling reads the slot's scale and updates its amax.
 
-        A weight that is a transposed view is cast in its memory order, and the two copies are exchanged. An FP8Tensor
-        in the format and blocks of the recipe is used as it is; any other FP8Tensor is dequantized and cast.
+        The weight of experts is ``[E, N, K]``. A weight that is a transposed view is cast in its memory order, and the
+        two copies are exchanged. An FP8Tensor in the format and blocks of the recipe is used as it is; any other
+        FP8Tensor is dequantized and cast.
         """
         if isinstance(x, FP8Tensor):
             serves = x.recipe is None or x.recipe == self.recipe
@@ -111,11 +112,12 @@ class Product:
                     x.takers.append(self.slots)
                 return x.quantized(rowwise=rowwise, columnwise=columnwise)
             x = x.dequantize()
-        if role is Role.WEIGHT and not x.is_contiguous() and x.t().is_contiguous():
-            stored = self.quantize(x.t(), role, rowwise=columnwise, columnwise=rowwise, again=again)
+        if role is Role.WEIGHT and not x.is_contiguous() and x.mT.is_contiguous():
+            stored = self.quantize(x.mT, role, rowwise=columnwise, columnwise=rowwise, again=again)
             return Quantized(stored.columnwise, stored.rowwise)
         args = self.cast_args(role, rowwise=rowwise, columnwise=columnwise, again=again)
-        made = ops.quantize(x, self._casts[role], **args)
+        quantize = ops.quantize_experts if x.dim() == 3 else ops.quantize
+        made = quantize(x, self._casts[role], **args)
         if not again:
             self.sample(role, x, made)
         return made
@@ -125,15 +127,19 @@ class Product:
         return self.observe and self.slots[role].sample is not None
 
     def sample(self, role: Role, x: Tensor, made: Quantized) -> None:
-        """If a monitor asks, count the errors of a cast of ``x [R, K]``, given the operands that it ``made``."""
+        """If a monitor asks, count the errors of a cast of ``x [R, K]``, or of eight experts of ``x [E, N, K]``."""
         sample = self.slots[role].sample
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:
             return
-        values = x.detach()
-        ops.sample_cast(values, operand, sample.counts, transposed=made.rowwise is None)
-        if sample.losses is not None and sample.exponents is not None:
-            ops.sample_recipes(values, role, sample.losses, sample.exponents)
+        x = x.detach()
+        matrices = [(x, operand)]
+        if x.dim() == 3:
+            matrices = [(x[each], operand.of_expert(each)) for each in range(0, len(x), -(-len(x) // 8))]
+        for values, part in matrices:
+            ops.sample_cast(values, part, sample.counts, transposed=made.rowwise is None)
+            if sample.losses is not None and sample.exponents is not None:
+                ops.sample_recipes(values, role, sample.losses, sample.exponents)
 
     # --- Passes -------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8.functions.grouped import GroupedFunction, GroupedProduct
-from lightning_fp8.functions.product import without_gradient
-from lightning_fp8.modules.linear_layer import LinearLayer
+from lightning_fp8.faster import loop_over
+from lightning_fp8.fp8_region import FP8Context
+from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction
+from lightning_fp8.functions.product import Product, without_gradient
+from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 from lightning_fp8.ops.grouped import ends_of
+from lightning_fp8.weights.coded import codes_in
+from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 _OF_DECORATOR = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate", "num_experts")
 """What transformers' ``@use_experts_implementation`` gives to a class of experts."""
@@ -32,20 +36,25 @@ class Experts(LinearLayer):
     _apply_gate: Callable[[Tensor], Tensor]
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
+    num_experts: int
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
     is_transposed: bool
     kind = "experts"
-    product_class = GroupedProduct
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:  # type: ignore[override]
         weights = tuple(self._weight(name) for name in self.weight_names)
         context = self._begin(hidden_states, weights[0], None)
         in_fp8 = context.enabled and self.fp8
-        if not (in_fp8 or (context.calibrating and self.fp8)):
+        calibrating = context.calibrating and self.fp8 and not in_fp8
+        is_kept = isinstance(weights[0], FP8Tensor) and not weights[0].is_gathered
+        if not (in_fp8 or calibrating or is_kept):
             return self._in_high_precision(hidden_states, *routing, **named)
-        products, dtype = self._products(hidden_states, weights, (), context, None)
+        products: list[Product] = []
+        dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
+        if in_fp8:
+            products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
             self._refuse_backward_override(product, "experts; leave it out, or skip them")
         # Families name them differently.
@@ -63,7 +72,7 @@ class Experts(LinearLayer):
                 weight = weights[gemm] if torch.is_grad_enabled() else without_gradient(weights[gemm])
                 y = GroupedFunction.apply(rows, weight, offs, products[gemm], dtype)
             else:
-                y = self._calibrating(gemm, rows, weights[gemm], offs)
+                y = self._multiplied_by_torch(gemm, rows, weights[gemm], offs, calibrating)
             if not self.has_bias:
                 return y
             of_rows = experts.clamp(max=len(ids) - 1)
@@ -79,24 +88,39 @@ class Experts(LinearLayer):
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(dtype)
 
-    def _calibrating(self, gemm: int, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        self._observe(gemm, rows, weight)
+    def _multiplied_by_torch(self, gemm: int, rows: Tensor, weight: Tensor, offs: Tensor, calibrating: bool) -> Tensor:
+        """The product in high precision. A weight that is kept in FP8 is dequantized."""
+        if calibrating:
+            self._observe(gemm, rows, weight)
         *groups, others = rows.tensor_split(ends_of(offs))
         parts = [F.linear(part, each) for part, each in zip(groups, weight)]
-        return self._observed(gemm, torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])]))
+        y = torch.cat([*parts, others.new_zeros(len(others), weight.shape[1])])
+        return self._observed(gemm, y) if calibrating else y
+
+    def _compared(self, input: Tensor, context: FP8Context) -> str:
+        """Rows are not compared."""
+        many = self.num_experts > MANY_EXPERTS
+        return loop_over(self.num_experts, input.device, context.recipe.name) if many else ""
 
     def _weight(self, name: str) -> Tensor:
-        """``[E, N, K]``: the parameter, or its transposed view."""
-        weight = getattr(self, name)
+        """``[E, N, K]``: the parameter, or its transposed view.
+
+        Raises:
+            NotImplementedError: If it is computed from FP8 codes of a checkpoint, as by adapters of peft.
+        """
+        computed: Any = self._modules.get("parametrizations") or {}
+        if name in computed and codes_in(computed[name].original) is not None:
+            raise NotImplementedError(
+                f"an adapter is added to {name} of experts, FP8 codes of a checkpoint, which would be dequantized in "
+                "each pass: adapt other layers, target_modules=['q_proj', 'v_proj'] for example ('all-linear' has "
+                "experts, too), or load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+            )
+        weight: Tensor = getattr(self, name)
         return weight.mT if self.is_transposed else weight
 
     @property
     def features(self) -> tuple[int, ...]:
         return tuple(size for shape in self.matrices.values() for size in shape)
-
-    @property
-    def matrices(self) -> dict[str, Any]:
-        return matrices_of_experts(self)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -129,13 +153,14 @@ def swap_experts(module: Any) -> None:
 @lru_cache
 def fp8_experts(cls: type, names: tuple[str, str]) -> type:
     """The FP8 subclass of ``cls``, whose weights are called ``names``."""
-    high_precision = cls.forward  # type: ignore[attr-defined]
     fields = {
         "__module__": __name__,
         "gemms": names,
         "weight_names": names,
+        "matrices": property(matrices_of_experts),
         "bias_names": tuple(f"{name}_bias" for name in names),
-        "_in_high_precision": lambda self, *args, **kwargs: high_precision(self, *args, **kwargs),
+        **{f"{name}{scale}": None for name in names for scale in ("_scale_inv", "_scale")},  # see WeightCachingModule
+        "_in_high_precision": cls.forward,  # type: ignore[attr-defined]
         "__reduce__": lambda self: (_new, (cls, names), self.__getstate__()),
     }
     return type(cls.__name__, (Experts, cls), fields)

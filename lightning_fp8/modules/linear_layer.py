@@ -47,7 +47,6 @@ class LinearLayer(WeightCachingModule):
     # Class attributes, so that a torch.nn.Linear whose class is swapped in place has them.
     roles = LINEAR_ROLES
     kind: ClassVar[str] = "Linear"
-    product_class: ClassVar[type[Product]] = Product
     return_bias: bool = False
     fuse_wgrad_accumulation: bool = False
     delayed_wgrads: tuple[Delayed, ...] | None = None
@@ -283,7 +282,7 @@ class LinearLayer(WeightCachingModule):
         products = [] if compiling else self._last_products or []  # compiled code would have guards on them
         first = products[0] if products else None
         if first is None or first.recipe is not recipe or first.slots is not slots[0] or first.observe is not observe:
-            products = [self.product_class(recipe, of_gemm, observe) for of_gemm in slots]
+            products = [Product(recipe, of_gemm, observe) for of_gemm in slots]
             if not compiling:
                 self._last_products = products  # setting a module's attribute is slow, so only a change is set
         caches = not compiling and (  # compiled code would have guards on the cache

@@ -32,13 +32,13 @@ def calls_own_forward(module: nn.Module) -> bool:
     """Whether a ``forward`` that was assigned to the instance wraps the forward of its class.
 
     If so, swapping the class replaces the wrapped forward, too. transformers' tensor parallelism keeps it in a closure,
-    and accelerate's hooks keep it in ``_old_forward``.
+    its expert parallelism in an object in a closure, and accelerate's hooks keep it in ``_old_forward``.
     """
     return any(True for _ in _places_of_own_forward(module))
 
 
 def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """A setter for each attribute or closure cell of the instance that stores the bound forward of its class."""
+    """A setter for each place that stores the bound forward of the class: attributes, closures, objects in closures."""
     own = getattr(unsharded_class(module), "forward", None)
 
     def is_own(value: Any) -> bool:
@@ -55,19 +55,15 @@ def _places_of_own_forward(module: nn.Module) -> Iterator[Callable[[Any], None]]
         seen.add(id(function))
         if isinstance(function, functools.partial):
             todo += [function.func, *function.args]
-        for cell in getattr(function, "__closure__", None) or ():
+        places = [(function, name) for name in getattr(function, "__dict__", ())]
+        places += [(cell, "cell_contents") for cell in getattr(function, "__closure__", None) or ()]
+        for holder, name in places:
             try:
-                value = cell.cell_contents
-            except ValueError:  # empty
+                value = getattr(holder, name)
+            except ValueError:  # an empty cell
                 continue
             if is_own(value):
-                yield functools.partial(setattr, cell, "cell_contents")
-            elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
-                for name, held in vars(value).items():  # transformers' expert parallelism
-                    if is_own(held):
-                        yield functools.partial(setattr, value, name)
-                if callable(value):
-                    todo.append(value)
+                yield functools.partial(setattr, holder, name)
             elif callable(value) and not isinstance(value, (nn.Module, type)):
                 todo.append(value)
 

@@ -62,10 +62,11 @@ class WeightCachingModule(FP8Module):
     | None, in any other context | caches nothing, and drops copies that were cached automatically |
 
     Copies are stale after an optimizer's step, after a parameter was replaced or changed in place, and with another
-    recipe or CUDA stream. Automatic copies are also stale with another ``weight_period``, after an update of the
-    scales, and after training mode, gradients or inference mode were switched. Copies that were cached automatically
-    are not used with ``is_first_microbatch``, and vice versa. Nothing is cached while a CUDA graph is captured, or
-    after the capture of an optimizer step.
+    recipe or CUDA stream. Those of a frozen weight outlive steps, unless its scale is delayed; changes of its ``data``
+    in place, or of FSDP2's shards of it, cannot be detected. Automatic copies are also stale with another
+    ``weight_period``, after an update of the scales, and after training mode, gradients or inference mode were
+    switched. Copies that were cached automatically are not used with ``is_first_microbatch``, and vice versa. Nothing
+    is cached while a CUDA graph is captured, or after the capture of an optimizer step.
 
     Recomputation in a backward pass uses the context of the layer's last forward. This is the wrong context if the
     layer has run in another one since. Copies are not pickled, and compiled code does not cache.
@@ -168,20 +169,21 @@ class WeightCachingModule(FP8Module):
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
-        computed = self._modules.get("parametrizations")
-        if computed is not None and any(name in computed for name in parameter_names):  # type: ignore[operator]
-            return None  # a parametrization computes the weight in each forward
         parameters = [getattr(self, name) for name in parameter_names]
+        if not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
+            return None  # made in each forward, by a parametrization, or by transformers' expert parallelism
         if any(parameter.is_inference() for parameter in parameters):
             return None  # inference tensors have no version counter
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
+        is_constant = not (isinstance(product.recipe, DelayedScaling) or any(p.requires_grad for p in parameters))
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
+        number, updates = optimizer_steps.number, product.slots[Role.WEIGHT].history.updates
+        number, updates = (0, 0) if is_constant else (number, updates)
         versions = [(id(p), p._version, p.untyped_storage()._cdata) for p in parameters]
-        made_from: tuple[Any, ...] = (product.recipe, optimizer_steps.number, stream, *versions)
+        made_from: tuple[Any, ...] = (product.recipe, number, stream, *versions)
         # Without gradients the copy of the transpose is not needed.
         columnwise = not automatic or self.training or torch.is_grad_enabled()
         if automatic:
-            updates = product.slots[Role.WEIGHT].history.updates
             made_from = (*made_from, context.weight_period, updates, torch.is_inference_mode_enabled(), columnwise)
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
             others = {cached: copies for cached, copies in cache.items() if cached != parameter_names}

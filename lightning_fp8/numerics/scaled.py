@@ -102,12 +102,13 @@ class Layout(_FastToHash, Enum):
         block_rows, block_columns = self.block
         return block_rows or max(rows, 1), block_columns or max(columns, 1)
 
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of ``scale_inv`` of a ``[rows, columns]`` operand."""
+    def scale_shape(self, *shape: int) -> tuple[int, ...]:
+        """Shape of ``scale_inv`` of a ``[rows, columns]`` operand, or ``[experts, rows, columns]``."""
         if self.has_one_scale:
             return ()
+        *experts, rows, columns = shape
         block_rows, block_columns = self.block_shape(rows, columns)
-        return ceil_div(rows, block_rows), ceil_div(columns, block_columns)
+        return *experts, ceil_div(rows, block_rows), ceil_div(columns, block_columns)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class ScaledTensor:
     """An FP8 GEMM operand, whose values are ``data * scale_inv``.
 
     Attributes:
-        data: ``[R, K]`` codes in an FP8 dtype; K is the GEMM's contraction.
+        data: ``[R, K]`` codes in an FP8 dtype, or ``[E, R, K]`` of experts; K is the GEMM's contraction.
         scale_inv: float32 (or E8M0 for :attr:`Layout.MX_1X32`), in the shape of ``layout``.
         layout: which elements share a scale.
     """
@@ -206,15 +207,20 @@ class ScaledTensor:
         """
         if not self.layout.transposes:
             raise ValueError(f"layout {self.layout.value!r} cannot be transposed; quantize xᵀ instead")
-        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.t()
-        return ScaledTensor(self.data.t(), scale_inv, self.layout)
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv.mT
+        return ScaledTensor(self.data.mT, scale_inv, self.layout)
+
+    def of_expert(self, expert: int) -> ScaledTensor:
+        """One of experts' operands ``[E, N, K]``."""
+        scale_inv = self.scale_inv if self.layout.has_one_scale else self.scale_inv[expert]
+        return ScaledTensor(self.data[expert], scale_inv, self.layout)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``data * scale_inv`` as ``[R, K]`` in ``dtype``; computed in float32."""
-        rows, columns = self.data.shape
+        """``data * scale_inv`` in ``dtype`` and the shape of ``data``; computed in float32."""
+        rows, columns = self.data.shape[-2:]
         scale_inv = self.scale_inv.float()
         if not self.layout.has_one_scale:
             block_rows, block_columns = self.layout.block_shape(rows, columns)
-            scale_inv = scale_inv.repeat_interleave(block_rows, 0)[:rows]
-            scale_inv = scale_inv.repeat_interleave(block_columns, 1)[:, :columns]
+            scale_inv = scale_inv.repeat_interleave(block_rows, -2)[..., :rows, :]
+            scale_inv = scale_inv.repeat_interleave(block_columns, -1)[..., :columns]
         return (self.data.float() * scale_inv).to(dtype)

@@ -1,4 +1,4 @@
-"""The op ``transpose``: FP8 codes ``[R, C]`` to contiguous rows ``[C, R]``, which a GEMM can read."""
+"""The op ``transpose``: FP8 codes ``[R, C]``, or of each expert, to contiguous rows ``[C, R]``, which a GEMM reads."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ def transpose(codes: Tensor) -> Tensor:
     """Transpose FP8 codes to new memory.
 
     Args:
-        codes: ``[R, C]`` in an FP8 dtype, with any strides. It is fastest if each row is aligned to 4 bytes.
+        codes: ``[R, C]`` or ``[E, R, C]`` in an FP8 dtype, with any strides. It is fastest if each row is aligned to 4
+            bytes.
 
     Returns:
-        ``[C, R]``. On a GPU each row is aligned to 16 bytes, as in a GEMM operand.
+        ``[C, R]`` or ``[E, C, R]``. On a GPU each row is aligned to 16 bytes, as in a GEMM operand.
 
     Raises:
-        TypeError: If ``codes`` is not a 2-D tensor in an FP8 dtype.
+        TypeError: If ``codes`` is not a 2-D or 3-D tensor in an FP8 dtype.
     """
     return transpose_op.call(codes)  # type: ignore[no-any-return]
 
 
 def _check(codes: Tensor) -> None:
-    if codes.dtype not in _DTYPES or codes.dim() != 2:
+    if codes.dtype not in _DTYPES or codes.dim() not in (2, 3):
         raise TypeError(
-            f"transpose takes a 2-D tensor in {' or '.join(map(str, _DTYPES))}, "
+            f"transpose takes a 2-D or 3-D tensor in {' or '.join(map(str, _DTYPES))}, "
             f"not {codes.dtype} of shape {tuple(codes.shape)}"
         )
 
 
 def _empty(codes: Tensor) -> Tensor:
-    rows, columns = codes.shape
-    return code_allocation(codes.device, codes.dtype, columns, rows).empty(codes.device)
+    *experts, rows, columns = codes.shape
+    return code_allocation(codes.device, codes.dtype, columns, rows).stacked(*experts or [0]).empty(codes.device)
 
 
 @op("transpose", check=_check)
@@ -47,7 +48,7 @@ def transpose_op(codes: Tensor) -> Tensor:
 def reference_transpose(codes: Tensor) -> Tensor:
     """The specification in plain torch."""
     out = _empty(codes)
-    copy_bits(codes.t(), out)
+    copy_bits(codes.mT, out)
     return out
 
 

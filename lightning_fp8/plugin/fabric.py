@@ -224,7 +224,7 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
                     f"convert_module gave the model recipe={name!r}: forwards under the plugin run by "
                     f"recipe={self.recipe.name!r} instead, and others, as after the Trainer has ended, by its own"
                 )
-            if not self.summary.num_fp8 and not self.summary.num_fp8_attention:
+            if all(layer.precision != "FP8" for layer in self.summary.layers):
                 rank_zero_warn(nothing_runs_in_fp8(self.summary))
             if attention and not any(layer.kind == ATTENTION for layer in self.summary.layers):
                 rank_zero_warn(

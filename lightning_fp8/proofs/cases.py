@@ -183,9 +183,12 @@ def _quantize_columns(x_key: PlainKey, dtype: torch.dtype) -> Iterator[Case]:
     return _sized(check, x_key[1][-1])
 
 
-def _transpose(key: PlainKey) -> Iterator[Case]:
+def _transpose(key: PlainKey, experts: int) -> Iterator[Case]:
+    shape = (2, -1) if experts else (-1,)
+
     def check(rows: int, columns: int, device: str, gap: int = 0, special: bool = False) -> None:
-        check_transpose(like(key, every_code(rows, columns, key[0]), gap), device)
+        codes = like(key, every_code(rows * len(shape), columns, key[0]), gap)
+        check_transpose(codes.unflatten(0, shape), device)
 
     return _sized(check, key[1][-1])
 

@@ -24,6 +24,7 @@ from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.delayed.watch import STANDSTILL
 from lightning_fp8.fp8_region import fp8_autocast
+from lightning_fp8.modules.experts import Experts
 from lightning_fp8.modules.linear_layer import LinearLayer
 from lightning_fp8.modules.state import fp8_modules, update_fp8_scales
 from lightning_fp8.numerics.recipes import DelayedScaling, Recipe, make_recipe
@@ -246,6 +247,8 @@ def _counted(layers: Mapping[str, LinearLayer]) -> Iterator[dict[str, float]]:
         def count(layer: LinearLayer, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             x = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             rows = x.numel() / x.shape[-1]
+            if isinstance(layer, Experts):  # each row is multiplied by the weights of the experts that it is routed to
+                rows *= (*args, *kwargs.values())[1].shape[-1] / layer.num_experts
             counts[name] += rows * sum(getattr(layer, weight).numel() for weight in layer.weight_names)
 
         return count

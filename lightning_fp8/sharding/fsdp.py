@@ -43,7 +43,7 @@ from lightning_fp8.optimizer_steps import after, listen, parameter_ids
 from lightning_fp8.parallel.agreement import require_same, require_same_plans
 from lightning_fp8.parallel.collectives import all_gather
 from lightning_fp8.traced import was_traced
-from lightning_fp8.weights.fp8_tensor import FP8Tensor
+from lightning_fp8.weights.fp8_tensor import FP8Tensor, transposes
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
@@ -91,8 +91,6 @@ def gather_in_fp8(model: nn.Module) -> None:
         if isinstance(param, GatheredParam) or not isinstance(owner, LinearLayer) or name not in owner.weight_names:
             continue
         if isinstance(param._sharded_local_tensor, FP8Tensor):  # which gathers its codes itself
-            continue
-        if len(param._orig_size) != 2:  # experts
             continue
         parts = names[owner].split(".")
         around = [modules_by_name.get(".".join(parts[:length])) for length in range(len(parts) + 1)]
@@ -319,6 +317,11 @@ class GatheredParam(FSDPParam):
         return self.layer.ensure_slots()[self.gemm][Role.WEIGHT]
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is ``[E, N, K]``. Ranks have whole experts, whose scales are their own."""
+        return len(self._orig_size) == 3
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         return self.mesh_info.shard_process_group  # type: ignore[union-attr]
 
@@ -361,9 +364,9 @@ class GatheredParam(FSDPParam):
         size = self._orig_size[0]
         rows, ranks = self.padded_sharded_param_size[0], self.mesh_info.shard_mesh_size
         if not layout.has_one_scale and rows * ranks != size:
-            return f"its {size} rows are not divided evenly over {ranks} ranks"
+            return f"its {size} {'experts' if self.has_experts else 'rows'} are not divided evenly over {ranks} ranks"
         block = {Layout.MX_1X32: 32, Layout.BLOCK_128X128: 128}.get(layout, 1)
-        if rows % block:
+        if rows % block and not self.has_experts:
             return f"the {rows} rows of a shard are not a multiple of {block}"
         if not layout.transposes:
             # FSDP2 decides for the root at the beginning of its first forward.
@@ -412,6 +415,8 @@ class GatheredParam(FSDPParam):
         backward = fp8_region.in_backward()
         keeps = group is not None and not group._reshard_after_forward
         self._operands_asked = not backward or self.needs_both or keeps, backward
+        if getattr(self.layer, "is_transposed", False):
+            self._operands_asked = self._operands_asked[::-1]
         inputs = self._cast(self.recipe, *self._operands_asked)
         sizes = [each.numel() * self.mesh_info.shard_mesh_size for each in inputs]  # type: ignore[union-attr]
         if [each.numel() for each in self.all_gather_outputs] != sizes:
@@ -530,50 +535,55 @@ class GatheredParam(FSDPParam):
         if is_capturing():
             raise NotImplementedError("FSDP2's gathers of FP8 weights cannot be captured in a CUDA graph; use DDP")
         cast, shard = recipe.cast(Role.WEIGHT), self.shard()
-        layout = cast.layout
+        layout, quantize = cast.layout, ops.quantize_experts if self.has_experts else ops.quantize
         if layout.has_one_scale:
             self._scale = self._scale_of_all(recipe)
             amax = self._amax_of_shard = torch.zeros_like(self._scale) if isinstance(recipe, DelayedScaling) else None
-            q = ops.quantize(shard, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
+            q = quantize(shard, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
             assert q is not None
             codes = q.data.contiguous().view(torch.uint8).reshape(-1)
             missing = self.padded_sharded_param_size.numel() - codes.numel()
             return [torch.cat([codes, codes.new_zeros(missing)]) if missing else codes]
         parts: list[Tensor] = []
         if rowwise or layout.transposes:
-            q = ops.quantize(shard, cast).rowwise
+            q = quantize(shard, cast).rowwise
             assert q is not None
             parts += [q.data, q.scale_inv]
-        if columnwise and layout is Layout.ROW:
+        if columnwise and layout is Layout.ROW and not self.has_experts:
             self._scale = self._scale_of_all(recipe)
             parts.append(ops.quantize_columns(shard, self._scale, cast.float8))
         elif columnwise and not layout.transposes:
-            q = ops.quantize(shard, cast, rowwise=False, columnwise=True).columnwise
+            q = quantize(shard, cast, rowwise=False, columnwise=True).columnwise
             assert q is not None
-            parts += [q.data.t(), q.scale_inv.t()]
+            parts += [q.data, q.scale_inv] if self.has_experts else [q.data.t(), q.scale_inv.t()]
         return [part.contiguous().view(torch.uint8).reshape(-1) for part in parts]
 
     def _operands(self, recipe: Recipe, gathered: Sequence[Tensor], rowwise: bool, columnwise: bool) -> Quantized:
         """The operands of the whole weight, from the parts of all ranks."""
-        cast, (rows, columns) = recipe.cast(Role.WEIGHT), self._orig_size
+        cast, size, parts = recipe.cast(Role.WEIGHT), self._orig_size, iter(gathered)
         layout, dtype = cast.layout, cast.float8.dtype
+        *experts, n, k = size
 
-        def codes(part: Tensor) -> Tensor:
-            return part.view(dtype).view(-1, columns)[:rows]
+        def codes() -> Tensor:
+            return next(parts).view(dtype).view(-1, *size[1:])[: size[0]]
+
+        def operand(rows: int, columns: int) -> ScaledTensor:
+            shape = *experts, rows, columns
+            data, scale_inv = next(parts).view(dtype), next(parts).view(layout.scale_dtype)
+            return ScaledTensor(data.view(shape), scale_inv.view(layout.scale_shape(*shape)), layout)
 
         if layout.has_one_scale:
             assert self._scale is not None
-            return Quantized(ScaledTensor(codes(gathered[0]), 1.0 / self._scale, layout), None)
-        parts = iter(gathered)
-        row = column = None
-        if rowwise or layout.transposes:
-            data, scale_inv = codes(next(parts)), next(parts).view(layout.scale_dtype)
-            row = ScaledTensor(data, scale_inv.view(layout.scale_shape(rows, columns)), layout)
-        if columnwise and layout is Layout.ROW:
+            return Quantized(ScaledTensor(codes(), 1.0 / self._scale, layout), None)
+        row = operand(n, k) if rowwise or layout.transposes else None
+        column = None
+        if columnwise and self.has_experts and not layout.transposes:
+            column = operand(k, n)
+        elif columnwise and layout is Layout.ROW:
             assert self._scale is not None
-            column = ScaledTensor(_transposed_codes(codes(next(parts))), (1.0 / self._scale)[:, None], layout)
+            column = ScaledTensor(_transposed_codes(codes()), (1.0 / self._scale)[:, None], layout)
         elif columnwise and not layout.transposes:
-            data, scale_inv = codes(next(parts)), next(parts).view(E8M0_DTYPE).view(-1, columns)
+            data, scale_inv = codes(), next(parts).view(E8M0_DTYPE).view(-1, k)
             column = ScaledTensor(_transposed_codes(data), scale_inv.t().contiguous(), layout)
         return Quantized(row, column)
 
@@ -614,7 +624,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class GatheredWeight(FP8Tensor):
-    """A weight ``[N, K]`` that FSDP2 has gathered in FP8; valid until it is resharded.
+    """A weight ``[N, K]`` or ``[E, N, K]`` that FSDP2 has gathered in FP8; valid until it is resharded.
 
     Missing operands are gathered on request. Dequantized, it has the values of a gather in high precision.
 
@@ -626,14 +636,22 @@ class GatheredWeight(FP8Tensor):
     is_gathered = True
     source: GatheredParam | None = None
 
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.transpose.int and transposes(function, args[0], args):
+            whole, (experts, n, k) = args[0], args[0].shape
+            return whole._same(torch.Size((experts, k, n)), (n * k, *whole.stride()[:0:-1]))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
     def quantized(self, *, rowwise: bool, columnwise: bool) -> Quantized:
         whole = None if self.source is None else self.source._gathered_weight
         if whole is not None and whole is not self and whole.recipe == self.recipe:
             self.operands = whole.operands  # this is a view made before the last gather
         row, column = self.operands
         transposes = self.scaling.transposes
-        needs_row = row is None and (rowwise or transposes)
-        needs_column = columnwise and column is None and not transposes
+        asked = (rowwise, columnwise) if self.is_contiguous() else (columnwise, rowwise)
+        needs_row = row is None and (asked[0] or transposes)
+        needs_column = asked[1] and column is None and not transposes
         if (needs_row or needs_column) and self.source is not None:
             assert self.recipe is not None
             more = self.source.gather_operands(self.recipe, needs_row, needs_column)
@@ -641,9 +659,13 @@ class GatheredWeight(FP8Tensor):
         return super().quantized(rowwise=rowwise, columnwise=columnwise)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        return super().dequantize() if self.source is None else self.source.gather_in_high_precision()
+        if self.source is None:
+            return super().dequantize()
+        values = self.source.gather_in_high_precision()
+        return values if self.is_contiguous() else values.mT
 
-    def _same(self, size: torch.Size) -> FP8Tensor:
-        made = GatheredWeight(self.operands, self.cast, size, self.dtype, observed=self.observed)
+    def _same(self, size: torch.Size, strides: Sequence[int] | None = None) -> FP8Tensor:
+        strides = self.stride() if strides is None and size == self.shape else strides
+        made = GatheredWeight(self.operands, self.cast, size, self.dtype, observed=self.observed, strides=strides)
         made.source, made.recipe = self.source, self.recipe
         return made

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fp8.arguments import require_module
 from lightning_fp8.delayed.history import Slot
 from lightning_fp8.modules.conv1d import TransposedLinear
+from lightning_fp8.modules.experts import Experts
 from lightning_fp8.modules.norm import LayerNorm, RMSNorm
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.names import clean_name
@@ -52,10 +53,10 @@ def export_te_state_dict(model: nn.Module, version: str, recipe: Any = None) -> 
     recipe = None if recipe is None else make_recipe(recipe)
     if not isinstance(recipe, DelayedScaling | None):
         raise ValueError(f"recipe={recipe.name!r} has no state to export; pass DelayedScaling(...), or None")
-    if transposed := [name for name, module in fp8_modules(model) if isinstance(module, TransposedLinear)]:
+    if foreign := [name for name, module in fp8_modules(model) if isinstance(module, (TransposedLinear, Experts))]:
         raise ValueError(
-            f"{', '.join(transposed)}: transformers' Conv1D holds its weight transposed, and Transformer Engine has no "
-            "such module; replace it by a Linear first"
+            f"{', '.join(foreign)}: Transformer Engine has no module that holds its weights as transformers' Conv1D "
+            "(transposed) or experts (3-D) do; replace it by a Linear, or one for each matrix, first"
         )
     state_dict = {clean_name(key): value for key, value in model.state_dict().items()}
     if codes := [key for key, value in state_dict.items() if isinstance(value, Tensor) and holds_codes(value)]:

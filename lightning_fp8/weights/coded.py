@@ -16,7 +16,7 @@ from lightning_fp8.weights.fp8_tensor import CodesShard, FP8Tensor, StoredScale
 
 
 def coded_weight(codes: Tensor, scale: Tensor, name: str, layout: Layout, dtype: torch.dtype) -> FP8Tensor:
-    """The weight ``codes * scale`` in ``dtype``, in the memory of ``codes [N, K]``.
+    """The weight ``codes * scale`` in ``dtype``, in the memory of ``codes``, ``[N, K]`` or ``[E, N, K]``.
 
     Args:
         scale: the scales of ``layout``, in float32, bfloat16 or E8M0 and any shape with as many elements.

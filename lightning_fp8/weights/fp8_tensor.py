@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ class StoredScale(NamedTuple):
 class FP8Tensor(Tensor):
     """A tensor ``[..., K]`` of a high-precision dtype, stored as the operand of ``[R, K]``, of its transpose, or both.
 
-    In-place operations cast the new values again.
+    The weight of experts ``[E, N, K]`` is stored as the operand of this shape, of ``[E, K, N]``, or both. In-place
+    operations cast the new values again.
 
     Attributes:
         scaling: the layout of scales in :attr:`cast`.
@@ -83,11 +85,12 @@ class FP8Tensor(Tensor):
         dtype: torch.dtype,
         requires_grad: bool = False,
         observed: Tensor | None = None,
+        strides: Sequence[int] | None = None,
     ) -> FP8Tensor:
         held = operands.rowwise or operands.columnwise
         if held is None:
             raise ValueError("an FP8Tensor needs the operand of x or that of xᵀ")
-        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        strides = strides or torch._prims_common.make_contiguous_strides_for(shape)
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, strides=strides, dtype=dtype, device=held.data.device, requires_grad=requires_grad
         )
@@ -164,8 +167,7 @@ class FP8Tensor(Tensor):
         if values.shape != self.shape:
             return False
         row, column = self.operands
-        rows = self._castable(values.detach()).reshape(-1, self.shape[-1])
-        made = ops.quantize(rows, self.cast, rowwise=row is not None, columnwise=column is not None)
+        made = _cast(self._castable(values), self.cast, rowwise=row is not None, columnwise=column is not None)
         return all(
             torch.equal(old.data.view(torch.uint8), new.data.view(torch.uint8))
             and torch.equal(old.scale_inv, new.scale_inv)
@@ -174,8 +176,10 @@ class FP8Tensor(Tensor):
         )
 
     def _castable(self, values: Tensor) -> Tensor:
-        """``values`` on this device, in a dtype that casts support, so that they are rounded once."""
-        return values.to(self.device, values.dtype if values.dtype in ops.HIGH_PRECISION else self.dtype)
+        """``values`` as operands are shaped, on this device, in a dtype that casts support: they are rounded once."""
+        values = values.detach().to(self.device, values.dtype if values.dtype in ops.HIGH_PRECISION else self.dtype)
+        values = values.expand(self.shape)
+        return values if _is_of_experts(self) else values.reshape(-1, self.shape[-1])
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values kept by ``fp8_model_init(preserve_high_precision_init_val=True)``, on the CPU; None without it."""
@@ -191,7 +195,7 @@ class FP8Tensor(Tensor):
         if row is not None:
             return row.dequantize(self.dtype).view(self.shape)
         assert column is not None
-        return column.dequantize(self.dtype).t().reshape(self.shape)
+        return column.dequantize(self.dtype).mT.reshape(self.shape)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write to a part of the values, which are then all cast again."""
@@ -234,7 +238,7 @@ class FP8Tensor(Tensor):
             ScaledTensor(parts[data], parts[scale_inv], cast.layout) if data in parts else None
             for data, scale_inv in (_PARTS[:2], _PARTS[2:])
         )
-        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"))
+        return cls(Quantized(row, column), cast, size, dtype, observed=parts.get("observed"), strides=stride)
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, as a string that is the same in every process; called by torch's cache."""
@@ -256,11 +260,12 @@ class FP8Tensor(Tensor):
                 _refuse_distribution(first, sys._getframe().f_back)
             if function in _SAME_VALUES:
                 size = first.shape if len(args) == 1 else _filled_in(args[1], first.numel())
-                if tuple(size[-1:]) == first.shape[-1:]:  # operands are [R, K] for any leading dimensions
+                of_experts = _is_of_experts(first)  # other operands are [R, K] for any leading dimensions
+                if [*size] == [*first.shape] if of_experts else tuple(size[-1:]) == first.shape[-1:]:
                     return first._same(torch.Size(size))
-            if function is _aten.t.default and first.dim() == 2 and not first.is_gathered:
-                row, column = first.operands
-                return FP8Tensor(Quantized(column, row), first.cast, torch.Size(first.shape[::-1]), first.dtype)
+            if transposes(function, first, args) and not first.is_gathered:
+                (*experts, rows, columns), (row, column) = first.shape, first.operands
+                return FP8Tensor(Quantized(column, row), first.cast, torch.Size((*experts, columns, rows)), first.dtype)
             if function is _aten.empty_like.default and first.device.type == "meta":  # to_empty
                 return first._copied(kwargs.get("device"), kwargs.get("dtype"), empty=True)
             if function in _FSDP2 and (found := _shards(function, first, args)) is not None:
@@ -303,7 +308,7 @@ class FP8Tensor(Tensor):
             plain = values.dequantize() if isinstance(values, FP8Tensor) else values
             if self.stored is not None and holds_codes(plain):
                 raise TypeError(CODES_WITHOUT_SCALES)
-            plain = self._castable(plain.detach()).expand(self.shape).reshape(-1, self.shape[-1])
+            plain = self._castable(plain)
             if self.stored is not None and not plain.is_meta:
                 own = self.dequantize().to(plain.dtype).view(plain.shape)
                 if torch.allclose(plain, own, rtol=0, atol=0, equal_nan=True):
@@ -311,7 +316,7 @@ class FP8Tensor(Tensor):
                 if isinstance(self, CodesShard):
                     raise NotImplementedError(CODES_ARE_SHARDED)
                 say_once(_said, CODES_ARE_CAST_AGAIN, stacklevel=4)
-            new = ops.quantize(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
+            new = _cast(plain, self.cast, rowwise=row is not None, columnwise=column is not None)
         for old, made in zip((row, column), new):
             if old is not None and made is not None:
                 old.data.view(torch.uint8).copy_(made.data.view(torch.uint8))
@@ -340,7 +345,7 @@ _said: dict[Any, str] = {}
 
 
 class CodesShard(FP8Tensor):
-    """This rank's rows of a weight ``[N, K]`` whose codes are those of a checkpoint, as ``fully_shard`` stores them.
+    """This rank's rows, or experts, of a weight whose codes are those of a checkpoint, as ``fully_shard`` stores them.
 
     It is the local tensor of a DTensor. FSDP2 gathers its codes, and the scales if rows have their own, and makes the
     whole FP8Tensor from them.
@@ -348,11 +353,11 @@ class CodesShard(FP8Tensor):
 
     @classmethod
     def of(cls, whole: FP8Tensor, start: int, stop: int, zeros: bool = False) -> CodesShard:
-        """The rows from ``start`` to ``stop`` of ``whole``, in its memory; or as many rows of ``zeros``."""
+        """The rows or experts ``start`` to ``stop`` of ``whole``, in its memory; or as many of ``zeros``."""
         row: Any = whole.operands.rowwise
-        block, codes, scale_inv = row.layout.block[0], row.data[start:stop], row.scale_inv
+        block, codes, scale_inv = _sharing_a_scale(whole), row.data[start:stop], row.scale_inv
         if zeros:
-            codes = row.data.new_zeros(stop, whole.shape[1])
+            codes = row.data.new_zeros(stop, *whole.shape[1:])
             scale_inv = scale_inv.new_zeros(row.layout.scale_shape(*codes.shape)) if block else scale_inv.clone()
         elif block:
             scale_inv = scale_inv[start // block : ceil_div(stop, block)]
@@ -367,7 +372,7 @@ class CodesShard(FP8Tensor):
         row: Any = self.operands.rowwise
         codes = row.data.view(torch.uint8)
         missing = ceil_div(outer_size[0], mesh.size()) - len(codes)
-        codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])]) if missing else codes
+        codes = torch.cat([codes, codes.new_zeros(missing, *codes.shape[1:])]) if missing else codes
         alone = row.layout.has_one_scale or mesh.size() == 1
         return (codes,) if alone else (codes, row.scale_inv), (outer_size, row.scale_inv)
 
@@ -386,10 +391,14 @@ class CodesShard(FP8Tensor):
 
 
 def quantized_tensor(values: Tensor, cast: Cast, *, rowwise: bool = True, columnwise: bool = False) -> FP8Tensor:
-    """Cast ``values [..., K]`` to an FP8Tensor, with scales computed from their amaxes."""
-    rows = values.detach().reshape(-1, values.shape[-1])
-    operands = ops.quantize(rows, cast, rowwise=rowwise, columnwise=columnwise)
+    """Cast a weight, ``[N, K]`` or ``[E, N, K]``, to an FP8Tensor, with scales computed from its amaxes."""
+    operands = _cast(values.detach(), cast, rowwise=rowwise, columnwise=columnwise)
     return FP8Tensor(operands, cast, values.shape, values.dtype)
+
+
+def _cast(values: Tensor, cast: Cast, *, rowwise: bool, columnwise: bool) -> Quantized:
+    quantize = ops.quantize_experts if values.dim() == 3 else ops.quantize
+    return quantize(values, cast, rowwise=rowwise, columnwise=columnwise)
 
 
 def _unpickled(
@@ -431,11 +440,15 @@ def kept_operands(x: FP8Tensor, rowwise: bool, columnwise: bool) -> Quantized:
     if x.is_gathered and torch.compiler.is_compiling():
         note_traced("gathered", *x.shape)  # all ranks compile a sharded model in the same way
     row, column = _operands(x)
+    is_view = not x.is_contiguous()  # the transposed view of gathered experts, with their operands
+    if is_view:
+        rowwise, columnwise = columnwise, rowwise
     if columnwise and column is None:
         column = _other_operand(x, row)
     if rowwise and row is None:
         row = _other_operand(x, column)
-    return Quantized(row if rowwise else None, column if columnwise else None)
+    row, column = row if rowwise else None, column if columnwise else None
+    return Quantized(column, row) if is_view else Quantized(row, column)
 
 
 def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
@@ -449,7 +462,7 @@ def _other_operand(x: FP8Tensor, operand: ScaledTensor | None) -> ScaledTensor:
             "recipe='delayed', 'tensorwise' or 'blockwise'"
         )
     values = operand.dequantize(x.dtype)
-    other = ops.quantize(values, x.cast, rowwise=False, columnwise=True).columnwise
+    other = _cast(values, x.cast, rowwise=False, columnwise=True).columnwise
     assert other is not None
     return other
 
@@ -463,6 +476,25 @@ def transposed(operand: ScaledTensor) -> ScaledTensor:
 
 
 _FSDP2 = (_aten.split.Tensor, _aten.new_zeros.default, _aten.slice.Tensor, _aten.view.default, _aten.as_strided.default)
+
+
+def _is_of_experts(x: FP8Tensor) -> bool:
+    """Whether the operands of ``x`` are ``[E, ..., ...]``."""
+    data = x._column_data if x._row_data is None else x._row_data
+    return data is not None and data.dim() == 3
+
+
+def _sharing_a_scale(x: FP8Tensor) -> int:
+    """How many rows, or experts, along the first dimension share a scale at least; 0 if all do."""
+    block = x.scaling.block[0] or 0
+    return min(block, 1) if _is_of_experts(x) else block
+
+
+def transposes(function: Any, x: FP8Tensor, args: Any) -> bool:
+    """Whether ``function`` transposes the matrices of ``x``."""
+    if function is _aten.transpose.int and _is_of_experts(x):
+        return {each % 3 for each in args[1:]} == {1, 2}
+    return function is _aten.t.default and x.dim() == 2
 
 
 def _shards(function: Any, x: FP8Tensor, args: Any) -> Any:
@@ -503,7 +535,7 @@ def _refuse_sharding(weight: Any) -> bool:
             "FP8 layers in FP8 by itself: construct the model outside of fp8_model_init"
         )
     param: Any = next((each["self"] for each in calls if "self" in each), None)
-    rows, block, ranks = len(weight), weight.scaling.block[0] or 0, getattr(param.mesh_info, "shard_mesh_size", 1)
+    rows, block, ranks = len(weight), _sharing_a_scale(weight), getattr(param.mesh_info, "shard_mesh_size", 1)
     if param.fsdp_placement.dim != 0:
         why = f"shard_placement_fn gives {param.fsdp_placement}, and codes are sharded by rows: Shard(0)"
     elif param.post_forward_mesh_info not in (None, param.mesh_info):
@@ -512,9 +544,10 @@ def _refuse_sharding(weight: Any) -> bool:
         why = "CPUOffloadPolicy would pin its memory: pass CPUOffloadPolicy(pin_memory=False)"
     elif block and ranks > 1 and rows % (block * ranks):
         mesh = "" if rows % block else f"use a mesh whose number of ranks divides {rows // block}, or "
+        what = "experts" if _is_of_experts(weight) else "rows"
         why = (
-            f"{ranks} ranks cannot share its {rows} rows in multiples of {block}, the rows of a scale: {mesh}leave the "
-            "weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
+            f"{ranks} ranks cannot share its {rows} {what} in multiples of {block}, the {what} of a scale: {mesh}leave "
+            "the weight whole on every rank, fully_shard(..., ignored_params={layer.weight})"
         )
     else:
         return True

@@ -52,7 +52,10 @@ def test_experts_and_routers() -> None:
         "experts.down_proj": ("experts", (4, 16, 16)),
     }
     found = decisions(model)
-    assert found["experts.down_proj"].reason == "3-D parameter of Experts: products of experts do not run in FP8"
+    assert found["experts.down_proj"].reason == (
+        "a parameter of Experts, experts with a forward of their own; FP8 runs transformers' "
+        "@use_experts_implementation, and experts with an nn.Linear for each matrix"
+    )
     assert found["experts.down_proj"].parameters == 4 * 16 * 16
     assert not any(layer.fp8 for layer in found.values())
 
@@ -173,7 +176,8 @@ def test_shares_are_of_all_matrices() -> None:
     model = nn.ModuleDict({"experts": Experts(), "blocks": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
     summary = plan_conversion(model, Policy()).summary
     assert summary.share_of_parameters == 256 / (4 * 32 * 16 + 4 * 16 * 16 + 3 * 256)
-    assert str(summary).endswith("1 of 3 linear layers planned in FP8: 6.67 % of the parameters of all matrices")
+    said = "1 of 3 linear layers and 0 of 2 weights of experts planned in FP8: 6.67 % of the parameters of all matrices"
+    assert summary.verdict() == said
 
 
 def test_a_subclass_without_a_forward_of_its_own_is_said_to_be_one() -> None:

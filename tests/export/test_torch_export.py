@@ -29,6 +29,9 @@ NOT_OF_INFERENCE = {
     "gated_backward_quantize_unobserved",
     "gated_quantize",
     "gated_quantize_unobserved",
+    "grouped_mm",  # it and the casts of experts follow a stable sort, which ONNX's exporter does not translate
+    "grouped_wgrad",
+    "grouped_wgrad_in_high_precision",
     "norm_backward",
     "norm_quantize",
     "rms_norm",  # likewise the model's own where it is traced
@@ -36,6 +39,8 @@ NOT_OF_INFERENCE = {
     "quantize_columns",  # it and transpose are FSDP2's
     "transpose",
     "quantize",
+    "quantize_experts",
+    "quantize_experts_unobserved",
     "sample_cast",  # it and the next are the monitor's, of training
     "sample_recipes",
     "scaled_mm_accumulate",

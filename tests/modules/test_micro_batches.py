@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lightning_fp8.modules.weight_cache
-from lightning_fp8 import Linear, fp8_autocast
+from lightning_fp8 import Linear, fp8_autocast, update_fp8_scales
 from lightning_fp8.modules.weight_cache import _KeptWeight
 
 
@@ -72,9 +72,13 @@ def stepped(linear: Linear, new: Tensor) -> None:
     assert linear.weight._version == version
 
 
-@pytest.mark.parametrize("change", [assigned, loaded, in_place, other_data, stepped])
-def test_a_changed_weight_is_cast_anew(change: Callable[[Linear, Tensor], None], casts: list[int]) -> None:
+CHANGES = [assigned, loaded, in_place, other_data]
+
+
+@pytest.mark.parametrize(("change", "frozen"), [*((each, on) for each in CHANGES for on in (0, 1)), (stepped, 0)])
+def test_a_changed_weight_is_cast_anew(change: Callable[[Linear, Tensor], None], frozen: int, casts: list[int]) -> None:
     linear, fresh, x = Linear(16, 8), Linear(16, 8), torch.randn(4, 16)
+    linear.weight.requires_grad_(not frozen)
     fresh.load_state_dict(linear.state_dict())
     assert torch.equal(run(linear, x, True), run(fresh, x, None))
     assert torch.equal(run(linear, x, False), run(fresh, x, None))
@@ -87,6 +91,30 @@ def test_a_changed_weight_is_cast_anew(change: Callable[[Linear, Tensor], None],
     torch.testing.assert_close(y, F.linear(x, fresh.weight, fresh.bias), rtol=0.1, atol=0.2)
     run(linear, x, False)
     assert len(casts) == 2
+
+
+def a_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1).step()
+
+
+def test_a_frozen_weight_outlives_steps_until_it_is_trained(casts: list[int]) -> None:
+    linear, x = Linear(16, 8).requires_grad_(False), torch.randn(4, 16)
+    run(linear, x, True)
+    a_step()
+    run(linear, x, False)
+    assert len(casts) == 1
+    linear.requires_grad_(True)
+    expected = run(linear, x, False)
+    assert len(casts) == 2
+    run(linear, x, False)
+    a_step()
+    assert torch.equal(run(linear, x, False), expected)
+    assert len(casts) == 3
+    update_fp8_scales(linear.requires_grad_(False))  # which drops copies, for those who write to ``data``
+    with torch.no_grad():
+        linear.weight.data.mul_(-2)
+        linear.bias.data.mul_(-2)
+    assert torch.equal(run(linear, x, False), -2 * expected)
 
 
 def test_data_where_data_was_that_is_gone() -> None:

@@ -144,7 +144,7 @@ OPS: dict[str, Case] = {
         2: {"dtype": (torch.int8, ValueError, r"dtype=torch\.int8 is not an FP8 format; use one of")},
     }),
     "transpose": (transpose_op, (CODES,), {0: {
-        "dtype": (X, TypeError, r"transpose takes a 2-D tensor in torch\.float8_e4m3fn or .*, not torch\.float32"),
+        "dtype": (X, TypeError, r"transpose takes a 2-D or 3-D tensor in .*e4m3fn or .*, not torch\.float32"),
         "bytes": (CODES.view(torch.uint8), TypeError, r"transpose takes .*, not torch\.uint8 of shape \(32, 64\)"),
         "a vector": (CODES[0], TypeError, r"transpose takes .*, not torch\.float8_e4m3fn of shape \(64,\)"),
     }}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_fp8 import ops
 from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.ops.cast import kernel_allocations
 from lightning_fp8.ops.memory import code_allocation, operand_allocations
 from lightning_fp8.proofs.drawing import every_code
 from lightning_fp8.weights.fp8_tensor import transposed
@@ -24,13 +27,13 @@ def bytes_of(codes: Tensor) -> Tensor:
 
 
 @FORMATS
-@pytest.mark.parametrize("shape", [(5, 48), (33, 7), (1, 1), (0, 3), (3, 0)])
-def test_every_code_is_moved(shape: tuple[int, int], float8: Float8) -> None:
-    codes = every_code(*shape, float8.dtype)
+@pytest.mark.parametrize("shape", [(5, 48), (33, 7), (1, 1), (0, 3), (3, 0), (3, 5, 48), (2, 33, 7)])
+def test_every_code_is_moved(shape: tuple[int, ...], float8: Float8) -> None:
+    codes = every_code(math.prod(shape[:-1]), shape[-1], float8.dtype).view(shape)
     result = ops.transpose(codes)
-    assert torch.equal(bytes_of(result), bytes_of(codes).t())
+    assert torch.equal(bytes_of(result), bytes_of(codes).mT)
     assert result.is_contiguous()
-    assert torch.equal(bytes_of(ops.transpose(codes.t())), bytes_of(codes))
+    assert torch.equal(bytes_of(ops.transpose(codes.mT)), bytes_of(codes))
 
 
 @FORMATS
@@ -98,3 +101,13 @@ def test_the_transposed_operand_of_a_card_is_a_copy() -> None:
     assert other.data.shape == (208, 320)
     assert other.data.stride() == (320, 1)
     assert other.scale_inv.shape == ()
+
+
+@pytest.mark.parametrize("rows", [320, 200])
+def test_transposed_experts_have_the_memory_of_their_cast(rows: int) -> None:
+    """On a card: rows begin at multiples of 16 bytes, and all experts are one matrix for the product."""
+    cast = Cast(E4M3, Layout.BLOCK_128X128, rowwise=False, columnwise=True)
+    *_, of_cast, _ = kernel_allocations(cast, rows, 144, 3)
+    made = code_allocation(torch.device("cuda"), E4M3.dtype, 144, rows).stacked(3)
+    assert made == of_cast
+    assert made.strides == (144 * -(-rows // 16) * 16, -(-rows // 16) * 16, 1)

@@ -59,6 +59,19 @@ def test_replicas_of_shards_and_four_shards(tmp_path: Path) -> None:
         assert report["replicas"]["sent"] == sent(IN_ROWS)
 
 
+def test_experts_are_sent_as_a_byte_for_each_parameter(tmp_path: Path) -> None:
+    """Of each mixture ``3 × 128`` rows of WIDTH for each of four experts, in blocks, and a layer in BF16."""
+    experts, blocks = 4 * 3 * 128 * WIDTH, 4 * (2 * 2 + 2 * 1)
+    for report in run("experts", tmp_path):
+        assert report.pop("three").endswith("ignored_params={layer.weight})")
+        assert report.pop("held") == BLOCKS * (experts + 4 * blocks) // 2
+        for recipe in ("blockwise", "rowwise"):
+            of_a_gather = (experts + 4 * blocks + 2 * WIDTH * WIDTH) // 2
+            assert report.pop(f"{recipe} sent") == STEPS * 2 * BLOCKS * of_a_gather
+        assert [name for name, holds in report.items() if not holds] == []
+    assert experts + 4 * blocks < 1.05 * experts
+
+
 def test_other_orders_and_strategies(tmp_path: Path) -> None:
     for report in run("orders", tmp_path):
         assert "blockwise" in report.pop("table")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,63 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: each.detach().clone() for name, each in state.items()}
 
 
+def experts_with_codes(
+    experts: int = 4, width: int = 256, hidden: int = 128, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    """transformers' FP8Experts ``[experts, 2 hidden or width, ...]``, whose scales are no powers of two."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=hidden, num_experts=experts, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    layer = _fp8_experts()(config, **{"block_size": BLOCKS, **options})
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = torch.randn(getattr(layer, name).shape, generator=generator) * width**-0.5
+        pairs = zip(*(coded(each * 1.1**expert, "blocks", dtype) for expert, each in enumerate(weight)))
+        for part, values in zip((name, f"{name}_scale_inv"), pairs):
+            setattr(layer, part, nn.Parameter(torch.stack(values), requires_grad=False))
+    return layer
+
+
+@lru_cache
+def _fp8_experts() -> Any:
+    """The class, decorated as transformers does when it loads a checkpoint."""
+    fine, moe = (importlib.import_module(f"transformers.integrations.{name}") for name in ("finegrained_fp8", "moe"))
+    return moe.use_experts_implementation(fine.FP8Experts, experts_interface=fine.ALL_FP8_EXPERTS_FUNCTIONS)
+
+
 def save_qwen(folder: Path, layers: int = 2) -> None:
     """A tiny Qwen3 in the format of the published FP8 checkpoints.
 
     Its blocks are whole: transformers 5.24 takes parts of blocks for smaller blocks when it dequantizes.
     """
     transformers = pytest.importorskip("transformers")
-    safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    _save_codes(transformers.Qwen3ForCausalLM, config, folder, ["lm_head"])
+
+
+def save_moe(folder: Path, layers: int = 2) -> None:
+    """A tiny Qwen3-MoE in the format of the published FP8 checkpoints, in which experts are matrices of their own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64, num_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
+    _save_codes(transformers.Qwen3MoeForCausalLM, config, folder, ["lm_head", *routers])
+
+
+def _save_codes(cls: Any, config: Any, folder: Path, in_bf16: list[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    cls(config).to(torch.bfloat16).save_pretrained(folder)
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in safetensors.load_file(folder / "model.safetensors").items():
         if name.endswith("proj.weight"):
             state[name], state[f"{name}_scale_inv"] = coded(value, "blocks")
         else:
@@ -107,15 +149,15 @@ def save_qwen(folder: Path, layers: int = 2) -> None:
     path = folder / "config.json"
     quantization = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCKS],
-        "modules_to_not_convert": ["lm_head"],
+        "modules_to_not_convert": in_bf16,
     }  # fmt: skip
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
 
 
 def load_qwen(folder: Path, monkeypatch: pytest.MonkeyPatch, dequantize: bool = False) -> Any:
-    """The saved model with transformers' FP8Linear, which it otherwise loads only where there is a GPU."""
+    """The saved model with transformers' FP8 layers, which it otherwise loads only where there is a GPU."""
     transformers = pytest.importorskip("transformers")
     quantizers: Any = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
     monkeypatch.setattr(quantizers.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     more = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if dequantize else {}
-    return transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 in the format of the published FP8 checkpoints: transformers loads it, peft trains it, it is saved."""
+"""A tiny Qwen3 and Qwen3-MoE in the format of published FP8 checkpoints: transformers loads them, peft trains them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import FP8FabricPrecision, conversion_summary, convert_module, fp8_autocast
 from lightning_fp8.sensitivity import measure_sensitivity
-from tests.convert.codes.made import copied, load_qwen, same_bits, save_qwen
+from tests.convert.codes.made import copied, load_qwen, same_bits, save_moe, save_qwen
 from tests.tiers import thorough
 
 pytest.importorskip("transformers")
@@ -28,9 +28,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def adapted(model: nn.Module) -> Any:
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("moe")
+    save_moe(made)
+    return made
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(**{"target_modules": "all-linear", "r": 8, "lora_alpha": 16, **options})
+    )
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def batch() -> Tensor:
@@ -151,7 +163,85 @@ def test_the_plugin_takes_codes_before_it_casts(
     assert model.lm_head.weight.dtype == (torch.float16 if weights_dtype else torch.bfloat16)
 
 
-def test_3d_experts_are_refused_with_the_way_out() -> None:
+# --- Experts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_folder_of_experts_has_all_bits_and_loads_again(
+    of_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    model = load_qwen(of_experts, monkeypatch)
+    assert type(model.model.layers[0].mlp.experts).__name__ == "FP8Experts"
+    before = copied(model.state_dict())
+    convert_module(model, first_last_layers_bf16=False)
+    kept = ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight", "lm_head"]
+    assert [row.name for row in conversion_summary(model).layers if not row.fp8] == kept
+    assert same_bits(model.state_dict(), before)
+    model.save_pretrained(tmp_path)
+    saved, published = (files.load_file(each / "model.safetensors") for each in (tmp_path, of_experts))
+    assert same_bits(saved, published)
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight_scale_inv" in saved
+    assert same_bits(load_qwen(tmp_path, monkeypatch).state_dict(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:norms and MLPs that")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_lora_trains_on_experts_as_on_the_dequantized_model(
+    of_experts: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {}
+    for dequantize in (True, False):
+        base = load_qwen(of_experts, monkeypatch, dequantize)
+        if not dequantize:
+            convert_module(base, first_last_layers_bf16=False)
+            before = copied(base.state_dict())
+        model = adapted(base, target_modules=ATTENTION)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 5e-3)
+        losses[dequantize] = train(model, optimizer, 6, None if dequantize else recipe)
+    assert losses[False][-1] < losses[False][0] - 0.3
+    assert losses[False] == pytest.approx(losses[True], abs=0.03)
+    after = {name.replace(".base_layer", ""): each for name, each in base.state_dict().items() if "lora" not in name}
+    assert same_bits(after, before)
+    assert base.model.layers[0].mlp.experts.record.fp8 == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:norms and MLPs that")
+def test_adapted_experts_resume_to_the_bit(of_experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[Any, Any]:
+        model = adapted(load_qwen(of_experts, monkeypatch), target_modules=ATTENTION)
+        convert_module(model, first_last_layers_bf16=False)
+        model.gradient_checkpointing_enable()
+        return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 5e-3)
+
+    model, optimizer = made()
+    train(model, optimizer, 2, "blockwise")
+    state, of_optimizer = copied(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = train(model, optimizer, 2, "blockwise")
+    resumed, other = made()
+    resumed.load_state_dict(state)
+    other.load_state_dict(of_optimizer)
+    assert train(resumed, other, 2, "blockwise") == expected
+
+
+PARAMETERS = {"target_modules": ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
+@pytest.mark.parametrize(("options", "converted_first"), [({}, True), (PARAMETERS, True), (PARAMETERS, False)])
+def test_adapters_of_codes_of_experts_are_refused(
+    of_experts: Path, options: dict[str, Any], converted_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft adds what they compute to the values of the weight, in each forward."""
+    model = load_qwen(of_experts, monkeypatch)
+    if converted_first:
+        convert_module(model, first_last_layers_bf16=False)
+    model = adapted(model, **options)
+    if not converted_first:
+        convert_module(model, first_last_layers_bf16=False)
+    with pytest.raises(NotImplementedError, match=r"gate_up_proj of experts.*target_modules.*dequantize=True"):
+        model(batch())
+
+
+def test_3d_codes_of_other_modules_are_refused_with_the_way_out() -> None:
     class FP8Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -427,7 +427,7 @@ def test_scales_of_several_blocks_are_no_rows_of_the_table() -> None:
     optimizer.step()
     after = conversion_summary(model)
     assert [row.name for row in after.layers] == names
-    assert "4 of 4 linear layers ran in FP8" in str(after)
+    assert "4 of 4 linear layers and 0 of 1 weights of experts ran in FP8" in str(after)
 
 
 @pytest.mark.filterwarnings("ignore:no layer of the model runs in FP8")

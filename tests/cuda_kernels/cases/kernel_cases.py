@@ -164,6 +164,11 @@ CASES: list[Case] = [
         )
         for fp8, shape in ((E4M3, ALIGNED), (E5M2, RAGGED), (E4M3, (300, 260)), (E4M3, (1, 1)))
     ),
+    Case("transpose-experts", lambda device: check_transpose(every_code(3 * 144, 264, E4M3).view(3, 144, 264), device)),
+    Case(
+        "transpose-experts of odd sizes",
+        lambda device: check_transpose(every_code(3 * 33, 301, E5M2).view(3, 33, 301)[..., 3:103], device),
+    ),
     Case("transpose-rows apart", lambda device: check_transpose(every_code(300, 300, E4M3)[:259:2, 8:272], device)),
     Case("transpose-rows anywhere", lambda device: check_transpose(every_code(300, 301, E4M3)[:, 3:203], device)),
     Case("observe-bf16", lambda device: check_observe(sample(*ALIGNED, BF16), 0.25, device)),

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import conversion_summary, convert_module, fp8_autocast
 from lightning_fp8.numerics.formats import holds_codes
+from tests.convert.codes.made import experts_with_codes
 from tests.distributed.launch import leave
 from tests.distributed.scripts.fsdp import Collectives
 from tests.small import fp8_trainer
@@ -86,6 +87,26 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self._own, x, use_reentrant=False) if self.recompute else self._own(x)
+
+
+class Mixture(nn.Module):
+    """Frozen experts, and a layer before them that is trained."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.base = experts_with_codes(experts, WIDTH, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(2 * len(x)).view(-1, 2).remainder(len(self.base.down_proj))
+        x = x + self.before(x)
+        return x + self.base(x, index, torch.full_like(index, 0.5, dtype=x.dtype))  # type: ignore[no-any-return]
+
+
+def mixtures(experts: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixture(experts), Mixture(experts))
+    return convert_module(model, first_last_layers_bf16=False, skip=("*.before",))
 
 
 def blocks(
@@ -203,6 +224,30 @@ def part_mesh() -> dict[str, Any]:
     with said(refused, "ranks"):
         shard(blocks("blocks"), reshard_after_forward=2)
     return {"replicas": of_case("rows", mesh), "four": of_case("uneven"), **refused}
+
+
+def part_experts() -> dict[str, Any]:
+    """Experts by fully_shard and by DistributedDataParallel, in the fitting recipe and in one that casts again."""
+    found: dict[str, Any] = {}
+    before = bits(mixtures().state_dict())
+    for recipe in ("blockwise", "rowwise"):
+        expected = train(mixtures(), recipe)
+        model = shard(mixtures())
+        with Collectives() as sent:
+            found[recipe] = are_equal(train(model, recipe), expected)
+        found[f"{recipe} sent"] = sent.sent["_allgather_base_"]
+        after = bits(full_state(model))
+        found[f"{recipe} kept"] = all(after[name] == value for name, value in before.items() if "base" in name)
+    shards = [each.to_local() for name, each in model.named_parameters() if "base" in name]
+    found["held"] = sum(part.nbytes for each in shards for part in (each._row_data, each._row_scale_inv))
+    ddp = DistributedDataParallel(mixtures())
+    found["ddp"] = are_equal(train(ddp, "blockwise"), train(mixtures(), "blockwise"))
+    full, loaded = model.state_dict(), shard(mixtures().to("meta")).to_empty(device="cpu")
+    loaded.load_state_dict(full)
+    found["loaded"] = bits(full_state(loaded)) == bits(full_state(model))
+    with said(found, "three"):
+        shard(mixtures(3))
+    return found
 
 
 def part_orders() -> dict[str, Any]:

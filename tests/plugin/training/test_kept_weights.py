@@ -77,6 +77,30 @@ def test_accumulation_casts_weights_once_a_step(recipe: str, kind: type[Regressi
     assert_same(kept, anew)
 
 
+class Frozen(Regression):
+    """Trains a scale for each column that two frozen layers get, in place of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.scales = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scales)
+
+
+@pytest.mark.parametrize("keep", [None, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
+def test_frozen_weights_are_cast_once(recipe: str, keep: bool | None, casts: list[int]) -> None:
+    """And again in each epoch, before which callbacks may put others in place. Delayed scales may change."""
+    options: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
+    options["accumulate_grad_batches"] = 1 if keep else 2
+    kept = fitted(Frozen, recipe, keep, **options)
+    epochs, steps = 2, 8 if keep else 4
+    assert len(casts) == LAYERS * (steps if recipe == "delayed" else epochs)
+    assert_same(kept, fitted(Frozen, recipe, keep=False, **options))
+
+
 def test_validation_casts_weights_once_too(casts: list[int]) -> None:
     """It comes in the middle of a step here: what that has cast is cast again, and observed once."""
     options: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "val_check_interval": 2}

@@ -20,7 +20,7 @@ DEFAULT = {("ddp", "gpt_oss", "delayed"), ("fsdp", "mixtral", "delayed"), ("fsdp
 def test_two_ranks_train_as_one(how: str, name: str, recipe: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    first, second = run_on_two_ranks("experts", str(tmp_path), how, name, recipe, folder=tmp_path)
+    first, second = run_on_two_ranks("expert_models", str(tmp_path), how, name, recipe, folder=tmp_path)
     for one, two, alone in zip(first["losses"], second["losses"], first["alone"]):
         assert (one + two) / 2 == pytest.approx(alone, rel=3e-3)
     assert first["near"] == second["near"] < 0.02
