@@ -8,8 +8,8 @@ their initial weights and their batches, so that they differ by their rounding a
 that of 256 sequences of files that no step has read. All blocks run in FP8.
 
 A run in float32 tells how much a rounding that nobody doubts changes the loss: tokens that go to another expert make
-any two runs part. Learning rate and steps are chosen by that distance, not by FP8's: at higher rates over more steps,
-float32 and BF16 are further apart than any recipe may be.
+any two runs part. Four settings were tried on one seed, some with FP8, and this one was chosen for that distance: at
+higher rates over more steps, float32 and BF16 are further apart than any recipe may be, and nothing can be told.
 """
 
 from __future__ import annotations
