@@ -38,10 +38,24 @@ from benchmarks.measuring.sheet import sheet
 from benchmarks.measuring.summary import summary
 from cuda_kernels.kernel import ARCHITECTURES
 
-SUITES = ("casts", "products", "attention", "hardware", "models", "sizes", "host", "training", "emulation", "monitor")
+SUITES = (
+    "casts",
+    "products",
+    "experts",
+    "attention",
+    "hardware",
+    "models",
+    "sizes",
+    "host",
+    "training",
+    "emulation",
+    "monitor",
+)
 
 OTHER_COMMANDS = {
+    "computed, not measured: time of experts": "benchmarks.experts_time",
     "errors of FP8 attention": "benchmarks.attention_numerics",
+    "errors of one scale for all experts": "benchmarks.scale_of_experts",
     "first run": "benchmarks.first_run",
     "losses of a small Llama": "benchmarks.parity",
     "modelled time of a training step": "benchmarks.budget",

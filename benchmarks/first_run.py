@@ -244,6 +244,7 @@ def stages(out: Path, dry: bool) -> list[Stage]:
         Stage("attention", 150, [suite("attention", 150, **starts("attention"))]),
         Stage("products", 240, [suite("products", 240, **starts("products"))]),
         Stage("casts", 170, [suite("casts", 170)]),
+        Stage("experts", 200, [suite("experts", 200, **starts("product"))]),
         Stage("choose", 20, [Step("choose", chooser, 20, needs=out / "products.json")]),
         Stage("doctor", 110, [Step("doctor", doctor, 110)]),
         Stage("compile", 150, [Step("compile", compiler, 150)]),

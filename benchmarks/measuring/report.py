@@ -19,6 +19,7 @@ def table(document: dict[str, Any]) -> str:
     tables = {
         "casts": _casts,
         "products": _products,
+        "experts": _products,
         "attention": _attention,
         "hardware": _hardware,
         "models": _models,

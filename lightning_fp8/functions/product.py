@@ -132,13 +132,11 @@ class Product:
         operand = made.rowwise or made.columnwise
         if sample is None or operand is None or not self.observe:
             return
-        x, scales = x.detach(), operand.scale_inv
-        matrices = [(x, operand.data, scales)]
+        x = x.detach()
+        matrices = [(x, operand)]
         if x.dim() == 3:
-            scales = scales.expand(len(x)) if operand.layout.has_one_scale else scales
-            matrices = [*zip(x, operand.data, scales)][:: -(-len(x) // 8)]
-        for values, data, scale_inv in matrices:
-            part = ScaledTensor(data, scale_inv, operand.layout)
+            matrices = [(x[each], operand.of_expert(each)) for each in range(0, len(x), -(-len(x) // 8))]
+        for values, part in matrices:
             ops.sample_cast(values, part, sample.counts, transposed=made.rowwise is None)
             if sample.losses is not None and sample.exponents is not None:
                 ops.sample_recipes(values, role, sample.losses, sample.exponents)

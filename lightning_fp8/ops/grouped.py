@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_fp8.capture import is_capturing
 from lightning_fp8.numerics.scaled import Cast, ScaledTensor
 from lightning_fp8.ops.cast import (
     Outputs,
@@ -89,9 +90,18 @@ def grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tensor, *, out_
 
 
 def ends_of(offs: Tensor) -> list[int]:
-    """``offs`` on the host. A GPU is asked once for each tensor."""
+    """``offs`` on the host. A GPU is asked once for each tensor.
+
+    Raises:
+        RuntimeError: In the capture of a CUDA graph.
+    """
     ends: list[int] | None = getattr(offs, "_ends", None)
     if ends is None:
+        if is_capturing():
+            raise RuntimeError(
+                "a CUDA graph captures a loop over experts, which reads on the host where their tokens end: "
+                "skip=('*.experts',) keeps them in high precision"
+            )
         ends = offs.tolist()
         if offs.is_cuda:
             offs._ends = ends  # type: ignore[attr-defined]

@@ -11,7 +11,9 @@ _QUANTIZERS = (
     "a recipe sets the cast of each tensor, and layers cast it; torch.ops.lightning_fp8.quantize casts a tensor"
 )
 _WEIGHTS = "weights in FP8 are made by fp8_model_init, and are tensors of lightning_fp8.weights.fp8_tensor"
-_EXPERTS = "write the experts as a ModuleList of Linear, whose products run one after the other"
+_EXPERTS = (
+    "use a class of transformers' experts, whose 3-D weights run in FP8 once converted, or a ModuleList of Linear"
+)
 _OVERLAP = "collectives of tensor parallelism do not overlap with GEMMs chunk by chunk; leave it out"
 _OFFLOAD = "use torch.autograd.graph.save_on_cpu around the forward"
 _GLU = "gate and up are the halves of fc1's rows; torch.chunk and torch.cat give them"
@@ -95,7 +97,7 @@ MODULES = {
     "cross_entropy": PYTORCH["parallel_cross_entropy"],
     "custom_recipes": _QUANTIZERS,
     **dict.fromkeys(("_extra_state", "distributed_weight", "dynamo"), _INTERNAL),
-    "ep": _EXPERTS,
+    "ep": "use transformers' expert parallelism, whose experts run in FP8; tokens are sent in high precision",
     "float8_tensor": _WEIGHTS,
     "jit": _INTERNAL,
     "numerics_debug": "lightning_fp8.FP8Monitor records what casts lose",

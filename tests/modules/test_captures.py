@@ -20,6 +20,7 @@ from lightning_fp8.fp8_region import FP8Context, fp8_context
 from lightning_fp8.modules.linear import Linear
 from lightning_fp8.numerics.recipes import Recipe, make_recipe
 from lightning_fp8.ops import plans
+from lightning_fp8.ops.grouped import ends_of
 from lightning_fp8.ops.linear import Pass
 from lightning_fp8.threads import thread
 from lightning_fp8.transformer_engine import pytorch as te
@@ -420,3 +421,10 @@ def test_inductor_finds_all_tensors_that_a_compiled_step_writes_static() -> None
         loss.backward()
         optimizer.step()
     assert sum(written) == 9  # amaxes of three roles of three layers, and no second trace
+
+
+def test_a_loop_over_experts_is_refused() -> None:
+    offs = torch.tensor([2, 3], dtype=torch.int32)
+    with capture(), pytest.raises(RuntimeError, match=r"reads on the host where their tokens end: skip="):
+        ends_of(offs)
+    assert ends_of(offs) == [2, 3]

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_fp8 import ops
 from lightning_fp8.numerics.formats import E4M3, E5M2, Float8
 from lightning_fp8.numerics.scaled import Cast, Layout, ScaledTensor
+from lightning_fp8.ops.cast import kernel_allocations
 from lightning_fp8.ops.memory import code_allocation, operand_allocations
 from lightning_fp8.proofs.drawing import every_code
 from lightning_fp8.weights.fp8_tensor import transposed
@@ -100,3 +101,13 @@ def test_the_transposed_operand_of_a_card_is_a_copy() -> None:
     assert other.data.shape == (208, 320)
     assert other.data.stride() == (320, 1)
     assert other.scale_inv.shape == ()
+
+
+@pytest.mark.parametrize("rows", [320, 200])
+def test_transposed_experts_have_the_memory_of_their_cast(rows: int) -> None:
+    """On a card: rows begin at multiples of 16 bytes, and all experts are one matrix for the product."""
+    cast = Cast(E4M3, Layout.BLOCK_128X128, rowwise=False, columnwise=True)
+    *_, of_cast, _ = kernel_allocations(cast, rows, 144, 3)
+    made = code_allocation(torch.device("cuda"), E4M3.dtype, 144, rows).stacked(3)
+    assert made == of_cast
+    assert made.strides == (144 * -(-rows // 16) * 16, -(-rows // 16) * 16, 1)
