@@ -88,7 +88,7 @@ def test_divided_experts(
             assert linear == 4 * LAYERS or recipe in (
                 "blockwise",
                 "mxfp8",
-            )  # whose blocks shards of rows must have whole
+            )  # of whole blocks
         assert report["names"] == expected["names"]
         assert report["scales"] == reports[0]["scales"]
         for name, gradient in report["gradients"].items():
