@@ -82,6 +82,13 @@ def test_divided_experts(
         assert set(report["fp8"].values()) == {1}
         assert sum("experts" in name for name in report["fp8"]) == LAYERS
         assert report["cut"]
+        if tp == 1:  # ranks that have the same experts gather them
+            linear = report["gathered"] - 2 * LAYERS * (fsdp > ep)
+            assert linear >= 0
+            assert linear == 4 * LAYERS or recipe in (
+                "blockwise",
+                "mxfp8",
+            )  # of whole blocks
         assert report["names"] == expected["names"]
         assert report["scales"] == reports[0]["scales"]
         for name, gradient in report["gradients"].items():
