@@ -23,7 +23,7 @@ from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import grouped_cuda, plans
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import gemm_on_cuda
-from lightning_fp8.ops.grouped import grouped_mm_op
+from lightning_fp8.ops.grouped import ends_of, grouped_mm_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import WrongResult, reference_of
 from lightning_fp8.proofs.products import operand
@@ -224,6 +224,24 @@ def test_where_a_loop_multiplies(
     assert not launched
     assert len(caught) == bool(said)
     assert all(part in str(caught[0].message) for part in said)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_gpu_is_asked_again_for_ends_that_were_changed_in_place(inference: bool) -> None:
+    class OnGPU(torch.Tensor):
+        is_cuda, asked = True, 0  # type: ignore[assignment]
+
+        def tolist(self) -> list[int]:
+            self.asked += 1
+            return super().tolist()
+
+    with torch.inference_mode(inference):
+        offs: Any = torch.tensor([2, 3], dtype=torch.int32).as_subclass(OnGPU)
+        assert ends_of(offs) == ends_of(offs) == [2, 3]
+        assert offs.asked == 1
+        if not inference:
+            offs.copy_(torch.tensor([1, 3], dtype=torch.int32))
+            assert ends_of(offs) == [1, 3]
 
 
 def test_the_user_wants_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
