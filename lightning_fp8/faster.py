@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
-from cuda_kernels.host import gemm_measurements
+from cuda_kernels.host import cache_folder, gemm_measurements, gemm_selection
 from cuda_kernels.host.launch import name_of
 
 AWAITED = "awaited"
@@ -49,7 +50,8 @@ def least_rows(device: torch.device, recipe: str, n: int, k: int) -> tuple[float
 
 def loop_over(experts: int, device: torch.device, recipe: str) -> str:
     """The comparison of many experts, whose FP8 GEMMs are a loop where no kernel multiplies groups; else empty."""
-    loops = device.type == "cuda" and (torch.cuda.get_device_capability(device) != (9, 0) or recipe == "mxfp8")
+    off = gemm_selection.backend() == "cublaslt" or os.environ.get(cache_folder.CARRIED_VARIABLE) == cache_folder.OFF
+    loops = device.type == "cuda" and (off or torch.cuda.get_device_capability(device) != (9, 0) or recipe == "mxfp8")
     return f"{_LINEAR}than a loop over {experts} experts ({recipe}, {name_of(device)})" if loops else ""
 
 

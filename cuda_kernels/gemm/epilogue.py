@@ -39,7 +39,7 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
         scale_by_one = scale_all(num_registers)
         scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: scale_by_one(acc, epi_args[0]))
     elif spec.scaling is Scaling.ROW:
-        scale = _make_row_scaler(num_registers, even)
+        scale = _make_row_scaler(num_registers, even, spec.grouped)
     elif spec.scaling.along_k:
         scale = device(lambda acc, epi_args, frag_row, m, frag_col, n: acc)
     else:
@@ -55,13 +55,15 @@ def make_epilogue(spec: GemmSpec, num_registers: int, even: bool) -> Any:
     return scale_and_add
 
 
-def _make_row_scaler(num_registers: int, even: bool) -> Any:
+def _make_row_scaler(num_registers: int, even: bool, grouped: bool) -> Any:
     scale_by_rows = scale_rows(num_registers)
     scale_by_columns = scale_columns(num_registers, even)
 
     @device
     def scale_rows_and_columns(acc, epi_args, frag_row, m, frag_col, n):
         _, scale_inv_a, scale_inv_b, _ = epi_args
+        if grouped and scale_inv_a == 0:  # rows of no group
+            m, n = i32(0), i32(0)
         above = from_bits(load_4_if(scale_inv_a + i64(frag_row) * 4, frag_row < m))
         below = from_bits(load_4_if(scale_inv_a + i64(frag_row + 8) * 4, frag_row + 8 < m))
         return scale_by_columns(scale_by_rows(acc, above, below), scale_inv_b, frag_col, n)

@@ -29,24 +29,31 @@ def load_row_tile(row_tiles, tile_idx):
     return i32(load_4(address)), i32(load_4(address + 4)), i32(load_4(address + 8)), i32(load_4(address + 12))
 
 
+@device
+def load_end(offs, group, row, rows):
+    """Where the group that begins at ``row`` ends."""
+    return min(max(i32(load_4(offs + i64(group) * 4)), i32(row)), i32(rows))
+
+
 @cache
 def group_rows_kernel(tile_m: int) -> Kernel:
     """Write the table of tiles of ``tile_m`` rows, given ``offs`` int32 ``[groups]``, the ends of the groups.
 
     One block. A thread writes the tiles of every 256th group, and adds up the tiles before them. Rows from the last end
-    to ``rows`` are a further group, which has the first group's B.
+    to ``rows`` are a further group, which has the first group's B. An end before the one before it is taken for that
+    one, and an end behind ``rows`` for ``rows``, so that the table has no more tiles than :func:`max_row_tiles`.
     """
 
     def group_rows(offs, row_tiles, groups, rows):
         for group in range(cuda.threadIdx.x, groups + 1, THREADS):
             row, tile_idx = i32(0), i32(0)
             for before in range(group):
-                end = i32(load_4(offs + i64(before) * 4))
+                end = load_end(offs, before, row, rows)
                 tile_idx += quotient(end - row + (tile_m - 1), tile_m)
                 row = end
             end, group_b, first_k_iter = rows, i32(0), i32(BEHIND_K)
             if group < groups:
-                end, group_b, first_k_iter = i32(load_4(offs + i64(group) * 4)), i32(group), i32(0)
+                end, group_b, first_k_iter = load_end(offs, group, row, rows), i32(group), i32(0)
             while row < end:
                 store_16(row_tiles + (i64(tile_idx) + 1) * 16, u32(row), u32(end), u32(group_b), u32(first_k_iter))
                 row += tile_m

@@ -97,7 +97,7 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
     def locate(tile_idx, sizes):
         """A tile's first row and column, the end of its rows, its group, its first K iteration and their number.
 
-        Rows of no group have one iteration, behind K, where operands are 0.
+        Rows of no group have one iteration, behind K, where operands and scales are 0.
         """
         m_tiles, n_tiles, m, k_iters, row_tiles = sizes
         i, j = tile_coord(tile_idx, m_tiles, n_tiles)
@@ -206,21 +206,23 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
             scale_inv_ab = load_f32(scale_inv_a) * load_f32(scale_inv_b)
         epi_args = scale_inv_ab, scale_inv_a, scale_inv_b, bias
         block_scale_invs = (u32(0), u32(0))
-        next_tile_col, next_group = 0, i32(0)
+        next_tile_col, next_group, next_k_iter = 0, i32(0), i32(0)
         next_block_scale_invs = block_scale_invs
         if b_along_k_by_block:
-            _, tile_col, _, group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
+            _, tile_col, _, group, first_k_iter, _ = locate(min(work_tile, work_tiles - 1), sizes)
             next_block_scale_invs = load_block_scale_invs(
-                scale_inv_b, scale_inv_b_stride, group, tile_col, n, 0, k_iters
+                scale_inv_b, scale_inv_b_stride, group, tile_col, n, first_k_iter, k_iters
             )
         while work_tile < work_tiles:
-            tile_row, tile_col, m, group, _, num_k_iters = locate(work_tile, sizes)
+            tile_row, tile_col, m, group, first_k_iter, num_k_iters = locate(work_tile, sizes)
             first_row = tile_row + wg_row
             work_tile += cuda.gridDim.x
             if b_along_k_by_block:
-                _, next_tile_col, _, next_group, _, _ = locate(min(work_tile, work_tiles - 1), sizes)
+                _, next_tile_col, _, next_group, next_k_iter, _ = locate(min(work_tile, work_tiles - 1), sizes)
             if by_row:
-                epi_args = scale_inv_ab, scale_inv_a, scale_inv_b + i64(group) * i64(n) * 4, bias
+                is_behind = first_k_iter > 0
+                of_group = i64(0) if is_behind else scale_inv_b + i64(group) * i64(n) * 4
+                epi_args = scale_inv_ab, i64(0) if is_behind else scale_inv_a, of_group, bias
             acc, acc_below, partial = zero_acc(), zero_acc(), zero_acc()
             previous_stage = stage_idx
             for window_start in range(i32(0), num_k_iters, i32(scale_window)):
@@ -229,7 +231,8 @@ def gemm_kernel(spec: GemmSpec, config: GemmConfig) -> Kernel:
                     last = window_start + scale_window >= num_k_iters
                     next_block_scale_invs = load_block_scale_invs(
                         scale_inv_b, scale_inv_b_stride, next_group if last else group,
-                        next_tile_col if last else tile_col, n, 0 if last else window_start + scale_window, k_iters,
+                        next_tile_col if last else tile_col, n,
+                        next_k_iter if last else window_start + scale_window, k_iters,
                     )  # fmt: skip
                 for k_iter in range(window_start, min(i32(window_start + scale_window), num_k_iters)):
                     mbarrier_wait(smem + full_offset + 8 * stage_idx, phase)

@@ -90,22 +90,23 @@ def grouped_wgrad_in_high_precision(dy: Tensor, x: Tensor, offs: Tensor, *, out_
 
 
 def ends_of(offs: Tensor) -> list[int]:
-    """``offs`` on the host. A GPU is asked once for each tensor.
+    """``offs`` on the host. A GPU is asked once for each tensor, and again after it was changed in place.
 
     Raises:
         RuntimeError: In the capture of a CUDA graph.
     """
-    ends: list[int] | None = getattr(offs, "_ends", None)
-    if ends is None:
+    version = None if offs.is_inference() else offs._version  # inference tensors have no version counter
+    known: tuple[int | None, list[int]] = getattr(offs, "_ends", (version, []))
+    if known[0] != version or not known[1]:
         if is_capturing():
             raise RuntimeError(
                 "a CUDA graph captures a loop over experts, which reads on the host where their tokens end: "
                 "skip=('*.experts',) keeps them in high precision"
             )
-        ends = offs.tolist()
+        known = version, offs.tolist()
         if offs.is_cuda:
-            offs._ends = ends  # type: ignore[attr-defined]
-    return ends
+            offs._ends = known  # type: ignore[attr-defined]
+    return known[1]
 
 
 def groups_of(offs: Tensor) -> Iterator[tuple[int, int, int]]:

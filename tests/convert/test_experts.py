@@ -263,6 +263,12 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
         assert experts._compared(on_gpu, context) == slower * said
         assert few._compared(on_gpu, context) == experts._compared(torch.ones(2, 32), context) == ""
     assert is_slower(said)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for variable, value in (("LIGHTNING_FP8_GEMM", "cublaslt"), ("LIGHTNING_FP8_KERNELS", "off")):
+        with monkeypatch.context() as patched:
+            assert experts._compared(on_gpu, context) == ""
+            patched.setenv(variable, value)
+            assert experts._compared(on_gpu, context) == said
     monkeypatch.setattr(Experts, "_compared", lambda self, input, context: said)
     model, all_in_fp8 = convert_module(mixtral(MANY)), convert_module(mixtral(MANY), where_faster=False)
     with pytest.warns(UserWarning, match=rf"1 layers stay.*loop over {MANY} experts.*where_faster=False"):

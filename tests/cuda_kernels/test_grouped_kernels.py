@@ -23,7 +23,7 @@ from lightning_fp8.numerics.scaled import Layout
 from lightning_fp8.ops import grouped_cuda, plans
 from lightning_fp8.ops.gemm import Gemm, reference_gemm, scaled_mm_op
 from lightning_fp8.ops.gemm_cuda import gemm_on_cuda
-from lightning_fp8.ops.grouped import grouped_mm_op
+from lightning_fp8.ops.grouped import ends_of, grouped_mm_op
 from lightning_fp8.proofs.cases import Case
 from lightning_fp8.proofs.comparing import WrongResult, reference_of
 from lightning_fp8.proofs.products import operand
@@ -117,6 +117,22 @@ def test_the_table_of_tiles(tile_m: int) -> None:
         assert table[1 : 1 + len(expected)].tolist() == [list(each) for each in expected]
 
 
+@needs_compilers
+@pytest.mark.parametrize("ends", [(600, 10, 300), (10, 5000, 300), (-900, 70, -1)])
+def test_the_table_holds_ends_that_are_wrong(ends: tuple[int, ...]) -> None:
+    """Which nobody checks, as the host would wait: every row is in one tile, and nothing is written elsewhere."""
+    rows, tile_m = 400, 64
+    table = torch.full((1 + groups.max_row_tiles(rows, len(ends), tile_m), 4), -1, dtype=torch.int32)
+    with executing(Emulator()):
+        launch.named_launch(groups.group_rows_kernel(tile_m), 1, torch.device("cpu"), groups=len(ends), rows=rows).run(
+            torch.tensor(ends, dtype=torch.int32), table
+        )
+    tiles = table[1 : 1 + int(table[0, 0])].tolist()
+    covered = [row for first, end, *_ in tiles for row in range(first, min(first + tile_m, end))]
+    assert covered == list(range(rows))
+    assert (table[1 + len(tiles) :] == -1).all()
+
+
 # --- What multiplies --------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +161,19 @@ def test_a_group_equals_the_product_without_groups(scaling: str) -> None:
         for group, rows in ((0, slice(0, 70)), (2, slice(70, 150))):
             of_a, of_b = (each if not each.dim() else each[at] for each, at in ((scale_a, rows), (scale_b, group)))
             assert torch.equal(actual[rows], gemm_on_cuda(a[rows], of_a, b[group], of_b, gemm, None))
+
+
+@needs_compilers
+@pytest.mark.parametrize(("scaling", "experts"), [("row", True), ("row", False), ("block", True)])
+def test_rows_of_no_group_are_zeros_whatever_the_scales_are(scaling: str, experts: bool) -> None:
+    """Scales are NaN: the first expert's, or those of the rows."""
+    a, scale_a, b, scale_b, offs = operands(PAIRS[scaling], (0, 3, 20), (16, 48), rest=9)
+    of_nan = scale_b[0] if experts else scale_a[20:]
+    of_nan.fill_(torch.nan)
+    with executing(Emulator()), multiplying("90a", 1, 1, 128):
+        actual = grouped_cuda.grouped_mm_on_cuda(a, scale_a, b, scale_b, offs, Gemm(*PAIRS[scaling], torch.float32))
+    assert actual[:20].isfinite().all()
+    assert not actual[20:].any()
 
 
 MX = Layout.MX_1X32, Layout.MX_1X32
@@ -195,6 +224,24 @@ def test_where_a_loop_multiplies(
     assert not launched
     assert len(caught) == bool(said)
     assert all(part in str(caught[0].message) for part in said)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_gpu_is_asked_again_for_ends_that_were_changed_in_place(inference: bool) -> None:
+    class OnGPU(torch.Tensor):
+        is_cuda, asked = True, 0  # type: ignore[assignment]
+
+        def tolist(self) -> list[int]:
+            self.asked += 1
+            return super().tolist()
+
+    with torch.inference_mode(inference):
+        offs: Any = torch.tensor([2, 3], dtype=torch.int32).as_subclass(OnGPU)
+        assert ends_of(offs) == ends_of(offs) == [2, 3]
+        assert offs.asked == 1
+        if not inference:
+            offs.copy_(torch.tensor([1, 3], dtype=torch.int32))
+            assert ends_of(offs) == [1, 3]
 
 
 def test_the_user_wants_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
