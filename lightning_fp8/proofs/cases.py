@@ -357,6 +357,7 @@ def _grouped_gemm(
     yield Case("ragged", partial(check, lambda m, _: (0, 70, m + 1, 0, 1, 2 * m, 37), (272, 1296), True, rest=140))
     yield Case("not exact", partial(check, lambda m, _: (m + 1, 0, 70), (144, 656), False))
     yield Case("waves", partial(check, lambda m, device: (m + 5, 9) * _waves(device, 1), (16, 272), True))
+    yield Case("long", partial(check, lambda *_: (3, 0, 17), (16, 4304), True))  # scales of blocks are loaded again
 
 
 def _bound(where: torch.device, a_key: OperandKey, b_key: OperandKey, gemm: Gemm, **more: Any) -> BoundGemm:
