@@ -134,7 +134,7 @@ class FP8State:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :func:`load_fp8_state_dict`. A warning names tensors that are missing, which start empty."""
         if missing := load_fp8_state_dict(self.model, state_dict):
-            said = f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example, whose scales start empty"
+            said = f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example, which start without scales"
             warnings.warn(said, stacklevel=2)
 
 

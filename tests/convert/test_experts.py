@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import FP8State, convert_module, fp8_autocast
+from lightning_fp8 import FP8State, convert_module, fp8_autocast, fp8_model_init
 from lightning_fp8.convert.first_step import FirstStep, conversion_summary
 from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
@@ -252,6 +252,8 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
     """Decided at the first optimizer step by the kind of the GPU, told once, and not with ``where_faster=False``."""
     experts: Any = convert_module(mixtral(MANY)).get_submodule("model.layers.1.mlp.experts")
     few: Any = convert_module(mixtral()).get_submodule("model.layers.1.mlp.experts")
+    with fp8_model_init():
+        kept: Any = convert_module(mixtral(MANY)).get_submodule("model.layers.1.mlp.experts")
     monkeypatch.setattr("lightning_fp8.faster.name_of", lambda device: "a GPU")
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     for capability, recipe, slower in (
@@ -262,6 +264,7 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
         said = f"BF16 is faster than a loop over {MANY} experts ({recipe}, a GPU)"
         assert experts._compared(on_gpu, context) == slower * said
         assert few._compared(on_gpu, context) == experts._compared(torch.ones(2, 32), context) == ""
+        assert kept._compared(on_gpu, context) == ""
     assert is_slower(said)
     monkeypatch.setattr(Experts, "_compared", lambda self, input, context: said)
     model, all_in_fp8 = convert_module(mixtral(MANY)), convert_module(mixtral(MANY), where_faster=False)
@@ -284,7 +287,9 @@ def test_experts_that_a_saved_state_lacks_are_compared(recipe: str, monkeypatch:
     monkeypatch.setattr(Experts, "_compared", lambda self, input, context: said)
     saved, resumed = (convert_module(mixtral(MANY), skip=skip) for skip in (("*.experts",), ()))
     step(saved, recipe=recipe)
-    with pytest.warns(UserWarning, match=rf"lacks 6 tensors, {DOWN[:-9]}\w+.\w+ for example, whose scales start empty"):
+    with pytest.warns(
+        UserWarning, match=rf"lacks 6 tensors, {DOWN[:-9]}\w+.\w+ for example, which start without scales"
+    ):
         FP8State(resumed).load_state_dict(FP8State(saved).state_dict())
     with pytest.warns(UserWarning, match=r"1 layers stay"):
         step(resumed, recipe=recipe)
