@@ -13,7 +13,7 @@ decide alone, since they may not all begin a collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -93,14 +93,15 @@ class Choice:
             reasons = "; ".join({said.partition(HAD)[0]: said for said in slower.values()}.values())
             self._tell(
                 f"{len(slower)} layers stay in high precision from now on, because FP8 is slower for their sizes: "
-                f"{reasons}. where_faster=False runs linear layers in FP8, and attention='always' attention"
+                f"{reasons}. where_faster=False runs linear layers and experts in FP8, and attention='always' attention"
             )
 
-    def load(self, slower: Mapping[str, str] | None, part: nn.Module | None = None) -> None:
+    def load(self, slower: Mapping[str, str] | None, part: nn.Module | None = None, new: Sequence[str] = ()) -> None:
         """Set a decision; None, of a state without one, has no effect.
 
         Args:
             part: a part of the model, whose names those of ``slower`` are. The decision of the others stays open.
+            new: the slots that the state lacks. The decision of their layers stays open, too.
         """
         model = self._model()
         part = model if part is None else getattr(part, "_orig_mod", part)
@@ -108,7 +109,7 @@ class Choice:
             return
         names = {id(each): clean_name(name) for name, each in part.named_modules()}
         for _, each, module in self._places():
-            if id(module) not in names:
+            if id(module) not in names or any(slot.startswith(f"{names[id(module)]}.") for slot in new):
                 continue
             reason = slower.get(names[id(module)], "")
             if each.slower != reason:  # or compiled code that has a guard on the missing attribute is compiled again
@@ -117,7 +118,7 @@ class Choice:
                 each.comparison = ""
             if isinstance(each, Owner):
                 setattr(module, SLOWER, reason)
-        self.decided = self.decided or part is model
+        self.decided = self.decided or (part is model and not new)
 
     def _places(self) -> Iterator[tuple[str, Any, nn.Module]]:
         """The names of what is compared, the layers or owners, and the modules."""

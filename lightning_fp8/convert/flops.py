@@ -26,7 +26,7 @@ class StepFlops(_FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(counter=self)  # type: ignore[arg-type]
-        self.flop_registry = FlopCounterMode(custom_mapping=_ATTENTION).flop_registry
+        self.flop_registry = FlopCounterMode(custom_mapping=_FORMULAS).flop_registry
         self.flop_counts: dict[str, dict[Any, int]] = defaultdict(lambda: defaultdict(int))
         self.failed = False
 
@@ -37,8 +37,9 @@ class StepFlops(_FlopCounterMode):
 
     @property
     def in_fp8(self) -> int:
-        """The FLOPs of the ops of this package, which all multiply in FP8."""
-        return sum(flops for op, flops in self.flop_counts["Global"].items() if str(op).startswith("lightning_fp8."))
+        """The FLOPs of the ops of this package, which multiply in FP8 unless their names say otherwise."""
+        counts = self.flop_counts["Global"].items()
+        return sum(n for op, n in counts if str(op).startswith("lightning_fp8.") and "in_high_precision" not in str(op))
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -84,9 +85,14 @@ def _attention_backward_flops(do: Shape, q: Shape, k: Shape, v: Shape, *_: Any, 
     return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
-_ATTENTION = {
+def _grouped_flops(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """The FLOPs of ``[T, K]`` by ``[E, K, N]``, or of ``[M, T]`` by ``[T, N]``: each of T rows is in one group."""
+    return 2 * math.prod(a) * b[-1]
+
+
+_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_flops} | {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{direction}"): formula
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for direction, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
 }
-"""torch only counts attention on GPUs, and before 2.12 its formulas raise if queries have more heads than keys."""
+"""torch counts no groups, and attention on GPUs only, where before 2.12 more heads of queries than of keys raise."""

@@ -473,9 +473,10 @@ class AmaxHistory:
                 state["counts"].to(self.scale.device)[saved_slots] if "counts" in state else float(updates)
             )
         self.updates, self.steps, self.span = updates, steps_in(state), span_in(state)
+        missing = [name for name in names if name not in saved_index]
         if self.choice is not None:
-            self.choice.load(state.get("slower"), part)
-        return [name for name in names if name not in saved_index]
+            self.choice.load(state.get("slower"), part, missing)
+        return missing
 
 
 # --- Saved states -----------------------------------------------------------------------------------------------------

@@ -134,7 +134,8 @@ class FP8State:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :func:`load_fp8_state_dict`. A warning names tensors that are missing, which start empty."""
         if missing := load_fp8_state_dict(self.model, state_dict):
-            warnings.warn(f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example", stacklevel=2)
+            said = f"the FP8 state lacks {len(missing)} tensors, {missing[0]} for example, which start without scales"
+            warnings.warn(said, stacklevel=2)
 
 
 def update_fp8_scales(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import convert_module, fp8_autocast
-from lightning_fp8.convert.first_step import conversion_summary
+from lightning_fp8 import FP8State, convert_module, fp8_autocast, fp8_model_init
+from lightning_fp8.convert.first_step import FirstStep, conversion_summary
 from lightning_fp8.convert.plan import plan_conversion
 from lightning_fp8.convert.policy import Policy
 from lightning_fp8.convert.summary import EXPERTS, LayerDecision
@@ -252,6 +252,8 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
     """Decided at the first optimizer step by the kind of the GPU, told once, and not with ``where_faster=False``."""
     experts: Any = convert_module(mixtral(MANY)).get_submodule("model.layers.1.mlp.experts")
     few: Any = convert_module(mixtral()).get_submodule("model.layers.1.mlp.experts")
+    with fp8_model_init():
+        kept: Any = convert_module(mixtral(MANY)).get_submodule("model.layers.1.mlp.experts")
     monkeypatch.setattr("lightning_fp8.faster.name_of", lambda device: "a GPU")
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     for capability, recipe, slower in (
@@ -262,6 +264,7 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
         said = f"BF16 is faster than a loop over {MANY} experts ({recipe}, a GPU)"
         assert experts._compared(on_gpu, context) == slower * said
         assert few._compared(on_gpu, context) == experts._compared(torch.ones(2, 32), context) == ""
+        assert kept._compared(on_gpu, context) == ""
     assert is_slower(said)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for variable, value in (("LIGHTNING_FP8_GEMM", "cublaslt"), ("LIGHTNING_FP8_KERNELS", "off")):
@@ -281,6 +284,43 @@ def test_many_experts_stay_in_high_precision_where_they_would_be_a_loop(monkeypa
         warnings.simplefilter("error")
         step(all_in_fp8)
     assert conversion_summary(all_in_fp8).num_fp8 == 6
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_experts_that_a_saved_state_lacks_are_compared(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a run whose experts were in BF16 decides for its own layers, and leaves experts open."""
+    said = f"BF16 is faster than a loop over {MANY} experts"
+    monkeypatch.setattr(Experts, "_compared", lambda self, input, context: said)
+    saved, resumed = (convert_module(mixtral(MANY), skip=skip) for skip in (("*.experts",), ()))
+    step(saved, recipe=recipe)
+    with pytest.warns(
+        UserWarning, match=rf"lacks 6 tensors, {DOWN[:-9]}\w+.\w+ for example, which start without scales"
+    ):
+        FP8State(resumed).load_state_dict(FP8State(saved).state_dict())
+    with pytest.warns(UserWarning, match=r"1 layers stay"):
+        step(resumed, recipe=recipe)
+    assert resumed.get_submodule("model.layers.1.mlp.experts").slower == said
+    again = convert_module(mixtral(MANY))
+    FP8State(again).load_state_dict(FP8State(resumed).state_dict())
+    assert again.get_submodule("model.layers.1.mlp.experts").slower == said
+
+
+@pytest.mark.parametrize("number", [4, MANY])
+def test_flops_of_experts_do_not_depend_on_where_they_run(number: int) -> None:
+    """By hand: three products of each weight with two rows of each token; wgrad of many experts is not in FP8."""
+    found = []
+    for skip in ((), ("*.experts",)):
+        model = mixtral(number).bfloat16()
+        watched = convert_module(model, skip=skip)
+        plan = plan_conversion(model, Policy(skip=skip))
+        first = FirstStep(watched, plan)
+        with fp8_autocast(fp8_recipe="rowwise"), first.counted():
+            model(**BATCH).loss.backward()
+        found.append(first.finish())
+    in_fp8, in_bf16 = found
+    products = 2 * 2 * BATCH["input_ids"].numel() * (128 * 32 + 32 * 64)
+    assert in_fp8.flops == in_bf16.flops
+    assert in_fp8.flops_in_fp8 - in_bf16.flops_in_fp8 == (2 if number > MANY_EXPERTS else 3) * products
 
 
 # --- Forwards of others -----------------------------------------------------------------------------------------------
