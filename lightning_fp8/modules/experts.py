@@ -50,7 +50,14 @@ class Experts(LinearLayer):
         calibrating = context.calibrating and self.fp8 and not in_fp8
         is_kept = isinstance(weights[0], FP8Tensor) and not weights[0].is_gathered
         if not (in_fp8 or calibrating or is_kept):
-            return self._in_high_precision(hidden_states, *routing, **named)
+            held = {name: each for name, each in self._parameters.items() if isinstance(each, FP8Tensor)}
+            if not held or torch.compiler.is_compiling():
+                return self._in_high_precision(hidden_states, *routing, **named)
+            try:  # or a rank would gather a weight for each of the experts that have tokens there
+                self._parameters.update({name: each * 1 for name, each in held.items()})  # type: ignore[operator]
+                return self._in_high_precision(hidden_states, *routing, **named)
+            finally:
+                self._parameters.update(held)
         products: list[Product] = []
         dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
         if in_fp8:

@@ -539,7 +539,8 @@ class GatheredParam(FSDPParam):
         if layout.has_one_scale:
             self._scale = self._scale_of_all(recipe)
             amax = self._amax_of_shard = torch.zeros_like(self._scale) if isinstance(recipe, DelayedScaling) else None
-            q = quantize(shard, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
+            rows = shard.flatten(0, -2)  # a rank may have no expert
+            q = ops.quantize(rows, cast, scale=self._scale, amax=amax, scale_is_nonzero=True).rowwise
             assert q is not None
             codes = q.data.contiguous().view(torch.uint8).reshape(-1)
             missing = self.padded_sharded_param_size.numel() - codes.numel()

@@ -77,6 +77,13 @@ def test_other_sizes_and_policies(tmp_path: Path) -> None:
             assert (case["bytes"] > 0.53) == (in_bf16 or "within" in name), name
 
 
+def test_ranks_without_experts_and_experts_without_tokens(tmp_path: Path) -> None:
+    for report in run("unlike", tmp_path):
+        for name, case in report.items():
+            assert is_equal(case), name
+            assert (case["bytes"] > 0.53) == (name == "within"), name
+
+
 @thorough
 def test_compiled_blocks(tmp_path: Path) -> None:
     for report in run("compiled", tmp_path, "delayed,blockwise,mxfp8"):
