@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -92,13 +93,36 @@ class Frozen(Regression):
 @pytest.mark.parametrize("keep", [None, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
 def test_frozen_weights_are_cast_once(recipe: str, keep: bool | None, casts: list[int]) -> None:
-    """And again in each epoch, before which callbacks may put others in place. Delayed scales may change."""
+    """And again in each epoch, before which callbacks may put others in place; unasked, or delayed, in each step."""
     options: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
     options["accumulate_grad_batches"] = 1 if keep else 2
     kept = fitted(Frozen, recipe, keep, **options)
     epochs, steps = 2, 8 if keep else 4
-    assert len(casts) == LAYERS * (steps if recipe == "delayed" else epochs)
+    assert len(casts) == LAYERS * (epochs if keep and recipe != "delayed" else steps)
     assert_same(kept, fitted(Frozen, recipe, keep=False, **options))
+
+
+class Taught(Regression):
+    """Learns from a frozen copy, which an average of the weights moves after each step, as in a mean teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (self(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if batch_idx % 2:
+            for average, own in zip(self.teacher.parameters(), self.net.parameters()):
+                average.data.mul_(0.5).add_(own.data, alpha=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_teacher_whose_data_changes_after_a_step_is_cast_anew(recipe: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    assert_same(fitted(Taught, recipe, **options), fitted(Taught, recipe, keep=False, **options))
 
 
 def test_validation_casts_weights_once_too(casts: list[int]) -> None:
