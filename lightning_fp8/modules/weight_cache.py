@@ -175,7 +175,8 @@ class WeightCachingModule(FP8Module):
         if any(parameter.is_inference() for parameter in parameters):
             return None  # inference tensors have no version counter
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
-        is_constant = not (isinstance(product.recipe, DelayedScaling) or any(p.requires_grad for p in parameters))
+        changes = isinstance(product.recipe, DelayedScaling) or any(p.requires_grad for p in parameters)
+        is_constant = not (changes or product.is_sampled(Role.WEIGHT))
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         number, updates = optimizer_steps.number, product.slots[Role.WEIGHT].history.updates
         number, updates = (0, 0) if is_constant else (number, updates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cuda_kernels.host.launch import executing
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import FP8Monitor, FP8Precision
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.ops import cast
 from lightning_fp8.ops.cast import quantize_op
@@ -100,6 +101,20 @@ def test_frozen_weights_are_cast_once(recipe: str, keep: bool | None, casts: lis
     epochs, steps = 2, 8 if keep else 4
     assert len(casts) == LAYERS * (epochs if keep and recipe != "delayed" else steps)
     assert_same(kept, fitted(Frozen, recipe, keep=False, **options))
+
+
+def test_a_monitor_samples_frozen_weights(tmp_path: Path) -> None:
+    """In every step that it samples, not only in the one that casts them."""
+    sampled = []
+    for keep in (True, False):
+        monitor = FP8Monitor(every_n_steps=2, path=tmp_path / f"{keep}.npz")
+        options: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "callbacks": [monitor]}
+        fitted(Frozen, "tensorwise", keep, **options)
+        assert monitor.record is not None
+        rows = [at for at, role in enumerate(monitor.record.roles) if role == "weight"]
+        sampled.append(torch.tensor([interval.values[rows] for interval in monitor.record.intervals]))
+    assert len(sampled[0]) == 4
+    torch.testing.assert_close(*sampled, rtol=0, atol=0, equal_nan=True)
 
 
 class Taught(Regression):
