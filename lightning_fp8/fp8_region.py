@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class FP8Context:
         calibrating: while not enabled, collect amaxes.
         group: the ranks that share their scales.
         observe: whether layers in training mode may collect amaxes; False during an evaluation.
-        weight_period: layers cache the FP8 copies of their weights through all regions with the same number, until an
+        weight_period: layers cache the FP8 copies of their weights through all regions with the same value, until an
             optimizer steps; None caches nothing.
         outside: whether this is the context of code outside every region.
         chosen: a layer's own, with which it was chosen: its place in the model does not keep it in high precision.
@@ -42,7 +42,7 @@ class FP8Context:
     calibrating: bool = False
     group: dist.ProcessGroup | None = None
     observe: bool = True
-    weight_period: int | None = None
+    weight_period: Hashable = None
     outside: bool = False
     chosen: bool = False
 

@@ -20,7 +20,7 @@ from lightning_fp8 import ops, optimizer_steps
 from lightning_fp8.arguments import is_dtensor
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.fp8_region import FP8Context
-from lightning_fp8.functions.product import Product
+from lightning_fp8.functions.product import Product, without_gradient
 from lightning_fp8.modules.base import FP8Module
 from lightning_fp8.numerics.recipes import DelayedScaling
 from lightning_fp8.numerics.scaled import Role
@@ -100,8 +100,8 @@ class WeightCachingModule(FP8Module):
                 args = (state_dict, *args[1:])
                 args[-1].extend([error] if error else [])
         before = self._values_if_watched()
+        self._weight_cache = None  # before super(), as in _apply
         super()._load_from_state_dict(*args)
-        self._weight_cache = None
         for name, weight in in_fp8:
             loaded = self._held(name)
             if loaded is not None and not isinstance(loaded, FP8Tensor):  # assign=True
@@ -175,7 +175,8 @@ class WeightCachingModule(FP8Module):
         if any(parameter.is_inference() for parameter in parameters):
             return None  # inference tensors have no version counter
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else None
-        is_constant = not (isinstance(product.recipe, DelayedScaling) or any(p.requires_grad for p in parameters))
+        changes = isinstance(product.recipe, DelayedScaling) or any(p.requires_grad for p in parameters)
+        is_constant = not (changes or product.is_sampled(Role.WEIGHT))
         # The versions of gathered weights do not advance when an optimizer steps FSDP2's DTensors: count steps, too.
         number, updates = optimizer_steps.number, product.slots[Role.WEIGHT].history.updates
         number, updates = (0, 0) if is_constant else (number, updates)
@@ -188,7 +189,7 @@ class WeightCachingModule(FP8Module):
         if is_first_microbatch or kept is None or kept.made_from != made_from or not kept.is_of(parameters):
             others = {cached: copies for cached, copies in cache.items() if cached != parameter_names}
             self._weight_cache = kept = None  # frees its memory for the new copies
-            w8 = product.quantize(weight.detach(), Role.WEIGHT, columnwise=columnwise)
+            w8 = product.quantize(without_gradient(weight), Role.WEIGHT, columnwise=columnwise)
             kept = _KeptWeight(made_from, w8, automatic, product.observe, _sources(parameters))
             self._weight_cache = {**others, parameter_names: kept}
         elif product.observe and not kept.observed:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_fp8 import optimizer_steps
 from lightning_fp8.arguments import is_dtensor, plain, require_bool
 from lightning_fp8.notices import say_once
 
@@ -17,7 +18,8 @@ class KeptWeights:
     The plugin sets :attr:`period` in the context of every forward, as ``weight_period``. The copies of one period are
     used by all its forwards and backwards, unless the weight changes: by an optimizer's step, in place, or by an
     assignment of ``data`` (:mod:`lightning_fp8.modules.weight_cache`). Only an in-place change of ``weight.data``
-    cannot be detected, and callbacks that evaluate averages of the weights may make one: see :meth:`period_ends`.
+    cannot be detected. Callbacks that evaluate averages of the weights may make one (:meth:`period_ends`), and the
+    update of a frozen teacher after a step: a period ends there unless ``cache_fp8_weights`` is True.
 
     Args:
         cache_fp8_weights: True caches copies, also in Fabric and for sharded weights. False caches none. None caches
@@ -38,9 +40,10 @@ class KeptWeights:
         self._periods = 0
 
     @property
-    def period(self) -> int | None:
-        """The number of the current period; None if no copies are cached."""
-        return self._periods if self.chosen or (self.chosen is None and self._accumulates) else None
+    def period(self) -> Hashable:
+        """What tells the current period from others; None if no copies are cached."""
+        by_step = (self._periods, optimizer_steps.number) if self.chosen is None and self._accumulates else None
+        return self._periods if self.chosen else by_step
 
     def period_ends(self) -> None:
         """Called when callbacks may have swapped weights: where a Trainer's epoch or evaluation begins or ends.

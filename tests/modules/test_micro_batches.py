@@ -117,6 +117,17 @@ def test_a_frozen_weight_outlives_steps_until_it_is_trained(casts: list[int]) ->
     assert torch.equal(run(linear, x, False), -2 * expected)
 
 
+def test_a_state_dict_is_loaded_by_swapping_tensors(casts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``set_swap_module_params_on_conversion`` asks; torch does not swap tensors that have weak references."""
+    linear, x = Linear(16, 8), torch.randn(4, 16)
+    run(linear, x, True)
+    expected = {name: -2 * each for name, each in linear.state_dict().items()}
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    linear.load_state_dict(expected)
+    assert all(torch.equal(each, expected[name]) for name, each in linear.state_dict().items())
+    assert torch.equal(run(linear, x, False), run(linear, x, None))
+
+
 def test_data_where_data_was_that_is_gone() -> None:
     """Averages that are swapped in and out: a new storage may get the address of the one that was cast."""
     linear, x = Linear(16, 8, bias=False), torch.randn(4, 16)

@@ -144,6 +144,17 @@ class Seen(TorchDispatchMode):
         return results
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_kept_copies_in_inference_mode(recipe: str) -> None:
+    """As of the Trainer's validations."""
+    layers = [convert(experts_with_codes(), recipe=recipe, cache_fp8_weights=on) for on in (True, False)]
+    x, index, weights = routed()
+    with torch.inference_mode():
+        kept, again, anew = (layer.eval()(x, index, weights) for layer in (layers[0], *layers))
+    assert torch.equal(kept, anew)
+    assert torch.equal(again, anew)
+
+
 def test_a_weight_takes_a_byte_and_nothing_makes_it_wider() -> None:
     layer = convert(experts_with_codes())
     held = {

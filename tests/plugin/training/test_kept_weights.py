@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cuda_kernels.host.launch import executing
-from lightning_fp8 import FP8Precision
+from lightning_fp8 import FP8Monitor, FP8Precision
 from lightning_fp8.modules.state import fp8_modules
 from lightning_fp8.ops import cast
 from lightning_fp8.ops.cast import quantize_op
@@ -92,13 +94,50 @@ class Frozen(Regression):
 @pytest.mark.parametrize("keep", [None, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
 def test_frozen_weights_are_cast_once(recipe: str, keep: bool | None, casts: list[int]) -> None:
-    """And again in each epoch, before which callbacks may put others in place. Delayed scales may change."""
+    """And again in each epoch, before which callbacks may put others in place; unasked, or delayed, in each step."""
     options: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
     options["accumulate_grad_batches"] = 1 if keep else 2
     kept = fitted(Frozen, recipe, keep, **options)
     epochs, steps = 2, 8 if keep else 4
-    assert len(casts) == LAYERS * (steps if recipe == "delayed" else epochs)
+    assert len(casts) == LAYERS * (epochs if keep and recipe != "delayed" else steps)
     assert_same(kept, fitted(Frozen, recipe, keep=False, **options))
+
+
+def test_a_monitor_samples_frozen_weights(tmp_path: Path) -> None:
+    """In every step that it samples, not only in the one that casts them."""
+    sampled = []
+    for keep in (True, False):
+        monitor = FP8Monitor(every_n_steps=2, path=tmp_path / f"{keep}.npz")
+        options: dict[str, Any] = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "callbacks": [monitor]}
+        fitted(Frozen, "tensorwise", keep, **options)
+        assert monitor.record is not None
+        rows = [at for at, role in enumerate(monitor.record.roles) if role == "weight"]
+        sampled.append(torch.tensor([interval.values[rows] for interval in monitor.record.intervals]))
+    assert len(sampled[0]) == 4
+    torch.testing.assert_close(*sampled, rtol=0, atol=0, equal_nan=True)
+
+
+class Taught(Regression):
+    """Learns from a frozen copy, which an average of the weights moves after each step, as in a mean teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (self(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if batch_idx % 2:
+            for average, own in zip(self.teacher.parameters(), self.net.parameters()):
+                average.data.mul_(0.5).add_(own.data, alpha=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_teacher_whose_data_changes_after_a_step_is_cast_anew(recipe: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    assert_same(fitted(Taught, recipe, **options), fitted(Taught, recipe, keep=False, **options))
 
 
 def test_validation_casts_weights_once_too(casts: list[int]) -> None:
