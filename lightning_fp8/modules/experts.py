@@ -57,7 +57,7 @@ class Experts(LinearLayer):
             products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
             self._refuse_backward_override(product, "experts; leave it out, or skip them")
-        top_k_index, top_k_weights = (*routing, *named.values())
+        top_k_index, top_k_weights = sorted((*routing, *named.values()), key=torch.is_floating_point)
         tokens, top_k = top_k_index.shape
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         ids = torch.arange(len(weights[0]), device=experts.device)
@@ -75,15 +75,15 @@ class Experts(LinearLayer):
             if not self.has_bias:
                 return y
             of_rows = experts.clamp(max=len(ids) - 1)
-            return y + getattr(self, self.bias_names[gemm])[of_rows].to(dtype)
+            return y + getattr(self, self.bias_names[gemm]).float()[of_rows].to(dtype)  # adds gradients in float32
 
         hidden = multiplied(0, hidden_states.to(dtype)[order // top_k])
-        y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden))
+        y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden).to(dtype))
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         weighted = y * torch.where(own, top_k_weights.reshape(-1)[order][:, None], 0)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(dtype)
+        return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _multiplied_by_torch(self, gemm: int, rows: Tensor, weight: Tensor, offs: Tensor, calibrating: bool) -> Tensor:
         """The product in high precision. A weight that is kept in FP8 is dequantized."""
