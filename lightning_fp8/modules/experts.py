@@ -54,7 +54,7 @@ class Experts(LinearLayer):
             if not held or torch.compiler.is_compiling():
                 return self._in_high_precision(hidden_states, *routing, **named)
             try:  # or a rank would gather a weight for each of the experts that have tokens there
-                self._parameters.update({name: each * 1 for name, each in held.items()})  # type: ignore[operator]
+                self._parameters.update({name: each * 1 for name, each in held.items()})  # type: ignore[misc, operator]
                 return self._in_high_precision(hidden_states, *routing, **named)
             finally:
                 self._parameters.update(held)
@@ -64,8 +64,7 @@ class Experts(LinearLayer):
             products, dtype = self._products(hidden_states, weights, (), context, None)
         for product in products:
             self._refuse_backward_override(product, "experts; leave it out, or skip them")
-        # Families name them differently.
-        top_k_index, top_k_weights = sorted((*routing, *named.values()), key=Tensor.is_floating_point)
+        top_k_index, top_k_weights = sorted((*routing, *named.values()), key=torch.is_floating_point)
         tokens, top_k = top_k_index.shape
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         ids = torch.arange(len(weights[0]), device=experts.device)
@@ -83,17 +82,17 @@ class Experts(LinearLayer):
             if not self.has_bias:
                 return y
             of_rows = experts.clamp(max=len(ids) - 1)
-            return y + getattr(self, self.bias_names[gemm])[of_rows].to(dtype)
+            return y + getattr(self, self.bias_names[gemm]).float()[of_rows].to(dtype)  # adds gradients in float32
 
         hidden = multiplied(0, hidden_states.to(dtype)[order // top_k])
-        y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden))
+        y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden).to(dtype))
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         of_rows = top_k_weights.reshape(-1)[order][:, None]
         # Twice, so that what comes back to rows of nobody is zero, too, whatever the gradient and the weight are.
         weighted = y * of_rows if all_are_own else torch.where(own, y * torch.where(own, of_rows, 0), 0)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(dtype)
+        return weighted[place].view(tokens, top_k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _multiplied_by_torch(self, gemm: int, rows: Tensor, weight: Tensor, offs: Tensor, calibrating: bool) -> Tensor:
         """The product in high precision. A weight that is kept in FP8 is dequantized."""

@@ -187,7 +187,7 @@ def check_cast(x: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | None)
         require("amax", amax, torch.float32, (), x.device)
 
 
-def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int, experts: int = 0) -> Outputs:
+def fake_outputs(x: Tensor, cast: Cast, rows: int, columns: int, experts: int | None = None) -> Outputs:
     """The results of a cast of ``[rows, columns]`` on the device of ``x``, uninitialized."""
     allocations = kernel_allocations if x.device.type == "cuda" else reference_allocations
     return Outputs(*(allocation.empty(x.device) for allocation in allocations(cast, rows, columns, experts)))
@@ -222,14 +222,14 @@ def observe_op(x: Tensor, amax: Tensor) -> None:
     return None
 
 
-def kernel_allocations(cast: Cast, rows: int, columns: int, experts: int = 0) -> tuple[Allocation, ...]:
+def kernel_allocations(cast: Cast, rows: int, columns: int, experts: int | None = None) -> tuple[Allocation, ...]:
     """The memory layout of a cast's results that kernels write; of experts, one behind the other, if there are any."""
     layout, dtype = cast.layout, cast.float8.dtype
     of_x, of_transposed = (operand_allocations(layout, dtype, *shape) for shape in ((rows, columns), (columns, rows)))
     return _allocations(cast, of_x, of_transposed, experts)
 
 
-def reference_allocations(cast: Cast, rows: int, columns: int, experts: int = 0) -> tuple[Allocation, ...]:
+def reference_allocations(cast: Cast, rows: int, columns: int, experts: int | None = None) -> tuple[Allocation, ...]:
     """The memory layout of a cast's results in the specification. Codes of xᵀ are a view of those of x."""
     layout, dtype = cast.layout, cast.float8.dtype
 
@@ -241,7 +241,7 @@ def reference_allocations(cast: Cast, rows: int, columns: int, experts: int = 0)
 
 
 def _allocations(
-    cast: Cast, of_x: tuple[Allocation, ...], of_transposed: tuple[Allocation, ...], experts: int
+    cast: Cast, of_x: tuple[Allocation, ...], of_transposed: tuple[Allocation, ...], experts: int | None
 ) -> tuple[Allocation, ...]:
     absent = Allocation.absent(cast.float8.dtype), Allocation.absent(cast.layout.scale_dtype)
     rowwise = [each.stacked(experts) for each in of_x] if cast.rowwise else absent

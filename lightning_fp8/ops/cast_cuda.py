@@ -104,7 +104,7 @@ class CastOutputs:
     """
 
     def __init__(self, device: torch.device, cast: Cast, rows: int, columns: int, experts: int = 0) -> None:
-        allocations = kernel_allocations(cast, rows, columns, experts)
+        allocations = kernel_allocations(cast, rows, columns, experts or None)
         self._makers = tuple(maker(device, allocation) for allocation in allocations)
         self.steps = [each.strides[0] * each.dtype.itemsize if len(each.shape) == 3 else 0 for each in allocations]
         along = 1 if cast.layout.scale_major == "mn" else 0

@@ -197,14 +197,11 @@ def _grouped_mm_flops(a: Shape, _: Shape, b: Shape, *others: object, **kwargs: o
     return 2 * a[0] * a[1] * b[1]
 
 
-@register_flop_formula(grouped_wgrad_op.overload.overloadpacket)
-def _wgrad_flops(dy: Shape, _: object, x: Shape, *others: object, **kwargs: object) -> int:
-    return 2 * dy[0] * dy[1] * x[1]
-
-
-@register_flop_formula(grouped_wgrad_in_high_precision_op.overload.overloadpacket)
-def _high_precision_flops(dy: Shape, x: Shape, *others: object, **kwargs: object) -> int:
-    return 2 * dy[0] * dy[1] * x[1]
+@register_flop_formula(
+    [each.overload.overloadpacket for each in (grouped_wgrad_op, grouped_wgrad_in_high_precision_op)]
+)
+def _wgrad_flops(dy: Shape, *others: object, out_shape: Shape, **kwargs: object) -> int:
+    return 2 * dy[0] * out_shape[1] * out_shape[2]
 
 
 # --- The specification ------------------------------------------------------------------------------------------------

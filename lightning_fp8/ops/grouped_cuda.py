@@ -93,4 +93,6 @@ def _reference(w: Tensor, experts: int, *args: Any) -> Outputs:
 
 
 _quantize, _ = planned_cast("quantize_experts", _reference, lambda key, _: tensor_loaders(key), of_experts=True)
-quantize_experts_op.implement("cuda", lambda w, *args: _quantize(w.flatten(0, 1), len(w), *args))
+quantize_experts_op.implement(
+    "cuda", lambda w, *args: _quantize(w.flatten(0, 1), len(w), *args) if len(w) else reference_experts(w, *args)
+)

@@ -122,9 +122,9 @@ class Allocation(NamedTuple):
         """The memory of the transposed view."""
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
-    def stacked(self, number: int) -> Allocation:
-        """The memory of ``number`` such matrices, one after the other; itself if it is no matrix, or for 0."""
-        if len(self.shape) < 2 or not number:
+    def stacked(self, number: int | None) -> Allocation:
+        """The memory of ``number`` such matrices, one after the other; itself if it is no matrix, or for None."""
+        if len(self.shape) < 2 or number is None:
             return self
         step = max(size * stride for size, stride in zip(self.shape, self.strides))
         return self._replace(shape=(number, *self.shape), strides=(step, *self.strides))

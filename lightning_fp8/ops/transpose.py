@@ -36,8 +36,8 @@ def _check(codes: Tensor) -> None:
 
 
 def _empty(codes: Tensor) -> Tensor:
-    *experts, rows, columns = codes.shape
-    return code_allocation(codes.device, codes.dtype, columns, rows).stacked(*experts or [0]).empty(codes.device)
+    experts, (rows, columns) = len(codes) if codes.dim() == 3 else None, codes.shape[-2:]
+    return code_allocation(codes.device, codes.dtype, columns, rows).stacked(experts).empty(codes.device)
 
 
 @op("transpose", check=_check)

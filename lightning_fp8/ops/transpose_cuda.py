@@ -45,7 +45,7 @@ def _plan(device: torch.device, codes_plain_key: PlainKey, experts: int) -> Call
         columns=columns,
         out_stride=of_out.strides[0],
     )
-    pointer, new, stride = launch.address_on(device), maker(device, of_out.stacked(experts)), key.stride
+    pointer, new, stride = launch.address_on(device), maker(device, of_out.stacked(experts or None)), key.stride
 
     def transpose(codes: Tensor, _: int) -> Tensor:
         out = new()
