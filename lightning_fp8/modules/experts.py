@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fp8.faster import loop_over
 from lightning_fp8.fp8_region import FP8Context
 from lightning_fp8.functions.grouped import MANY_EXPERTS, GroupedFunction
-from lightning_fp8.functions.product import Product, without_gradient
+from lightning_fp8.functions.product import without_gradient
 from lightning_fp8.modules.linear_layer import LinearLayer, autocast_dtype
 from lightning_fp8.modules.swap import swap_class, unsharded_class
 from lightning_fp8.ops.grouped import ends_of
@@ -58,10 +58,8 @@ class Experts(LinearLayer):
                 return self._in_high_precision(hidden_states, *routing, **named)
             finally:
                 self._parameters.update(held)
-        products: list[Product] = []
         dtype = autocast_dtype(hidden_states.device.type) or hidden_states.dtype
-        if in_fp8:
-            products, dtype = self._products(hidden_states, weights, (), context, None)
+        products = self._products(hidden_states, weights, (), context, None)[0] if in_fp8 else []
         for product in products:
             self._refuse_backward_override(product, "experts; leave it out, or skip them")
         top_k_index, top_k_weights = sorted((*routing, *named.values()), key=torch.is_floating_point)
@@ -79,10 +77,8 @@ class Experts(LinearLayer):
                 y = GroupedFunction.apply(rows, weight, offs, products[gemm], dtype)
             else:
                 y = self._multiplied_by_torch(gemm, rows, weights[gemm], offs, calibrating)
-            if not self.has_bias:
-                return y
-            of_rows = experts.clamp(max=len(ids) - 1)
-            return y + getattr(self, self.bias_names[gemm]).float()[of_rows].to(dtype)  # adds gradients in float32
+            bias = getattr(self, self.bias_names[gemm]).float() if self.has_bias else None  # adds gradients in float32
+            return y if bias is None else y + bias[experts.clamp(max=len(ids) - 1)].to(dtype)
 
         hidden = multiplied(0, hidden_states.to(dtype)[order // top_k])
         y = multiplied(1, (self._apply_gate if self.has_gate else self.act_fn)(hidden).to(dtype))

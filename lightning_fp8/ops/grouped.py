@@ -148,18 +148,13 @@ def _check_experts(w: Tensor, cast: Cast, scale: Tensor | None, amax: Tensor | N
 
 @op("quantize_experts", check=_check_experts)
 def quantize_experts_op(w: Tensor, cast: Cast, *observed: Tensor | None) -> Outputs:
-    experts, n, k = w.shape
-    return fake_outputs(w, cast, n, k, experts)
-
-
-def _check_offs(offs: Tensor, experts: int, device: torch.device) -> None:
-    require("offs", offs, torch.int32, (experts,), device)
+    return fake_outputs(w, cast, w.shape[1], w.shape[2], w.shape[0])
 
 
 def _check_grouped(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, gemm: Gemm) -> None:
     if b.dim() != 3 or a.dim() != 2 or a.shape[1] != b.shape[2]:
         raise ValueError(f"a is {tuple(a.shape)}, b is {tuple(b.shape)}; pass a [T, K] and b [E, N, K]")
-    _check_offs(offs, b.shape[0], a.device)
+    require("offs", offs, torch.int32, (b.shape[0],), a.device)
 
 
 @op("grouped_mm", check=_check_grouped)
@@ -170,7 +165,7 @@ def grouped_mm_op(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: 
 def _check_wgrad(dy: Tensor, x: Tensor, offs: Tensor) -> None:
     if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x):
         raise ValueError(f"dy is {tuple(dy.shape)}, x is {tuple(x.shape)}; pass dy [T, N] and x [T, K]")
-    _check_offs(offs, offs.numel(), dy.device)
+    require("offs", offs, torch.int32, (offs.numel(),), dy.device)
 
 
 @op("grouped_wgrad", check=lambda dy, _, x, __, offs, *others: _check_wgrad(dy, x, offs))

@@ -46,6 +46,8 @@ def load_state(history: AmaxHistory, state: dict[str, Any], recipe: Recipe, save
     if restored and bool(history.scale.any()):  # a recipe without state saves empty scales
         age = f", after {history.updates} updates" if history.updates else ""  # not in Transformer Engine's files
         rank_zero_info(f"FP8 state: the scales of {restored} of {len(history.names)} tensors are restored{age}")
+    if dropped := [name for name in state["names"] if name not in history.names]:
+        rank_zero_info(f"FP8 state: {len(dropped)} tensors of no FP8 layer are dropped, {dropped[0]} for example")
     if new_slots:
         is_foreign = state["names"] and len(new_slots) == len(history.names)
         (rank_zero_warn if is_foreign else rank_zero_info)(
