@@ -95,6 +95,7 @@ KERNELS = (
     "quantize experts' rows",
     "quantize by columns' scales",
     "transpose",
+    "transpose experts",
     "update_scales",
     "normalize",
     "normalize, transposed",
@@ -137,7 +138,10 @@ so that the first to hang is the most informative."""
 CHANGED = (
     "quantize experts",
     "quantize experts' rows",
+    "transpose experts",
     "product, 2 warpgroups",
+    "product of groups",
+    "product of groups, 1x128 by 128x128",
     "product, 128 × 192",
     "RMSNorm",
     "norm backward",

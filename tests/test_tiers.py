@@ -214,8 +214,9 @@ def test_every_value_of_every_parameter_is_met(found: tiers.Collected) -> None:
 
 
 def test_every_file_has_tests_in_the_default_run(found: tiers.Collected) -> None:
-    """So each module, callback, command and strategy has."""
-    assert {item.path for item in found.tests} == {item.path for item in found.default}
+    """So each module, callback, command and strategy has; but for runs of packages that a newcomer lacks."""
+    optional = {item.path for item in found.tests if item.path.name in ("test_trl.py", "test_example.py")}
+    assert {item.path for item in found.tests} - optional == {item.path for item in found.default} - optional
 
 
 @pytest.mark.parametrize("of", PRODUCTS_OF)

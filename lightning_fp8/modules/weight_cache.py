@@ -169,7 +169,7 @@ class WeightCachingModule(FP8Module):
             if kept is not None and kept.automatic:
                 self._weight_cache = None
             return None
-        parameters = [getattr(self, name) for name in parameter_names]
+        parameters: list[Any] = [self._parameters.get(name) for name in parameter_names]  # a read may compute it
         if not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
             return None  # made in each forward, by a parametrization, or by transformers' expert parallelism
         if any(parameter.is_inference() for parameter in parameters):
