@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.experts_time import SHAPES, Shape
@@ -95,7 +94,7 @@ def wgrad(name: str, shape: Shape, offs: Tensor, plan: Plan) -> Iterator[Candida
     few = partial(_few_of_groups, offs=offs)
     flops = 2 * x.shape[0] * w.shape[1] * w.shape[2]
     result = Result(name, BF16, (*dy.shape, x.shape[1]), "bfloat16", flops=flops)
-    yield _checked(result, partial(F.grouped_mm, dy.t(), x, offs=offs), right, few)
+    yield _checked(result, partial(torch._grouped_mm, dy.t(), x, offs=offs), right, few)
     for recipe_name in recipes(plan)[1:]:  # without delayed, whose codes have one scale, as those of tensorwise
         recipe = make_recipe(recipe_name)
         casts = Casts(recipe.cast(Role.GRAD_OUTPUT), recipe.cast(Role.INPUT))
@@ -119,7 +118,7 @@ def _along_rows(name: str, a: Tensor, b: Tensor, offs: Tensor, plan: Plan, role:
     def few(y: Tensor) -> Tensor:
         return y[rows]
 
-    yield _checked(result, partial(F.grouped_mm, a, b.mT, offs=offs), right, few)
+    yield _checked(result, partial(torch._grouped_mm, a, b.mT, offs=offs), right, few)
     result = replace(result, dtype="float8_e4m3fn")
     for recipe_name in recipes(plan)[1:]:  # without delayed, whose codes have one scale, as those of tensorwise
         recipe = make_recipe(recipe_name)

@@ -13,6 +13,7 @@ from lightning_fp8 import convert_module, fp8_autocast, fp8_model_init, with_mas
 from lightning_fp8.weights.fp8_tensor import FP8Tensor
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 3, 48, 96, 20
 RECIPES = ["delayed", "tensorwise", "blockwise", "rowwise", "mxfp8"]

@@ -19,6 +19,8 @@ from lightning_fp8.numerics.formats import holds_codes
 from tests.convert.codes.made import bits, copied, experts_with_codes, same_bits, spread
 from tests.tiers import thorough
 
+pytest.importorskip("transformers.integrations.moe")
+
 WEIGHTS = ("gate_up_proj", "down_proj")
 TOKENS, WIDTH = 40, 256
 
