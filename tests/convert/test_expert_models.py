@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,17 @@ from tests.small import equal_weights, fp8_trainer
 from tests.tiers import thorough
 
 MODELS = "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"
+
+
+def chosen(rows: Iterable[str], *default: str) -> list[Any]:
+    """``rows``, of which the default run takes these."""
+    return [row if row in default else pytest.param(row, marks=thorough) for row in rows]
+
+
 MODEL = pytest.mark.parametrize("name", MODELS)
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+FEW_MODELS = pytest.mark.parametrize("name", chosen(MODELS, "mixtral", "gpt_oss"))
+FEW_RECIPES = pytest.mark.parametrize("recipe", chosen(RECIPES, "delayed", "blockwise"))
 
 
 @pytest.fixture(autouse=True)
@@ -162,8 +171,8 @@ def test_fp8_state_resumes_to_the_bit(name: str, recipe: str) -> None:
         assert all(float(scale) > 0 for each, scale in zip(two["names"], two["scale"]) if each in names)
 
 
-@RECIPE
-@MODEL
+@FEW_RECIPES
+@FEW_MODELS
 def test_compiled_experts_are_equal_to_the_bit(name: str, recipe: str) -> None:
     model = model_of(name)
     module = experts_of(model)[0]
@@ -218,8 +227,8 @@ def test_inductor(recipe: str) -> None:
         assert all(each.grad is not None for each in module.parameters())
 
 
-@RECIPE
-@MODEL
+@FEW_RECIPES
+@FEW_MODELS
 def test_accumulation_casts_experts_once_a_step(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also transposed ones; with the same results to the bit."""
     cast: list[int] = []
@@ -244,8 +253,8 @@ def test_accumulation_casts_experts_once_a_step(name: str, recipe: str, monkeypa
     assert torch.equal(state["amax_history"], of_other["amax_history"])
 
 
-@RECIPE
-@MODEL
+@FEW_RECIPES
+@FEW_MODELS
 def test_fabric(name: str, recipe: str) -> None:
     plugin = FP8FabricPrecision(recipe, first_last_layers_bf16=False)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
@@ -265,8 +274,8 @@ def test_fabric(name: str, recipe: str) -> None:
     assert {layer.fp8 for layer in plugin.summary.layers if ".experts." in layer.name} == {True}
 
 
-@RECIPE
-@MODEL
+@FEW_RECIPES
+@FEW_MODELS
 def test_a_recipe_of_the_model(name: str, recipe: str) -> None:
     """``convert_module(recipe=)``: no region is entered."""
     pinned, other = model_of(name, recipe=recipe), model_of(name)
@@ -315,7 +324,7 @@ def test_calibration_gives_scales_and_changes_no_loss(name: str) -> None:
             assert float(scale) == pytest.approx(448 / float(weight.abs().max()), rel=1e-5)
 
 
-@MODEL
+@pytest.mark.parametrize("name", chosen(MODELS, "gpt_oss"))
 def test_callback_of_transformers_trainer(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
