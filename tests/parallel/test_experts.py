@@ -28,9 +28,8 @@ def is_equal(report: dict[str, Any]) -> bool:
     return bool(report["losses"] and report["weights"] and report["scales"])
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name == "rowwise" else pytest.param(name, marks=thorough) for name in RECIPES]
-)
+@thorough
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_numbers_of_the_gather_in_bf16_and_half_of_its_bytes(recipe: str, tmp_path: Path) -> None:
     """Scales of rows and blocks are those of an expert: no rank asks another one for amaxes."""
     for report in run("recipe", tmp_path, recipe):
