@@ -12,8 +12,9 @@ from tests.distributed.launch import run_on_two_ranks
 from tests.tiers import covering
 
 MODELS = "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"
-CASES = [(how, name, recipe) for how in ("ddp", "fsdp") for name in MODELS for recipe in RECIPES]
-DEFAULT = {("ddp", "gpt_oss", "delayed")}  # tests/parallel/test_experts.py has FSDP2
+CASES = [(how, MODELS[row % 4], recipe) for how in ("ddp", "fsdp") for row, recipe in enumerate(RECIPES, how == "ddp")]
+"""Each recipe, and each model, with each of both."""
+DEFAULT = {CASES[0]}  # tests/parallel/test_experts.py has FSDP2
 
 
 @pytest.mark.parametrize(("how", "name", "recipe"), covering(CASES, lambda case: {case} & DEFAULT))
@@ -23,7 +24,7 @@ def test_two_ranks_train_as_one(how: str, name: str, recipe: str, tmp_path: Path
     first, second = run_on_two_ranks("expert_models", str(tmp_path), how, name, recipe, folder=tmp_path)
     for one, two, alone in zip(first["losses"], second["losses"], first["alone"]):
         assert (one + two) / 2 == pytest.approx(alone, rel=3e-3)
-    assert first["near"] == second["near"] < 0.02
+    assert first["near"] == second["near"] < 0.03  # a token may go to another expert
     assert first["scales"] == second["scales"]
     assert first["scales"]
     if recipe == "delayed":
