@@ -4,8 +4,8 @@ They allocate and dispatch by device. They do not depend on autograd or modules.
 function, its typed signature and its specification in plain torch. ``<operation>_cuda.py`` launches its kernels.
 """
 
-# Imported for their side effect: they implement the ops.
-from lightning_fp8.ops import activation_cuda, cast_cuda, gemm_cuda, grouped_cuda, norm_cuda, transpose_cuda  # noqa: F401
+# Imported for their side effect: they implement the ops, as gemm_cuda does, which grouped_cuda imports.
+from lightning_fp8.ops import activation_cuda, cast_cuda, grouped_cuda, norm_cuda, transpose_cuda  # noqa: F401
 from lightning_fp8.ops.activation import (
     ACTIVATIONS,
     activation_backward_quantize,
