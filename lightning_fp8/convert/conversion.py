@@ -76,9 +76,9 @@ def convert_module(
             for the sizes of their first training forward, or, on any GPU, if it is a loop over many experts; see
             docs/models.md. Layers that are constructed as a ``lightning_fp8.Linear`` run in FP8.
         attention: with ``recipe``, also run attention in FP8; True and ``"always"`` as in :class:`FP8Precision`.
-        cache_fp8_weights: with ``recipe``, cast weights once per optimizer step and keep both FP8 copies, 2 bytes for
-            each parameter. In-place changes of ``weight.data`` are not detected until an optimizer steps, or until
-            training mode or gradients are switched.
+        cache_fp8_weights: with ``recipe``, cast weights once per optimizer step, frozen ones without delayed scaling
+            only once, and keep both FP8 copies, 2 bytes for each parameter. In-place changes of ``weight.data`` are
+            not detected before the next cast; call :func:`update_fp8_scales` after them.
 
     Returns:
         ``model``.

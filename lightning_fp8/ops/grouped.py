@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from typing_extensions import Unpack
 
 from lightning_fp8.capture import is_capturing
 from lightning_fp8.numerics.scaled import Cast, ScaledTensor
 from lightning_fp8.ops.cast import (
+    CastArgs,
     Outputs,
     Quantized,
-    asked,
+    asked_by,
     check_cast,
     fake_outputs,
     operands_of,
@@ -36,23 +38,14 @@ from lightning_fp8.ops.transpose import transpose_op
 # --- The public functions ---------------------------------------------------------------------------------------------
 
 
-def quantize_experts(
-    w: Tensor,
-    cast: Cast,
-    *,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    scale_is_nonzero: bool = False,
-    rowwise: bool = True,
-    columnwise: bool = False,
-) -> Quantized:
+def quantize_experts(w: Tensor, cast: Cast, **cast_args: Unpack[CastArgs]) -> Quantized:
     """:func:`lightning_fp8.ops.quantize` of each of ``w [E, N, K]``. In layout ``tensor`` all have one scale.
 
     Returns:
         The operands of w ``[E, N, K]`` and of its transpose ``[E, K, N]``, whose scales are ``[E, ...]``.
     """
-    usage = asked(w, cast, rowwise, columnwise, scale_is_nonzero)
-    return operands_of(quantize_experts_op.call(w, usage, scale, amax), usage, rowwise, columnwise)
+    usage, requested, observed = asked_by(w, cast, cast_args)
+    return operands_of(quantize_experts_op.call(w, usage, *observed), usage, *requested)
 
 
 def grouped_mm(

@@ -96,7 +96,8 @@ class FP8FabricPrecision(HalfPrecision):  # not Precision, for which Lightning's
             ``None`` does so if the Trainer accumulates gradients and no weight is sharded, and never in Fabric.
             In-place changes of a weight under ``torch.no_grad()`` are detected. In-place changes of its ``data``, such
             as ``weight.data.mul_(...)``, are not: stale copies are used until an optimizer steps, and in the Trainer
-            until an epoch or an evaluation begins. Pass ``False`` if your code makes such changes.
+            until an epoch or an evaluation begins. With ``True``, copies of frozen weights outlive steps, except with
+            delayed scaling. Pass ``False`` if your code makes such changes.
         fuse: run RMSNorms and gated MLPs of known forwards in fewer passes; see :func:`convert_module`.
         where_faster: let linear layers stay in BF16 where that is faster; see :func:`convert_module`.
 
